@@ -1,0 +1,114 @@
+"""Small types that every floor uses: reduce operations, array specifications, sparse slices."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Array: TypeAlias = Any
+"""A `numpy.ndarray` on a CPU device, a `cupy.ndarray` on a GPU."""
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+class ReduceOp(enum.Enum):
+    """How values of several replicas become one. `MIN` and `MAX` go beyond TensorFlow."""
+
+    SUM = "SUM"
+    MEAN = "MEAN"
+    MIN = "MIN"
+    MAX = "MAX"
+
+    @classmethod
+    def parse(cls, op: ReduceOp | str, call: str) -> ReduceOp:
+        """The operation that `op`, a member or its name in any case, stands for.
+
+        Raises:
+            ValueError: `op` is neither. `call` names the method in the message.
+        """
+        return parse_choice(cls, op, call, "reduce_op")
+
+
+def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -> _Choice:
+    """The member of the enumeration `choices` that `given`, a member or its name in any case, stands for.
+
+    Raises:
+        ValueError: `given` is neither.
+    """
+    if isinstance(given, choices):
+        return given
+    if isinstance(given, str) and given.upper() in choices.__members__:
+        return choices[given.upper()]
+    names = ", ".join(f"{choices.__name__}.{name}" for name in choices.__members__)
+    raise ValueError(f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string")
+
+
+class TensorSpec:
+    """The shape and dtype of an array.
+
+    Attributes:
+        shape: a tuple of ints; `None` stands for a size that is not known.
+        dtype: the NumPy dtype.
+        name: a name, or `None`.
+    """
+
+    __slots__ = ("dtype", "name", "shape")
+
+    def __init__(
+        self, shape: Sequence[int | None], dtype: npt.DTypeLike = np.float32, name: str | None = None
+    ) -> None:
+        self.shape = tuple(shape)
+        self.dtype = np.dtype(dtype)
+        self.name = name
+
+    def _key(self) -> tuple[Any, ...]:
+        return (type(self), self.shape, self.dtype, self.name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorSpec) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, name={self.name!r})"
+
+
+class PerReplicaSpec(TensorSpec):
+    """The specification of what one replica's component of a distributed value looks like."""
+
+    __slots__ = ()
+
+
+class IndexedSlices:
+    """Rows of a larger array: `dense[indices[i]] += values[i]`, as the gradient of an embedding has it.
+
+    Attributes:
+        values: array of shape `(k, ...)`.
+        indices: integer array of shape `(k,)`; an index may occur several times.
+        dense_shape: the shape of the whole, or `None`.
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, values: Array, indices: Array, dense_shape: Array | None = None) -> None:
+        self.values = values
+        self.indices = indices
+        self.dense_shape = dense_shape
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the whole, or `None` where it was not given."""
+        return None if self.dense_shape is None else tuple(int(n) for n in self.dense_shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of `values`."""
+        return self.values.dtype
+
+    def __repr__(self) -> str:
+        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
