@@ -1,0 +1,308 @@
+"""The one interface between replicas: exchanges that every rank makes together, and all their checking."""
+
+from __future__ import annotations
+
+import abc
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+import numpy as np
+
+from hpcstrat import _world
+from hpcstrat._communicators import dtypes, objects, records
+from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._types import ReduceOp
+
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Write: TypeAlias = Callable[[Bytes], None]
+"""Writes this rank's message to the first bytes of the array that it is given."""
+
+SUMMED_BY_ALL = 1 << 15
+"""Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
+
+_EXCEPTIONS: dict[str, type[Exception]] = {
+    cls.__name__: cls
+    for cls in (
+        *(TypeError, ValueError, IndexError, KeyError, RuntimeError, NotImplementedError, MemoryError, OSError),
+        *(AttributeError, ZeroDivisionError, StopIteration, AssertionError, ReplicaMismatchError),
+    )
+}
+
+
+class Communicator(abc.ABC):
+    """Moves arrays and objects between the ranks of a group. Collective: all ranks make every call, in one order.
+
+    Every call begins with one record a rank, by which the ranks agree that it is the same call with the same
+    arguments. Where it is not, all of them raise. A transport fills in how records and messages travel.
+
+    Attributes:
+        rank: this process's index in the group.
+        size: how many ranks there are.
+    """
+
+    rank: int
+    size: int
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.number = 0  # of calls made
+        self._faults = 0
+        self._fault: BaseException | None = None
+
+    # ---- what a transport fills in
+
+    @abc.abstractmethod
+    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        """Exchanges records; returns all ranks'. Writes the message too, where it can travel at once."""
+
+    @abc.abstractmethod
+    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
+        """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
+
+    @abc.abstractmethod
+    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
+
+    # ---- the exchange that every call begins with
+
+    def exchange(self, agreed: Signature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
+        """Every rank's message of `nbytes` bytes, which may differ from rank to rank, once all agree on `agreed`.
+
+        The arrays are read-only by convention and valid until the next call. Collective.
+
+        Raises:
+            ReplicaMismatchError: the ranks call different things.
+            Exception: what another rank's `joint` block raised.
+        """
+        self.number += 1
+        head = records.common(self.number, self._faults, records.OK, agreed.digest)
+        posted = self._post(head, nbytes, write)
+        for record in posted:
+            if record[: records.COMMON] != head:
+                self._disagree(posted, agreed.text, None)
+        return self._messages([records.message_size(record) for record in posted], write)
+
+    def joint(self, call: str) -> Joint:
+        """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
+
+        Args:
+            call: the user's name of the method, for the message on the other ranks.
+        """
+        return Joint(self, call)
+
+    def note_fault(self, error: BaseException, place: int) -> None:
+        """Notes that an exception leaves `Strategy.run`, of which this was the `place`-th.
+
+        The program may catch it and go on only where every rank raised there; the next call compares.
+        """
+        self._faults = (self._faults * 1_000_003 + place) & 0x7FFF_FFFF_FFFF
+        self._fault = error
+
+    def leave(self) -> None:
+        """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
+        self.number += 1
+        head = records.common(self.number, self._faults, records.LEAVING, bytes(16))
+        posted = self._post(head, 0, None)
+        if any(record[: records.COMMON] != head for record in posted):
+            self._disagree(posted, "leaves the program", None)
+
+    # ---- verbs
+
+    def barrier(self, call: str) -> None:
+        """Waits until every rank has come here. Collective."""
+        self.exchange(signature(call))
+
+    def all_reduce(self, call: str, arrays: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> list[np.ndarray[Any, Any]]:
+        """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
+
+        All of them travel together. The results are fresh, C-contiguous and bit-identical on every rank. `MEAN` of
+        integers is `float64`. Collective.
+
+        Raises:
+            TypeError: a dtype that cannot be reduced so.
+            ReplicaMismatchError: shapes, dtypes or `op` differ between ranks.
+        """
+        with self.joint(call):
+            for array in arrays:
+                dtypes.check_reducible(call, array.dtype, op)
+            if op is ReduceOp.MEAN:
+                arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
+            arrays = [dtypes.native(array) for array in arrays]
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        agreed = signature(call, op.name, *[(array.dtype, array.shape) for array in arrays])
+        out = np.empty(form.nbytes, np.uint8)
+        self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+        return form.views(out)
+
+    def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:
+        for group in form.groups:
+            reduce_flat(group.of(out), [group.of(message) for message in messages], op)
+
+    def all_gather(self, call: str, arrays: Sequence[np.ndarray[Any, Any]], axis: int) -> list[np.ndarray[Any, Any]]:
+        """Concatenates each array over all ranks, in rank order, along `axis`.
+
+        Only the sizes along `axis` may differ. The results are fresh and bit-identical on every rank. Collective.
+
+        Raises:
+            TypeError: an array of Python objects.
+            ReplicaMismatchError: an array without that axis, or whose other sizes differ; every rank's shape is named.
+        """
+        with self.joint(call):
+            for array in arrays:
+                if array.dtype.hasobject:
+                    raise TypeError(f"{call}: an array of dtype {array.dtype} cannot be gathered; pass numbers")
+            arrays = [dtypes.native(array) for array in arrays]
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        shapes = np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
+        start = -(-shapes.nbytes // 16) * 16
+
+        def write(message: Bytes) -> None:
+            message[: shapes.nbytes] = shapes.view(np.uint8)
+            for view, array in zip(form.views(message[start:]), arrays, strict=True):
+                view[...] = array
+
+        agreed = signature(call, f"axis={axis}", *[array.dtype for array in arrays])
+        messages = self.exchange(agreed, start + form.nbytes, write)
+        parts = [_parse(message, [array.dtype for array in arrays]) for message in messages]
+        for i in range(len(arrays)):
+            check_gatherable(call, [part[i].shape for part in parts], axis)
+        return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+
+    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
+
+        Raises:
+            TypeError: `obj` cannot be pickled.
+        """
+        with self.joint(call):
+            message = _message(call, obj)
+        return [objects.load(m) for m in self.exchange(signature(call), message.nbytes, message.write)]
+
+    def broadcast_obj(self, call: str, obj: Any, root: int = 0) -> Any:
+        """The object of rank `root`; what the others pass is ignored. Collective.
+
+        Raises:
+            TypeError: the object cannot be pickled.
+        """
+        with self.joint(call):
+            message = _message(call, obj if self.rank == root else None)
+        return objects.load(self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root])
+
+    # ---- where ranks disagree
+
+    def _fail(self, call: str, error: Exception) -> None:
+        """Makes the other ranks raise what this rank raises already."""
+        if self.size == 1:
+            return
+        self.number += 1
+        head = records.common(self.number, self._faults, records.FAILED, bytes(16))
+        self._disagree(self._post(head, 0, None), call, error)
+
+    def _disagree(self, posted: Sequence[memoryview], text: str, error: Exception | None) -> None:
+        """All ranks come here together, and all raise, or the job ends.
+
+        A rank that failed itself (`error`) returns, and raises its own exception.
+        """
+        states = [records.read(record) for record in posted]
+        if any(status == records.LEAVING for _, _, status, _ in states):
+            self._end_after_leaving([status for _, _, status, _ in states], text)
+        if any(state[:2] != states[0][:2] for state in states):
+            self._end_after_fault()
+        own = (_known_class(error), str(error)) if error is not None else None
+        told = self._tell((text, own))
+        failed = [(rank, problem) for rank, (_, problem) in enumerate(told) if problem is not None]
+        if error is not None:
+            return
+        if failed:
+            rank, (name, message) = failed[0]
+            raise _EXCEPTIONS[name](f"{message} (found by rank {rank})")
+        lines = "".join(f"\n  rank {rank}: {one}" for rank, (one, _) in enumerate(told))
+        raise ReplicaMismatchError(f"the ranks must make the same call with arguments that fit, but called{lines}")
+
+    def _tell(self, obj: Any) -> list[Any]:
+        """`all_gather_obj` without the check that brought us here."""
+        message = objects.Message(obj)
+        self.number += 1
+        posted = self._post(records.common(self.number, 0, records.OK, bytes(16)), message.nbytes, message.write)
+        sizes = [records.message_size(record) for record in posted]
+        return [objects.load(m) for m in self._messages(sizes, message.write)]
+
+    def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:
+        gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]
+        what = "left the program" if self.rank in gone else f"waits in {text}"
+        _world.end_job(f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others")
+
+    def _end_after_fault(self) -> NoReturn:
+        if self._fault is None:
+            _world.end_job(
+                "hpcstrat: an exception left Strategy.run on another rank and was caught there, but not on this one; "
+                "the ranks no longer make the same calls"
+            )
+        lines = "".join(traceback.format_exception(self._fault))
+        _world.end_job(
+            f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks did "
+            "not raise there; the ranks no longer make the same calls"
+        )
+
+
+class Joint:
+    """See `Communicator.joint`."""
+
+    __slots__ = ("_call", "_communicator", "_number")
+
+    def __init__(self, communicator: Communicator, call: str) -> None:
+        self._communicator = communicator
+        self._call = call
+
+    def __enter__(self) -> None:
+        self._number = self._communicator.number
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if isinstance(error, Exception) and self._communicator.number == self._number:
+            self._communicator._fail(self._call, error)
+
+
+def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    """Checks that arrays of these shapes, one a rank, can be concatenated along `axis`.
+
+    Raises:
+        ReplicaMismatchError: they cannot.
+    """
+    listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+    if any(not -len(shape) <= axis < len(shape) for shape in shapes):
+        raise ReplicaMismatchError(f"{call}: axis {axis} does not exist in every array: the shapes are {listed}")
+    place = axis % len(shapes[0])
+    if len({(len(shape), *shape[:place], *shape[place + 1 :]) for shape in shapes}) > 1:
+        raise ReplicaMismatchError(f"{call}: shapes may differ along axis {axis} only, but are {listed}")
+
+
+def _known_class(error: Exception) -> str:
+    """The name of the nearest class of `error` that every rank has."""
+    return next((cls.__name__ for cls in type(error).__mro__ if cls in _EXCEPTIONS.values()), "RuntimeError")
+
+
+def _message(call: str, obj: Any) -> objects.Message:
+    try:
+        return objects.Message(obj)
+    except Exception as error:
+        raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}") from error
+
+
+def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
+    """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
+    shapes: list[tuple[int, ...]] = []
+    place = 0
+    for _ in kinds:
+        (ndim,) = message[place : place + 8].view(np.int64)
+        shapes.append(tuple(message[place + 8 : place + 8 * (1 + ndim)].view(np.int64).tolist()))
+        place += 8 * (1 + int(ndim))
+    return layout(tuple(shapes), tuple(kinds)).views(message[-(-place // 16) * 16 :])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,68 @@
+"""How many arrays lie in one flat message: grouped by dtype, back to back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_ALIGNMENT = 16
+
+
+class Group(NamedTuple):
+    """All elements of one dtype in a message.
+
+    Attributes:
+        dtype: their dtype.
+        start: the byte where they begin.
+        count: how many they are.
+    """
+
+    dtype: np.dtype[Any]
+    start: int
+    count: int
+
+    def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """These elements of a message, a flat view."""
+        return message[self.start : self.start + self.count * self.dtype.itemsize].view(self.dtype)
+
+
+class Layout:
+    """Where each of some arrays lies in a message. Equal shapes and dtypes give the same object: use `layout`.
+
+    Attributes:
+        nbytes: bytes of the message.
+        groups: the message by dtype, in order of first appearance.
+        starts: for each array, the byte where it begins.
+    """
+
+    def __init__(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> None:
+        self._entries: list[tuple[int, int, tuple[int, ...], np.dtype[Any]]] = [(0, 0, (), np.dtype(bool))] * len(shapes)
+        self.groups: list[Group] = []
+        end = 0
+        for dtype in dict.fromkeys(dtypes):
+            start = end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            for i, shape in enumerate(shapes):
+                if dtypes[i] == dtype:
+                    begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+                    self._entries[i] = (begin, end, shape, dtype)
+            self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize))
+        self.nbytes = end
+        self.starts = [entry[0] for entry in self._entries]
+
+    def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
+        """The arrays of a message of bytes, as views of it."""
+        return [message[a:b].view(dtype).reshape(shape) for a, b, shape, dtype in self._entries]
+
+    def write(self, message: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
+        """Copies the arrays into a message."""
+        for view, array in zip(self.views(message), arrays, strict=True):
+            view[...] = array
+
+
+@functools.lru_cache(maxsize=1024)
+def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> Layout:
+    """The layout of arrays of these shapes and dtypes."""
+    return Layout(shapes, dtypes)

@@ -1,0 +1,70 @@
+"""What every collective exchanges first: one small record a rank, and the signature in it that must agree."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import struct
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RECORD = 256
+"""Bytes of one rank's record."""
+
+_COMMON = struct.Struct("<qqq16s")  # number of the call, faults, status, digest of the signature: equal on all ranks
+_SIZE = struct.Struct("<q")  # bytes of this rank's message
+COMMON = _COMMON.size
+HEADER = 64
+PAYLOAD = RECORD - HEADER
+"""Bytes of a message that travels in the record itself."""
+
+OK, FAILED, LEAVING = 0, 1, 2
+"""Status of a rank: it makes the call; it found an argument wrong; it leaves the program."""
+
+
+class Signature(NamedTuple):
+    """What must be equal on all ranks for a collective to be the same one.
+
+    Attributes:
+        digest: 16 bytes, compared.
+        text: the same in words, for the message where they differ.
+    """
+
+    digest: bytes
+    text: str
+
+
+@functools.lru_cache(maxsize=8192)
+def signature(call: str, *facts: Any) -> Signature:
+    """The signature of `call`, the user's name of a method, with these hashable facts."""
+    text = f"{call}({', '.join(_show(fact) for fact in facts)})"
+    return Signature(hashlib.blake2b(text.encode(), digest_size=16).digest(), text)
+
+
+def _show(fact: Any) -> str:
+    if isinstance(fact, np.dtype):
+        return fact.name
+    if isinstance(fact, tuple):
+        return f"({', '.join(map(_show, fact))}{',' * (len(fact) == 1)})"
+    return str(fact)
+
+
+def common(number: int, faults: int, status: int, digest: bytes) -> bytes:
+    """The part of a record that is equal on all ranks unless something is wrong."""
+    return _COMMON.pack(number, faults, status, digest)
+
+
+def pack(head: bytes, nbytes: int) -> bytes:
+    """The header of a record: `head` made by `common`, and the size of this rank's message."""
+    return head + _SIZE.pack(nbytes)
+
+
+def message_size(record: Any) -> int:
+    """Bytes of the message that this record announces."""
+    return _SIZE.unpack_from(record, COMMON)[0]
+
+
+def read(record: Any) -> tuple[int, int, int, bytes]:
+    """Number of the call, faults, status and digest of a record."""
+    return _COMMON.unpack_from(record)

@@ -1,0 +1,60 @@
+"""Sums, minima and maxima of several ranks' arrays, always in rank order, so that the result never depends on timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._types import ReduceOp
+
+CHUNK = 1 << 15
+"""Elements that are reduced, and updated, while they are in cache."""
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+}
+
+
+def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
+    """Writes the reduction of `parts`, flat arrays of one length and dtype, to `out`, which may be one of them.
+
+    16-bit floats are summed in `float32` and rounded once.
+    """
+    if len(parts) == 1:
+        if out is not parts[0]:
+            out[...] = parts[0]
+        return
+    ufunc = _UFUNCS[op]
+    wide = accumulator(out.dtype)
+    # `out` may be one of `parts`, and must not be written before that part was read.
+    total = ufunc(parts[0], parts[1], dtype=wide) if len(parts) > 2 or wide != out.dtype else None
+    if total is None:
+        ufunc(parts[0], parts[1], out=out)
+        total = out
+    for part in parts[2:]:
+        ufunc(total, part, out=total)
+    if op is ReduceOp.MEAN:
+        np.divide(total, len(parts), out=total)
+    if total is not out:
+        out[...] = total
+
+
+def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
+    """`reduce_chunk` over flat arrays of any length, a chunk at a time."""
+    if out.size <= CHUNK:
+        reduce_chunk(out, parts, op)
+        return
+    for start in range(0, out.size, CHUNK):
+        reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
+
+
+def slice_of(count: int, rank: int, size: int) -> slice:
+    """The part of `count` elements that `rank` works on, in whole multiples of 64 elements, so of cache lines."""
+    lines = -(-count // 64)
+    return slice(min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size)))

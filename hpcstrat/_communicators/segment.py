@@ -1,0 +1,144 @@
+"""A large sparse reservation of memory, private or shared by the ranks of one host, of which pages appear on demand."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_LARGE = 1 << 26
+_SMALLEST = 1 << 30
+
+
+class Segment:
+    """Memory that is reserved once, never moved, and backed by pages only where `commit` was called.
+
+    It is a sparse file that has no name, so nothing is left behind however the job ends.
+
+    Attributes:
+        array: all of its bytes. Writing where nothing was committed ends the process.
+        size: how many they are.
+    """
+
+    def __init__(self, file: int, size: int) -> None:
+        self._file = file
+        self._map = mmap.mmap(file, size)
+        self.size = size
+        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8)
+
+    def commit(self, start: int, stop: int) -> None:
+        """Backs these bytes with memory.
+
+        Raises:
+            MemoryError: there is not enough of it. Nothing is lost.
+        """
+        nbytes = stop - start
+        if nbytes <= 0:
+            return
+        if nbytes >= _LARGE and nbytes > (free := available_memory()):
+            raise MemoryError(f"{nbytes:,} bytes are wanted and this host has {free:,} left")
+        if stop > self.size:
+            raise MemoryError(f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved")
+        try:
+            os.posix_fallocate(self._file, start, nbytes)
+        except OSError as error:
+            raise MemoryError(f"{nbytes:,} bytes cannot be had: {error.strerror}") from error
+
+    def release(self, start: int, stop: int) -> None:
+        """Gives the whole pages within these bytes back to the system."""
+        page = mmap.PAGESIZE
+        start, stop = -(-start // page) * page, stop // page * page
+        if start < stop:
+            self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
+
+
+def private_segment() -> Segment:
+    """A segment of this process alone."""
+    file = _nameless_file()
+    size = physical_memory()
+    while True:
+        try:
+            os.ftruncate(file, size)
+            return Segment(file, size)
+        except OSError as error:
+            if size <= _SMALLEST:
+                raise RuntimeError(f"no address space for variables: {error.strerror}; raise `ulimit -v`") from error
+            size //= 2
+
+
+def shared_segment(comm: Any, size: int) -> Segment:
+    """One segment of `size` bytes for all ranks of `comm`, an MPI communicator of one host. Collective.
+
+    Raises:
+        RuntimeError: the ranks cannot share memory; on every rank, with the reasons.
+    """
+    problems: list[str] = []
+    for create in (_nameless_file, _named_file):
+        file, path, problem = -1, "", ""
+        if comm.rank == 0:
+            try:
+                file, path = _create(create, size)
+            except OSError as error:
+                problem = f"rank 0: {error}"
+        path = comm.bcast(path, root=0)
+        if path and comm.rank > 0:
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except OSError as error:
+                problem = f"rank {comm.rank}: {error}"
+        segment = None
+        if file >= 0:
+            try:
+                segment = Segment(file, size)
+            except (OSError, ValueError) as error:
+                problem = f"rank {comm.rank}: {error}"
+        found = [one for one in comm.allgather(problem) if one]
+        if comm.rank == 0 and path and not path.startswith("/proc/"):
+            os.unlink(path)
+        if not found and segment is not None:
+            return segment
+        problems += found
+    raise RuntimeError(
+        f"the ranks of this host cannot share {size:,} bytes of memory: {'; '.join(problems)}. Start them as one user, in "
+        "one container, with `ulimit -v unlimited`"
+    )
+
+
+def _create(create: Callable[[], int], size: int) -> tuple[int, str]:
+    """A new file of this size, and the path by which other processes open it."""
+    file = create()
+    os.ftruncate(file, size)
+    link = f"/proc/{os.getpid()}/fd/{file}"
+    target = os.readlink(link)
+    return file, link if target.startswith("/memfd:") else target
+
+
+def _nameless_file() -> int:
+    return os.memfd_create("hpcstrat", os.MFD_CLOEXEC)
+
+
+def _named_file() -> int:
+    """Where processes may not open each other's files. The name lives for the milliseconds until all have opened it."""
+    return tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")[0]
+
+
+def physical_memory() -> int:
+    """Bytes of memory of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes that this process can still get: what the host has left, or its control group if that is less."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = 1024 * int(fields["MemAvailable"].split()[0])
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        return min(free, limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or "max"
+        return free

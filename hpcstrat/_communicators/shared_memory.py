@@ -1,0 +1,120 @@
+"""The communicator of ranks on one host: records and mailboxes in one shared segment, MPI for the barrier only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat._communicators import records
+from hpcstrat._communicators.base import SUMMED_BY_ALL, Bytes, Communicator, Write
+from hpcstrat._communicators.heap import Heap
+from hpcstrat._communicators.packing import Layout
+from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, Signature
+from hpcstrat._communicators.reduction import reduce_flat, slice_of
+from hpcstrat._communicators.segment import physical_memory, shared_segment
+from hpcstrat._types import ReduceOp
+
+_LARGEST = 1 << 45  # an address space has 47 bits
+
+
+@final
+class SharedMemoryCommunicator(Communicator):
+    """Ranks of one host.
+
+    The segment holds, for each rank, two records that alternate from call to call and one mailbox, and behind them
+    the storage of variables. A rank writes its record and its message, all meet in a barrier, and everyone reads.
+    Records alternate because a fast rank writes the next one while a slow one still reads. A mailbox is written
+    again only after another barrier.
+
+    Args:
+        comm: an MPI communicator whose ranks share memory.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._comm = comm
+        self._barrier = comm.Barrier
+        head = -(-2 * self.size * RECORD // 4096) * 4096
+        reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
+        self.segment = shared_segment(comm, head + reserve * (self.size + 1))
+        self.heap = Heap(head + reserve * self.size, self.segment.size)
+        self._reserve = reserve
+        self._mailbox_starts = [head + reserve * rank for rank in range(self.size)]
+        self._mailboxes: list[Bytes] = [self.segment.array[:0]] * self.size
+        self._capacity = PAYLOAD
+        self._being_read = False  # mailboxes, by ranks that may be slower than this one
+        if self.rank == 0:
+            self.segment.commit(0, head)
+        comm.Barrier()
+        whole = memoryview(self.segment.array)
+        starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
+        self._records = [[whole[start : start + RECORD] for start in slot] for slot in starts]
+        self._payloads = [[self.segment.array[start + HEADER : start + RECORD] for start in slot] for slot in starts]
+        self._own_records = [slot[self.rank] for slot in self._records]
+
+    def sync(self) -> None:
+        """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
+        self._barrier()
+        self._being_read = False
+
+    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        if self._being_read:
+            self.sync()
+        slot = self.number & 1
+        record = records.pack(head, nbytes)
+        self._own_records[slot][: len(record)] = record
+        if write is not None and nbytes <= self._capacity:
+            write(self._payloads[slot][self.rank] if nbytes <= PAYLOAD else self._mailboxes[self.rank])
+        self._barrier()
+        return self._records[slot]
+
+    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
+        largest = max(sizes)
+        if largest > self._capacity:
+            self._grow(largest)
+            if write is not None:
+                write(self._mailboxes[self.rank])
+            self.sync()
+            self._being_read = True
+            return self._mailboxes
+        payloads = self._payloads[self.number & 1]
+        if largest <= PAYLOAD:
+            return payloads
+        self._being_read = True
+        return [payloads[rank] if size <= PAYLOAD else self._mailboxes[rank] for rank, size in enumerate(sizes)]
+
+    def _grow(self, wanted: int) -> None:
+        """Gives every mailbox room for `wanted` bytes. All ranks have seen the same sizes and come here together."""
+        capacity = min(max(wanted, 2 * self._capacity), self._reserve)
+        problem = ""
+        try:
+            if wanted > capacity:
+                raise MemoryError(f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved")
+            start = self._mailbox_starts[self.rank]
+            self.segment.commit(start, start + capacity)
+        except MemoryError as error:
+            problem = f"rank {self.rank}: {error}"
+        if problems := [one for one in self._comm.allgather(problem) if one]:
+            raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
+        self._capacity = capacity
+        self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
+
+    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
+        messages = self.exchange(agreed, form.nbytes, write)
+        if form.nbytes <= SUMMED_BY_ALL:
+            self._reduce_by_all(messages, form, op, out)
+            return
+        for group in form.groups:
+            mine = slice_of(group.count, self.rank, self.size)
+            parts = [group.of(message)[mine] for message in messages]
+            reduce_flat(parts[self.rank], parts, op)
+        self.sync()
+        for group in form.groups:
+            result = group.of(out)
+            for rank, message in enumerate(messages):
+                theirs = slice_of(group.count, rank, self.size)
+                result[theirs] = group.of(message)[theirs]
+        self._being_read = True

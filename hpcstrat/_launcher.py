@@ -1,0 +1,113 @@
+"""Which launcher started this process, from its environment alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What the launcher says of this process, before MPI starts.
+
+    Attributes:
+        name: for messages, e.g. `"mpirun of Open MPI"` or `"srun"`.
+        rank: this process among all of the job.
+        size: the number of processes, or None where the launcher does not tell (bare PMIx).
+        local_rank: this process among those of its host, or None where the launcher does not tell.
+        local_size: the number of processes on this host, or None where the launcher does not tell.
+    """
+
+    name: str
+    rank: int
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the launcher started one process only."""
+        return self.size == 1
+
+
+def find() -> Launcher | None:
+    """The launcher of this process, or None where it was started by hand.
+
+    An `mpirun` comes before `srun`, because on a cluster it starts its daemons, and so their children, through `srun`.
+    """
+    size = _number("OMPI_COMM_WORLD_SIZE")
+    if size is not None:
+        return Launcher(
+            name="mpirun of Open MPI",
+            rank=_number("OMPI_COMM_WORLD_RANK") or 0,
+            size=size,
+            local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+        )
+    size = _number("PMI_SIZE")
+    if size is not None:
+        return _pmi(size)
+    rank = _number("PMIX_RANK")
+    if rank is not None and "PRTE_LAUNCHED" in os.environ:
+        return Launcher(name="prterun (PMIx)", rank=rank, size=None, local_rank=None, local_size=None)
+    size = _step_number("SLURM_STEP_NUM_TASKS")
+    if size is not None:
+        return Launcher(
+            name="srun",
+            rank=_number("SLURM_PROCID") or 0,
+            size=size,
+            local_rank=_number("SLURM_LOCALID"),
+            local_size=_step_tasks_here(),
+        )
+    if rank is not None:
+        return Launcher(name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None)
+    return None
+
+
+def _pmi(size: int) -> Launcher:
+    """A launcher that speaks PMI: the `mpirun` of MPICH and its relatives, or `srun --mpi=pmi2`."""
+    rank = _number("PMI_RANK") or 0
+    if "MPI_LOCALRANKID" in os.environ or "HYDI_CONTROL_FD" in os.environ:
+        intel = any(name.startswith("I_MPI_") and name != "I_MPI_ROOT" for name in os.environ)
+        return Launcher(
+            name="mpirun of Intel MPI" if intel else "mpirun of MPICH",
+            rank=rank,
+            size=size,
+            local_rank=_number("MPI_LOCALRANKID"),
+            local_size=_number("MPI_LOCALNRANKS"),
+        )
+    if _step_number("SLURM_STEP_NUM_TASKS") is not None:
+        return Launcher("srun", rank, size, local_rank=_number("SLURM_LOCALID"), local_size=_step_tasks_here())
+    return Launcher(
+        name="a PMI launcher",
+        rank=rank,
+        size=size,
+        local_rank=_number("PMI_LOCAL_RANK"),
+        local_size=_number("PMI_LOCAL_SIZE"),
+    )
+
+
+def _number(name: str) -> int | None:
+    """The variable as a number from 0 up, or None where it is not set or is not one."""
+    value = os.environ.get(name, "")
+    return int(value) if re.fullmatch(r"[0-9]+", value) else None
+
+
+def _step_number(name: str) -> int | None:
+    """As `_number`, but None outside a step of `srun`: Slurm also describes the batch script and its shell."""
+    step = _number("SLURM_STEP_ID")
+    special_steps = 0xFFFFFFF0  # the batch script, an interactive shell and the like have ids from here up
+    return None if step is None or step >= special_steps else _number(name)
+
+
+def _step_tasks_here() -> int | None:
+    """How many tasks of the step run on this node; Slurm writes `2(x3),1` for nodes of 2, 2, 2 and 1."""
+    node = _number("SLURM_NODEID")
+    if node is None:
+        return None
+    for tasks, repeat in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
+        node -= int(repeat or 1)
+        if node < 0:
+            return int(tasks)
+    return None

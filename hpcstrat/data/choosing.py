@@ -1,0 +1,220 @@
+"""Stages that choose elements or change their order, and touch none: take, skip, shard, repeat, shuffle, prefetch."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat.data.node import INFINITE, UNKNOWN, Chunk, Keys, Node, join
+from hpcstrat.data.walk import Shuffler, Walk
+
+
+class Choosing(Node):
+    """A stage whose items are some of its input's items."""
+
+    def __init__(self, source: Node, call: str) -> None:
+        self._source = source
+        self._call = call
+        self.inputs = (source,)
+        self.width = source.width
+        self.user_code = source.user_code
+        self.batch_sizes = source.batch_sizes
+        self.rows = source.rows
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.{self._call}"
+
+    def spec(self) -> Any:
+        return self._source.spec()
+
+    def load(self, item: Any) -> Any:
+        return self._source.load(item)
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return self._source.fetch(chunk)
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        return self._infinite() if size == INFINITE else size if size == UNKNOWN else self._chosen(size)
+
+    @abc.abstractmethod
+    def _chosen(self, size: int) -> int:
+        """How many of `size` elements are chosen."""
+
+    def _infinite(self) -> int:
+        return INFINITE
+
+
+@final
+class Take(Choosing):
+    """The first `count` elements; all of them where it is negative."""
+
+    def __init__(self, source: Node, count: int) -> None:
+        super().__init__(source, f"take({count})")
+        self._count = count
+
+    def _chosen(self, size: int) -> int:
+        return size if self._count < 0 else min(size, self._count)
+
+    def _infinite(self) -> int:
+        return INFINITE if self._count < 0 else self._count
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        if self._count < 0:
+            yield from self._source.chunks(walk)
+            return
+        left = self._count
+        if left == 0:
+            return
+        for chunk in self._source.chunks(walk):
+            yield chunk[:left]
+            left -= min(left, len(chunk))
+            if left == 0:
+                return
+
+
+@final
+class Skip(Choosing):
+    """All but the first `count` elements; none where it is negative."""
+
+    def __init__(self, source: Node, count: int) -> None:
+        super().__init__(source, f"skip({count})")
+        self._count = count
+
+    def _chosen(self, size: int) -> int:
+        return 0 if self._count < 0 else max(0, size - self._count)
+
+    def _infinite(self) -> int:
+        return 0 if self._count < 0 else INFINITE
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        if self._count < 0:
+            return
+        left = self._count
+        for chunk in self._source.chunks(walk):
+            if left < len(chunk):
+                yield chunk[left:]
+            left -= min(left, len(chunk))
+
+
+@final
+class Shard(Choosing):
+    """Every `num_shards`-th element, from the one at `index` on."""
+
+    def __init__(self, source: Node, num_shards: int, index: int) -> None:
+        super().__init__(source, f"shard({num_shards}, {index})")
+        self._num_shards = num_shards
+        self._index = index
+
+    def _chosen(self, size: int) -> int:
+        return max(0, -(-(size - self._index) // self._num_shards))
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        ahead = self._index
+        for chunk in self._source.chunks(walk):
+            if ahead < len(chunk):
+                yield chunk[ahead :: self._num_shards]
+            ahead = (ahead - len(chunk)) % self._num_shards if ahead < len(chunk) else ahead - len(chunk)
+
+
+@final
+class Repeat(Choosing):
+    """All elements, `count` times over; without end where it is negative."""
+
+    def __init__(self, source: Node, count: int) -> None:
+        super().__init__(source, f"repeat({count})")
+        self._count = count
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        if size == 0 or self._count == 0:
+            return 0
+        return INFINITE if self._count < 0 else super().cardinality()
+
+    def _chosen(self, size: int) -> int:
+        return size * self._count
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        done = 0
+        while done != self._count:
+            empty = True
+            for chunk in self._source.chunks(walk):
+                empty = empty and len(chunk) == 0
+                yield chunk
+            if empty:
+                return
+            done += 1
+
+
+@final
+class Prefetch(Choosing):
+    """All elements: a hint to have some ready."""
+
+    def __init__(self, source: Node, buffer_size: int) -> None:
+        super().__init__(source, f"prefetch({buffer_size})")
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        return self._source.chunks(walk)
+
+
+@final
+class Shuffle(Choosing):
+    """All elements; the next is drawn at random from a buffer of those that come next."""
+
+    def __init__(self, source: Node, buffer_size: int, seed: int | None, reshuffle: bool) -> None:
+        super().__init__(source, f"shuffle({buffer_size}, {seed}, {reshuffle})")
+        self._buffer_size = buffer_size
+        self._shuffler = Shuffler(seed, reshuffle)
+
+    def own_shufflers(self) -> Sequence[Shuffler]:
+        return (self._shuffler,)
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        random = walk.generator(self._shuffler)
+        exchange = _exchange_items if self.width is None else _exchange_keys
+        size, waiting, held = self._buffer_size, [], 0
+        for chunk in self._source.chunks(walk):
+            waiting.append(chunk)
+            held += len(chunk)
+            if held > size:
+                pool = join(waiting)
+                out, buffer = exchange(pool[:size], pool[size:], random)
+                yield out
+                waiting, held = [buffer], size
+        if held:
+            pool = join(waiting)
+            order = random.permutation(held)
+            yield [pool[i] for i in order] if self.width is None else pool.take(order, 0)
+
+
+def _exchange_items(buffer: list[Any], items: list[Any], random: np.random.Generator) -> tuple[list[Any], list[Any]]:
+    """Puts each item in a random slot of the buffer; what was in the slots, in this order, and the buffer after."""
+    out = []
+    for slot, item in zip(random.integers(len(buffer), size=len(items)).tolist(), items, strict=True):
+        out.append(buffer[slot])
+        buffer[slot] = item
+    return out, buffer
+
+
+def _exchange_keys(buffer: Keys, keys: Keys, random: np.random.Generator) -> tuple[Keys, Keys]:
+    """As `_exchange_items`, of all keys at once: what leaves a slot is what the last draw of the same slot put there."""
+    size, steps = len(buffer), len(keys)
+    slots = random.integers(size, size=steps, dtype=np.uint16 if size <= 1 << 16 else np.int64)  # 16 bits: radix sort
+    order = np.argsort(slots, kind="stable")
+    ordered = slots[order]
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    leaving = slots.astype(np.int64)
+    leaving[order[again + 1]] = order[again] + size
+    staying = np.arange(size)
+    staying[slots] = np.arange(size, size + steps)
+    pool = np.concatenate((buffer, keys))
+    return pool.take(leaving, 0), pool.take(staying, 0)

@@ -1,0 +1,152 @@
+"""Elements of a dataset: nests of arrays; how they are made, stacked, taken apart and described."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._types import TensorSpec
+
+_OF_PYTHON = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.float32)}
+
+
+def as_leaf(value: Any) -> Any:
+    """`value` as an array, or as a NumPy scalar where it has no dimensions.
+
+    As in TensorFlow, Python's own ints become `int32` (where they fit) and its floats `float32`; arrays keep their dtype.
+
+    Raises:
+        TypeError: `value` is not numbers, truth values or strings.
+    """
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.asarray(value)
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError as error:
+            raise ValueError(f"Dataset: {type(value).__name__} does not make an array: {error}; a tuple keeps arrays of different shapes apart") from error
+        smaller = _OF_PYTHON.get(array.dtype)
+        if smaller is not None and _of_python_numbers(value) and np.array_equal(array, narrow := array.astype(smaller)):
+            array = narrow
+    if array.dtype == object:
+        raise TypeError(f"Dataset: a leaf of an element is {value!r}; it must be an array, or become one with np.asarray")
+    return array[()]
+
+
+def _of_python_numbers(value: Any) -> bool:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return type(value) in (int, float, list, tuple)
+
+
+def as_element(value: Any) -> Any:
+    """`value` with every leaf an array. As in `tf.data`, a list is an array and not a nest.
+
+    Raises:
+        TypeError: A leaf does not become an array.
+    """
+    return _nest.map_leaves(as_leaf, _without_lists(value))
+
+
+def _without_lists(value: Any) -> Any:
+    if isinstance(value, list):
+        return as_leaf(value)
+    if isinstance(value, tuple):
+        parts = [_without_lists(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    if type(value) is dict:
+        return {key: _without_lists(part) for key, part in value.items()}
+    return value
+
+
+def stack(elements: Sequence[Any]) -> Any:
+    """The nest of arrays of shape `(len(elements), ...)` that has the elements as its rows.
+
+    Raises:
+        ValueError: There are none, or they differ in structure, shape or dtype.
+    """
+    columns = []
+    leaves, structure = _nest.flatten(elements[0])
+    rows = [leaves]
+    for element in elements[1:]:
+        leaves, other = _nest.flatten(element)
+        if other != structure:
+            raise ValueError(f"Dataset.batch: the elements of a batch must be nests of one structure; they are {structure} and {other}")
+        rows.append(leaves)
+    for leaves in zip(*rows, strict=True):
+        shapes, dtypes = {leaf.shape for leaf in leaves}, {leaf.dtype for leaf in leaves}
+        if len(shapes) > 1 or len(dtypes) > 1:
+            kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
+            raise ValueError(
+                "Dataset.batch: the elements of a batch must have one shape and one dtype; "
+                f"they have {', '.join(kinds)}; pad or cast them with Dataset.map before"
+            )
+        columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves, leaves[0].dtype))
+    return structure.unflatten(columns)
+
+
+def unstack(batch: Any) -> Iterator[Any]:
+    """The rows of a nest of arrays that have one leading size; they share the arrays' memory.
+
+    Raises:
+        ValueError: As `leading_size`.
+    """
+    leaves, structure = _nest.flatten(batch)
+    size = leading_size(leaves)
+    if len(leaves) == 1 and leaves[0] is batch:
+        yield from batch
+    else:
+        for i in range(size):
+            yield structure.unflatten([leaf[i] for leaf in leaves])
+
+
+def rows(batch: Any, start: int, stop: int) -> Any:
+    """A copy of the rows `start` to `stop` of every leaf."""
+    return _nest.map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
+
+
+def copied(element: Any) -> Any:
+    """A copy of an element, safe to write to."""
+    return _nest.map_leaves(lambda leaf: leaf.copy(), element)
+
+
+def leading_size(leaves: Sequence[Any]) -> int:
+    """The number of rows, which all leaves must agree on.
+
+    Raises:
+        ValueError: A leaf has no dimensions, there is no leaf, or the sizes differ.
+    """
+    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
+    if len(sizes) != 1 or None in sizes:
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
+        raise ValueError(
+            "Dataset: the arrays of a batch, or of what is to be sliced, must have a first dimension, and the same one; "
+            f"their shapes are {shapes}"
+        )
+    return sizes.pop()
+
+
+def spec_of(element: Any) -> Any:
+    """The nest of `TensorSpec` that describes `element`."""
+    return _nest.map_leaves(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), element)
+
+
+def common_spec(first: Any, second: Any) -> Any:
+    """The spec of elements of either kind: a size in which they differ is `None`.
+
+    Raises:
+        TypeError: They differ in structure, dtype or number of dimensions.
+    """
+    ours, structure = _nest.flatten(first)
+    theirs, other = _nest.flatten(second)
+    if structure != other or any(
+        a.dtype != b.dtype or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
+    ):
+        raise TypeError(f"Dataset: elements must be of one kind; they are {first} and {second}")
+    return structure.unflatten(
+        TensorSpec([m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)], a.dtype)
+        for a, b in zip(ours, theirs, strict=True)
+    )

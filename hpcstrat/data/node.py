@@ -1,0 +1,127 @@
+"""The stages of a pipeline: what each must offer, and streams of keys that say which element comes when."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcstrat import _nest
+from hpcstrat.data import elements
+from hpcstrat.data.walk import Shuffler, Walk
+
+INFINITE = -1
+UNKNOWN = -2
+
+Keys: TypeAlias = npt.NDArray[np.int64]
+Chunk: TypeAlias = Any
+"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an element, or a list of n Python objects."""
+
+_BYTES_AHEAD = 1 << 20
+
+
+class Node(abc.ABC):
+    """A stage of a pipeline.
+
+    A pass over it is a stream of *items*, which are cheap and say which element stands where; `load` and `fetch` make
+    elements of them. So stages that reorder or choose elements never touch any, and each replica loads its own only.
+
+    Attributes:
+        inputs: the stages that this one reads.
+        width: the number of int64 columns of an item where the stream is one of `Keys`; `None` where items are
+            Python objects.
+        user_code: whether a pass runs functions of the user's, so that it may end or fail on one rank only.
+        batch_sizes: for each `batch` that still holds, outermost last, its size; 0 where it is not known.
+        rows: the stage whose chunks the items of this one are, where elements are batches of that stage's; else `None`.
+    """
+
+    inputs: tuple[Node, ...]
+    width: int | None
+    user_code: bool
+    batch_sizes: tuple[int, ...]
+    rows: Node | None
+
+    @abc.abstractmethod
+    def __repr__(self) -> str:
+        """The pipeline up to here as the user wrote it; equal on all ranks if they wrote the same."""
+
+    @abc.abstractmethod
+    def spec(self) -> Any:
+        """The nest of `TensorSpec` of an element."""
+
+    @abc.abstractmethod
+    def cardinality(self) -> int:
+        """The number of elements, `INFINITE` or `UNKNOWN`."""
+
+    @abc.abstractmethod
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        """One pass: the items in order, in chunks of any length. What has no end comes in short ones."""
+
+    @abc.abstractmethod
+    def load(self, item: Any) -> Any:
+        """The element that `item` stands for; safe to write to."""
+
+    @abc.abstractmethod
+    def fetch(self, chunk: Chunk) -> Any:
+        """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
+
+    @property
+    def seekable(self) -> bool:
+        """Whether a chunk of no items can be fetched, and fetching runs none of the user's code."""
+        return self.width is not None and not self.user_code
+
+    def elements(self, walk: Walk) -> Iterator[Any]:
+        """One pass over the elements themselves, lazily: the user's functions run no sooner than needed."""
+        if not self.seekable:
+            for chunk in self.chunks(walk):
+                for item in chunk:
+                    yield self.load(item)
+            return
+        ahead = None
+        for chunk in self.chunks(walk):
+            ahead = ahead or self._rows_ahead(chunk)
+            for start in range(0, len(chunk), ahead):
+                yield from elements.unstack(self.fetch(chunk[start : start + ahead]))
+
+    def shufflers(self) -> list[Shuffler]:
+        """The shuffles from here up, in a fixed order, each once."""
+        found: dict[Shuffler, None] = {}
+        for node in self.inputs:
+            found.update(dict.fromkeys(node.shufflers()))
+        return [*found, *self.own_shufflers()]
+
+    def own_shufflers(self) -> Sequence[Shuffler]:
+        """The shuffles of this stage itself."""
+        return ()
+
+    def _rows_ahead(self, chunk: Keys) -> int:
+        """How many elements to fetch at once, so that they are about a megabyte."""
+        leaves, _ = _nest.flatten(self.fetch(chunk[:0]))
+        size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
+        return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
+
+
+def first(batch: Any) -> Any:
+    """The only row of a batch of one."""
+    return _nest.map_leaves(lambda leaf: leaf[0], batch)
+
+
+def join(chunks: Sequence[Chunk]) -> Chunk:
+    """One chunk of several of the same stream."""
+    if len(chunks) == 1:
+        return chunks[0]
+    if isinstance(chunks[0], np.ndarray):
+        return np.concatenate(chunks)
+    return [item for chunk in chunks for item in chunk]
+
+
+def load_rows(node: Node, item: Any, start: int, stop: int) -> Any:
+    """The rows `start` to `stop`, perhaps none, of the batch that `item` of a node with `rows` stands for."""
+    assert node.rows is not None
+    if start == stop and not node.rows.seekable:
+        return elements.rows(node.rows.fetch(item[:1]), 0, 0)
+    return node.rows.fetch(item[start:stop])

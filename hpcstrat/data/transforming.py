@@ -1,0 +1,219 @@
+"""Stages that make new elements: batch, unbatch, map, filter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._types import TensorSpec
+from hpcstrat.data import elements
+from hpcstrat.data.node import INFINITE, UNKNOWN, Chunk, Node, first, join
+from hpcstrat.data.sources import name_of
+from hpcstrat.data.walk import Walk
+
+
+@final
+class Batch(Node):
+    """Several consecutive elements, stacked. An item is a chunk of the input's."""
+
+    def __init__(self, source: Node, batch_size: int, drop_remainder: bool) -> None:
+        self._source = source
+        self._size = batch_size
+        self._drop_remainder = drop_remainder
+        self.inputs = (source,)
+        self.width = None
+        self.user_code = source.user_code
+        self.batch_sizes = (*source.batch_sizes, batch_size)
+        self.rows = source
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.batch({self._size}, {self._drop_remainder})"
+
+    def spec(self) -> Any:
+        size = self._size if self._drop_remainder else None
+        return _nest.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        if size < 0:
+            return size
+        return size // self._size if self._drop_remainder else -(-size // self._size)
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        size = self._size
+        waiting, missing = [], size
+        for chunk in self._source.chunks(walk):
+            start, stop = 0, len(chunk)
+            while stop - start >= missing:
+                waiting.append(chunk[start : start + missing])
+                start += missing
+                yield [join(waiting)]
+                waiting, missing = [], size
+            if start < stop:
+                waiting.append(chunk[start:])
+                missing -= stop - start
+        if waiting and not self._drop_remainder:
+            yield [join(waiting)]
+
+    def load(self, item: Any) -> Any:
+        return self._source.fetch(item)
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return elements.stack([self.load(item) for item in chunk])
+
+
+@final
+class Unbatch(Node):
+    """The rows of elements."""
+
+    def __init__(self, source: Node) -> None:
+        self._source = source
+        self.inputs = (source,)
+        self.width = None if source.rows is None else source.rows.width
+        self.user_code = source.user_code
+        self.batch_sizes = source.batch_sizes[:-1]
+        self.rows = None if source.rows is None else source.rows.rows
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.unbatch()"
+
+    def spec(self) -> Any:
+        def row(leaf: TensorSpec) -> TensorSpec:
+            if not leaf.shape:
+                raise ValueError(f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}")
+            return TensorSpec(leaf.shape[1:], leaf.dtype)
+
+        return _nest.map_leaves(row, self._source.spec())
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        return INFINITE if size == INFINITE else UNKNOWN
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        if self._source.rows is not None:
+            for chunk in self._source.chunks(walk):
+                yield from chunk
+        else:
+            for batch in self._source.elements(walk):
+                yield list(elements.unstack(batch))
+
+    def load(self, item: Any) -> Any:
+        return item if self._source.rows is None else self._source.rows.load(item)
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return elements.stack(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
+
+
+@final
+class Map(Node):
+    """What a function makes of each element; it is called when an element is loaded, for that one only."""
+
+    def __init__(self, source: Node, function: Callable[..., Any]) -> None:
+        self._source = source
+        self._function = function
+        self._spec: Any = None
+        self.inputs = (source,)
+        self.width = source.width
+        self.user_code = True
+        self.batch_sizes = source.batch_sizes
+        self.rows = None
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.map({name_of(self._function)})"
+
+    def spec(self) -> Any:
+        """Found by calling the function on the first element.
+
+        Where a size of the input is not known, it is called on the element with another such size, too: sizes of
+        the result that change with it are not known either.
+        """
+        if self._spec is None:
+            inner = self._source.spec()
+            example = next(self._source.elements(Walk(frozen=True)), None)
+            if example is None:
+                example = _nest.map_leaves(lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner)
+            resized = _resized(example, inner)
+            found = elements.spec_of(self._call(example))
+            if resized is not None:
+                try:
+                    found = elements.common_spec(found, elements.spec_of(self._call(resized)))
+                except Exception:  # The function takes this one size only.
+                    pass
+            self._spec = found
+        return self._spec
+
+    def cardinality(self) -> int:
+        return self._source.cardinality()
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        return self._source.chunks(walk)
+
+    def load(self, item: Any) -> Any:
+        return self._call(self._source.load(item))
+
+    def fetch(self, chunk: Chunk) -> Any:
+        if self.width is None:
+            return elements.stack([self.load(item) for item in chunk])
+        return elements.stack([self._call(element) for element in elements.unstack(self._source.fetch(chunk))])
+
+    def _call(self, element: Any) -> Any:
+        result = call_on(self._function, element)
+        return elements.as_element(tuple(result) if type(result) is list else result)
+
+
+@final
+class Filter(Node):
+    """The elements that a function says yes to. All must be loaded to know, so an item is the element."""
+
+    def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
+        self._source = source
+        self._predicate = predicate
+        self.inputs = (source,)
+        self.width = None
+        self.user_code = True
+        self.batch_sizes = source.batch_sizes
+        self.rows = None
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.filter({name_of(self._predicate)})"
+
+    def spec(self) -> Any:
+        return self._source.spec()
+
+    def cardinality(self) -> int:
+        return UNKNOWN
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        for element in self._source.elements(walk):
+            if call_on(self._predicate, element):
+                yield [element]
+
+    def load(self, item: Any) -> Any:
+        return item
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return elements.stack(chunk)
+
+
+def call_on(function: Callable[..., Any], element: Any) -> Any:
+    """Calls `function` as `tf.data` does: the parts of a tuple are arguments of their own."""
+    return function(*element) if type(element) is tuple else function(element)
+
+
+def _resized(example: Any, spec: Any) -> Any:
+    """`example` with one row more, or less, in all sizes that `spec` does not know; `None` if it knows all."""
+    leaves, structure = _nest.flatten(example)
+    specs, _ = _nest.flatten(spec)
+    if all(None not in leaf.shape for leaf in specs):
+        return None
+    resized = []
+    for leaf, known in zip(leaves, specs, strict=True):
+        for axis, size in enumerate(known.shape):
+            if size is None:
+                there = leaf.shape[axis]
+                leaf = leaf.take(np.arange(there - 1) if there > 1 else np.zeros(2 * there, np.int64), axis)
+        resized.append(leaf)
+    return structure.unflatten(resized)

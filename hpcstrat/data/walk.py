@@ -1,0 +1,64 @@
+"""One pass over a pipeline, and the random orders that it meets on its way."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def _fresh_seed() -> int:
+    """The seed of a shuffle that was given none."""
+    return secrets.randbits(63)
+
+
+class Shuffler:
+    """The source of one shuffle's orders: round after round another one, or always the same.
+
+    Attributes:
+        seed: what all rounds derive from; `None` until an unseeded shuffle first needs it.
+        next_round: the number of the round that the next pass begins with.
+        reshuffle: whether rounds differ.
+    """
+
+    __slots__ = ("next_round", "reshuffle", "seed")
+
+    def __init__(self, seed: int | None, reshuffle: bool) -> None:
+        self.seed = None if seed is None else seed % 2**64
+        self.next_round = 0
+        self.reshuffle = reshuffle
+
+    def state(self) -> tuple[int, int]:
+        """The seed, drawn if there was none yet, and the next round: equal states give equal orders."""
+        if self.seed is None:
+            self.seed = _fresh_seed()
+        return self.seed, self.next_round
+
+
+class Walk:
+    """One pass over a pipeline.
+
+    Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that it meets.
+
+    Args:
+        rounds: the round with which each shuffle begins; one that is not named goes on where its last pass ended.
+        frozen: whether every shuffle begins with its first round instead, and this pass does not count as one.
+    """
+
+    def __init__(self, rounds: Mapping[Shuffler, int] | None = None, *, frozen: bool = False) -> None:
+        self._rounds = dict(rounds or {})
+        self._frozen = frozen
+
+    def frozen(self) -> Walk:
+        """A pass that meets the same orders each time: over what a cache holds."""
+        return Walk(frozen=True)
+
+    def generator(self, shuffler: Shuffler) -> np.random.Generator:
+        """The random numbers of the next round of a shuffle."""
+        seed, next_round = shuffler.state()
+        number = self._rounds.get(shuffler, 0 if self._frozen else next_round)
+        self._rounds[shuffler] = number + 1
+        if not self._frozen:
+            shuffler.next_round = max(next_round, number + 1)
+        return np.random.default_rng([seed, number if shuffler.reshuffle else 0])
