@@ -1,1 +1,50 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
+
+from hpcstrat import _output
+
+_output.install()  # first, so that nothing is printed by every rank
+
+from hpcstrat import data as data
+from hpcstrat import metrics as metrics
+from hpcstrat import optimizers as optimizers
+from hpcstrat._context import ReplicaContext as ReplicaContext
+from hpcstrat._context import experimental_set_strategy as experimental_set_strategy
+from hpcstrat._context import get_replica_context as get_replica_context
+from hpcstrat._context import get_strategy as get_strategy
+from hpcstrat._context import has_strategy as has_strategy
+from hpcstrat._context import in_cross_replica_context as in_cross_replica_context
+from hpcstrat._errors import ReplicaMismatchError as ReplicaMismatchError
+from hpcstrat._program import agree as agree
+from hpcstrat._program import asnumpy as asnumpy
+from hpcstrat._program import barrier as barrier
+from hpcstrat._program import broadcast_object as broadcast_object
+from hpcstrat._program import function as function
+from hpcstrat._program import is_lead as is_lead
+from hpcstrat._program import progress as progress
+from hpcstrat._program import rank as rank
+from hpcstrat._program import size as size
+from hpcstrat._strategies.base import Strategy as Strategy
+from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
+from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
+from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from hpcstrat._types import IndexedSlices as IndexedSlices
+from hpcstrat._types import PerReplicaSpec as PerReplicaSpec
+from hpcstrat._types import ReduceOp as ReduceOp
+from hpcstrat._types import TensorSpec as TensorSpec
+from hpcstrat._values import DistributedValues as DistributedValues
+from hpcstrat._values import Mirrored as Mirrored
+from hpcstrat._values import PerReplica as PerReplica
+from hpcstrat._variables import Variable as Variable
+from hpcstrat._variables import VariableAggregation as VariableAggregation
+from hpcstrat._variables import VariableSynchronization as VariableSynchronization
+from hpcstrat._variables import variable_creator_scope as variable_creator_scope
+from hpcstrat.data import DistributedDataset as DistributedDataset
+from hpcstrat.data import DistributedIterator as DistributedIterator
+from hpcstrat.data import InputContext as InputContext
+from hpcstrat.data import InputOptions as InputOptions
+from hpcstrat.data import InputReplicationMode as InputReplicationMode
+from hpcstrat.data import RunOptions as RunOptions
+from hpcstrat.data import ValueContext as ValueContext
+
+__version__ = "0.1.0"

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -34,8 +35,7 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
             previous(kind, error, trace)
             return
         _wait_for_cause(error)
-        with _one_tagged_write():
-            previous(kind, error, trace)
+        _report(lambda: previous(kind, error, trace), error)
         _abort(1)
 
     def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
@@ -43,8 +43,7 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
             previous_thread(arguments)
             return
         _wait_for_cause(arguments.exc_value)
-        with _one_tagged_write():
-            previous_thread(arguments)
+        _report(lambda: previous_thread(arguments), arguments.exc_value)
         _abort(1)
 
     sys.excepthook = on_exception
@@ -74,13 +73,15 @@ def _wait_for_cause(error: BaseException | None) -> None:
         time.sleep(_LEAD_DELAY)
 
 
-@contextlib.contextmanager
-def _one_tagged_write() -> Iterator[None]:
-    """What is printed to standard error inside comes out tagged and in one piece."""
+def _report(show: Callable[[], object], error: BaseException | None) -> None:
+    """Prints what `show` prints to standard error, tagged and in one piece; the plain traceback if that is nothing."""
     text = io.StringIO()
     with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
-        yield
-    _print_tagged(text.getvalue())
+        show()
+    shown = text.getvalue()
+    if not shown.strip() and error is not None:
+        shown = "".join(traceback.format_exception(error))
+    _print_tagged(shown)
 
 
 def _print_tagged(text: str) -> None:

@@ -15,6 +15,7 @@ _VARIABLE = "HPCSTRAT_OUTPUT"
 _CREATOR = "_hpcstrat_replica_context"
 
 _installed = False
+_hides = False
 _lead_only = False
 _inside_write = threading.local()
 
@@ -31,12 +32,12 @@ def install() -> None:
     """Gates `sys.stdout` under a launcher that started several processes; starts no MPI.
 
     Rank 0 shows everything. The other ranks show what they print in a replica context; with `HPCSTRAT_OUTPUT=lead`
-    nothing, with `HPCSTRAT_OUTPUT=all` everything.
+    nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, also where the ranks share a pipe.
 
     Raises:
         ValueError: the variable has another value.
     """
-    global _installed, _lead_only
+    global _installed, _hides, _lead_only
     launcher = _launcher.find()
     if _installed or launcher is None or launcher.alone:
         return
@@ -47,20 +48,17 @@ def install() -> None:
             "Without it each replica shows inside `strategy.run`, and rank 0 alone elsewhere."
         )
     _installed = True
+    _hides = launcher.rank > 0 and mode != "all"
     _lead_only = mode == "lead"
-    stream = sys.stdout
-    with contextlib.suppress(Exception):  # whole lines arrive, also where standard output is a pipe
-        stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
-    if launcher.rank == 0 or mode == "all":
-        return
-    if stream is not None:
-        _gate(stream)
-    _note_creators()
+    if sys.stdout is not None:
+        _shadow(sys.stdout)
+    if _hides:
+        _note_creators()
 
 
 def shows() -> bool:
-    """Whether what this thread, of a rank that is not 0, prints now is to be seen."""
-    return not _lead_only and _in_replica_context()
+    """Whether what this thread prints now is to be seen."""
+    return not _hides or (not _lead_only and _in_replica_context())
 
 
 def _in_replica_context() -> bool:
@@ -70,37 +68,57 @@ def _in_replica_context() -> bool:
     return context
 
 
-def _gate(stream: Any) -> None:
-    """Shadows `write` of the stream, and of its buffer, by one that drops what does not show.
+def _shadow(stream: Any) -> None:
+    """Shadows `write` of the stream, and of its buffer, by one that drops what does not show and joins the rest.
 
-    The object stays the same one, because others may hold it. `print` and `writelines` go through the attribute.
+    The object stays the same one, because others may hold it; `print` and `writelines` go through the attribute. A
+    stream that takes no attributes is not Python's own and stays as it is.
     """
-    write = stream.write
+    write, flush = stream.write, stream.flush
     buffer = getattr(stream, "buffer", None)
+    parts: dict[int, str] = {}  # by thread, what it wrote of a line so far: `print(a, b)` writes in four pieces
 
-    def gated_write(text: str) -> int:
-        if not isinstance(text, str) or shows():
-            _inside_write.value = True
-            try:
-                return write(text)
-            finally:
-                _inside_write.value = False
+    def write_line(text: str) -> int:
+        if not isinstance(text, str):
+            return write(text)  # which raises
+        if shows():
+            thread = threading.get_ident()
+            line = parts.pop(thread, "") + text
+            if "\n" in text or "\r" in text:
+                pass_on(line)
+            else:
+                parts[thread] = line
         return len(text)
 
-    with contextlib.suppress(AttributeError):  # of a stream that takes no attributes: it is not Python's own
-        stream.write = gated_write
+    def flush_parts() -> None:
+        for thread in list(parts):
+            pass_on(parts.pop(thread, ""))
+        flush()
+
+    def pass_on(text: str) -> None:
+        _inside_write.value = True
+        try:
+            write(text)
+        finally:
+            _inside_write.value = False
+
+    with contextlib.suppress(AttributeError):
+        stream.write = write_line
+        stream.flush = flush_parts
     if buffer is None:
         return
+    # The stream passes on at once what it was given, so that it never does so in another context.
+    with contextlib.suppress(Exception):
+        stream.reconfigure(line_buffering=True, write_through=True)
     write_bytes = buffer.write
 
-    def gated_write_bytes(data: Any) -> int:
-        # The stream passes on at once what it was given (write_through), so that it never does so in another context.
+    def write_shown_bytes(data: Any) -> int:
         if getattr(_inside_write, "value", False) or shows():
             return write_bytes(data)
         return memoryview(data).nbytes
 
     with contextlib.suppress(AttributeError):
-        buffer.write = gated_write_bytes
+        buffer.write = write_shown_bytes
 
 
 def _note_creators() -> None:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _world
+from hpcstrat import _failure, _world
 from hpcstrat._communicators import dtypes, objects, records
 from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.records import Signature, signature
@@ -84,7 +84,7 @@ class Communicator(abc.ABC):
         posted = self._post(head, nbytes, write)
         for record in posted:
             if record[: records.COMMON] != head:
-                self._disagree(posted, agreed.text, None)
+                self._disagree(posted, str(agreed), None)
         return self._messages([records.message_size(record) for record in posted], write)
 
     def joint(self, call: str) -> Joint:
@@ -121,7 +121,7 @@ class Communicator(abc.ABC):
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
         All of them travel together. The results are fresh, C-contiguous and bit-identical on every rank. `MEAN` of
-        integers is `float64`. Collective.
+        integers over several ranks is `float64`. Collective.
 
         Raises:
             TypeError: a dtype that cannot be reduced so.
@@ -130,7 +130,7 @@ class Communicator(abc.ABC):
         with self.joint(call):
             for array in arrays:
                 dtypes.check_reducible(call, array.dtype, op)
-            if op is ReduceOp.MEAN:
+            if op is ReduceOp.MEAN and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
             arrays = [dtypes.native(array) for array in arrays]
         form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
@@ -220,7 +220,9 @@ class Communicator(abc.ABC):
             return
         if failed:
             rank, (name, message) = failed[0]
-            raise _EXCEPTIONS[name](f"{message} (found by rank {rank})")
+            consequence = _EXCEPTIONS[name](f"{message} (found by rank {rank})")
+            _failure.mark_as_consequence(consequence)
+            raise consequence
         lines = "".join(f"\n  rank {rank}: {one}" for rank, (one, _) in enumerate(told))
         raise ReplicaMismatchError(f"the ranks must make the same call with arguments that fit, but called{lines}")
 

@@ -29,10 +29,20 @@ class Signature(NamedTuple):
     Attributes:
         digest: 16 bytes, compared.
         text: the same in words, for the message where they differ.
+        numbers: further arguments, part of the digest.
     """
 
     digest: bytes
     text: str
+    numbers: tuple[float, ...] = ()
+
+    def with_numbers(self, numbers: tuple[float, ...]) -> Signature:
+        """This signature with arguments that change from call to call, such as a learning rate."""
+        packed = struct.pack(f"<{len(numbers)}d", *numbers)
+        return Signature(self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest(), self.text, numbers)
+
+    def __str__(self) -> str:
+        return f"{self.text} with {self.numbers}" if self.numbers else self.text
 
 
 @functools.lru_cache(maxsize=8192)

@@ -10,13 +10,11 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 
-_OF_PYTHON = {np.dtype(np.int64): np.dtype(np.int32), np.dtype(np.float64): np.dtype(np.float32)}
-
 
 def as_leaf(value: Any) -> Any:
     """`value` as an array, or as a NumPy scalar where it has no dimensions.
 
-    As in TensorFlow, Python's own ints become `int32` (where they fit) and its floats `float32`; arrays keep their dtype.
+    As in TensorFlow, Python's own floats become `float32`, its ints `int32` where they fit; arrays keep their dtype.
 
     Raises:
         TypeError: `value` is not numbers, truth values or strings.
@@ -27,12 +25,16 @@ def as_leaf(value: Any) -> Any:
         try:
             array = np.asarray(value)
         except ValueError as error:
-            raise ValueError(f"Dataset: {type(value).__name__} does not make an array: {error}; a tuple keeps arrays of different shapes apart") from error
-        smaller = _OF_PYTHON.get(array.dtype)
-        if smaller is not None and _of_python_numbers(value) and np.array_equal(array, narrow := array.astype(smaller)):
-            array = narrow
+            raise ValueError(
+                f"Dataset: a {type(value).__name__} does not make an array: {error}; "
+                "a tuple keeps arrays of different shapes apart"
+            ) from error
+        if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
+            array = _narrowed(array)
     if array.dtype == object:
-        raise TypeError(f"Dataset: a leaf of an element is {value!r}; it must be an array, or become one with np.asarray")
+        raise TypeError(
+            f"Dataset: a leaf of an element is {value!r}; it must be an array, or become one with np.asarray"
+        )
     return array[()]
 
 
@@ -40,6 +42,12 @@ def _of_python_numbers(value: Any) -> bool:
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return type(value) in (int, float, list, tuple)
+
+
+def _narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    with np.errstate(over="ignore"):
+        narrow = array.astype(np.float32 if array.dtype == np.float64 else np.int32)
+    return narrow if narrow.dtype == np.float32 or np.array_equal(array, narrow) else array
 
 
 def as_element(value: Any) -> Any:
@@ -74,7 +82,10 @@ def stack(elements: Sequence[Any]) -> Any:
     for element in elements[1:]:
         leaves, other = _nest.flatten(element)
         if other != structure:
-            raise ValueError(f"Dataset.batch: the elements of a batch must be nests of one structure; they are {structure} and {other}")
+            raise ValueError(
+                "Dataset.batch: the elements of a batch must be nests of one structure; "
+                f"they are {structure} and {other}"
+            )
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
         shapes, dtypes = {leaf.shape for leaf in leaves}, {leaf.dtype for leaf in leaves}
@@ -119,12 +130,12 @@ def leading_size(leaves: Sequence[Any]) -> int:
     Raises:
         ValueError: A leaf has no dimensions, there is no leaf, or the sizes differ.
     """
-    sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {leaf.shape[0] if leaf.shape else -1 for leaf in leaves}
+    if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
         raise ValueError(
-            "Dataset: the arrays of a batch, or of what is to be sliced, must have a first dimension, and the same one; "
-            f"their shapes are {shapes}"
+            "Dataset: the arrays of a batch, or of what is to be sliced, must have a first dimension, "
+            f"and the same one; their shapes are {shapes}"
         )
     return sizes.pop()
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import elements
-from hpcstrat.data.node import UNKNOWN, Chunk, Keys, Node, first
-from hpcstrat.data.walk import Walk
+from hpcstrat.data import _elements
+from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, first
+from hpcstrat.data._walk import Walk
 
 _CHUNK = 1 << 16
 
@@ -66,13 +66,13 @@ class Tensors(_Indexed):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._element = elements.as_element(tensors)
+        self._element = _elements.as_element(tensors)
 
     def __repr__(self) -> str:
         return f"Dataset.from_tensors({self.spec()})"
 
     def spec(self) -> Any:
-        return elements.spec_of(self._element)
+        return _elements.spec_of(self._element)
 
     def cardinality(self) -> int:
         return 1
@@ -87,8 +87,8 @@ class Slices(_Indexed):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._leaves, self._structure = _nest.flatten(elements.as_element(tensors))
-        self._size = elements.leading_size(self._leaves)
+        self._leaves, self._structure = _nest.flatten(_elements.as_element(tensors))
+        self._size = _elements.leading_size(self._leaves)
 
     def __repr__(self) -> str:
         return f"Dataset.from_tensor_slices({self._size} of {self.spec()})"
@@ -100,11 +100,10 @@ class Slices(_Indexed):
         return self._size
 
     def fetch(self, chunk: Chunk) -> Any:
-        places = chunk[:, 0]
-        size = len(places)
-        if size and places[-1] - places[0] == size - 1 and (places[1:] > places[:-1]).all():
-            start = int(places[0])
-            return self._structure.unflatten([leaf[start : start + size].copy() for leaf in self._leaves])
+        places, size = chunk[:, 0], len(chunk)
+        if size and places[-1] - places[0] == size - 1 and np.count_nonzero(places[1:] > places[:-1]) == size - 1:
+            run = slice(int(places[0]), int(places[0]) + size)
+            return self._structure.unflatten([leaf[run].copy() for leaf in self._leaves])
         return self._structure.unflatten([leaf.take(places, 0) for leaf in self._leaves])
 
 
@@ -125,19 +124,21 @@ class _Produced(Node):
         return item
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack(chunk)
+        return _elements.stack(chunk)
 
 
 @final
 class Generated(_Produced):
-    """What a generator function yields."""
+    """What a generator function yields, converted to `types` and checked against `signature` where there are such."""
 
-    def __init__(self, generator: Callable[..., Iterable[Any]], args: tuple[Any, ...], signature: Any) -> None:
+    def __init__(
+        self, generator: Callable[..., Iterable[Any]], args: tuple[Any, ...], types: Any, signature: Any
+    ) -> None:
         super().__init__(())
         self._generator = generator
         self._args = args
+        self._types = types
         self._signature = signature
-        self._expected = None if signature is None else _nest.flatten(signature)
 
     def __repr__(self) -> str:
         return f"Dataset.from_generator({name_of(self._generator)})"
@@ -146,28 +147,46 @@ class Generated(_Produced):
         if self._signature is not None:
             return self._signature
         for element in self.elements(Walk(frozen=True)):
-            return elements.spec_of(element)
+            return _elements.spec_of(element)
         raise ValueError(
             "Dataset.element_spec: the generator yields nothing and has no output_signature, so its elements' shapes "
             "and dtypes are not known; give Dataset.from_generator an output_signature"
         )
 
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        if self._signature is not None:
+            convert = _converter(
+                [(spec.dtype, spec.shape) for spec in _nest.flatten(self._signature)[0]], self._signature
+            )
+        elif self._types is not None:
+            convert = _converter([(dtype, None) for dtype in _nest.flatten(self._types)[0]], self._types)
+        else:
+            convert = _elements.as_element
         for value in self._generator(*self._args):
-            yield [elements.as_element(value) if self._expected is None else self._checked(value)]
+            yield [convert(value)]
 
-    def _checked(self, value: Any) -> Any:
-        specs, structure = self._expected  # pyright: ignore[reportGeneralTypeIssues]
+
+def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any) -> Callable[[Any], Any]:
+    """A function that makes elements of these dtypes and shapes (`None`: any), in the structure of `like`."""
+    _, structure = _nest.flatten(like)
+
+    def convert(value: Any) -> Any:
+        arrays = []
         try:
-            leaves = structure.flatten_up_to(value)
-            arrays = [np.asarray(leaf, spec.dtype)[()] for leaf, spec in zip(leaves, specs, strict=True)]
+            for leaf, (dtype, shape) in zip(structure.flatten_up_to(value), kinds, strict=True):
+                array = np.asarray(leaf, dtype)
+                if shape is not None and not (
+                    len(shape) == array.ndim and all(m in (None, n) for m, n in zip(shape, array.shape, strict=True))
+                ):
+                    raise ValueError(f"shape {array.shape} is not {shape}")
+                arrays.append(array[()])
         except (TypeError, ValueError) as error:
-            raise _unlike(value, self._signature) from error
-        for array, spec in zip(arrays, specs, strict=True):
-            shape = array.shape
-            if len(shape) != len(spec.shape) or any(m not in (None, n) for m, n in zip(spec.shape, shape, strict=True)):
-                raise _unlike(value, self._signature)
+            raise ValueError(
+                f"Dataset.from_generator: what the generator yielded is not like {like}: {error}"
+            ) from error
         return structure.unflatten(arrays)
+
+    return convert
 
 
 @final
@@ -189,15 +208,9 @@ class Batches(_Produced):
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
         batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()
         for batch in batches:
-            yield [_nest.map_leaves(lambda leaf: np.array(elements.as_leaf(leaf)), batch)]
+            yield [_nest.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), batch)]
 
 
 def name_of(function: Any) -> str:
     """A function's name, the same on all ranks."""
     return getattr(function, "__name__", type(function).__name__)
-
-
-def _unlike(value: Any, signature: Any) -> ValueError:
-    leaves, _ = _nest.flatten(value)
-    found = ", ".join(f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}" for leaf in leaves)
-    return ValueError(f"Dataset.from_generator: the generator yielded {found}; output_signature says {signature}")

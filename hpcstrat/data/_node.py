@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _nest
-from hpcstrat.data import elements
-from hpcstrat.data.walk import Shuffler, Walk
+from hpcstrat.data import _elements
+from hpcstrat.data._walk import Shuffler, Walk
 
 INFINITE = -1
 UNKNOWN = -2
 
 Keys: TypeAlias = npt.NDArray[np.int64]
 Chunk: TypeAlias = Any
-"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an element, or a list of n Python objects."""
+"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects."""
 
 _BYTES_AHEAD = 1 << 20
 
@@ -85,7 +85,7 @@ class Node(abc.ABC):
         for chunk in self.chunks(walk):
             ahead = ahead or self._rows_ahead(chunk)
             for start in range(0, len(chunk), ahead):
-                yield from elements.unstack(self.fetch(chunk[start : start + ahead]))
+                yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
     def shufflers(self) -> list[Shuffler]:
         """The shuffles from here up, in a fixed order, each once."""
@@ -119,9 +119,8 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     return [item for chunk in chunks for item in chunk]
 
 
-def load_rows(node: Node, item: Any, start: int, stop: int) -> Any:
-    """The rows `start` to `stop`, perhaps none, of the batch that `item` of a node with `rows` stands for."""
-    assert node.rows is not None
-    if start == stop and not node.rows.seekable:
-        return elements.rows(node.rows.fetch(item[:1]), 0, 0)
-    return node.rows.fetch(item[start:stop])
+def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
+    """The elements `start` to `stop` of a chunk, stacked; also where these are none."""
+    if start == stop and not node.seekable:
+        return _elements.rows(node.fetch(chunk[:1]), 0, 0)
+    return node.fetch(chunk[start:stop])

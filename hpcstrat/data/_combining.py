@@ -9,9 +9,9 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import elements
-from hpcstrat.data.node import INFINITE, UNKNOWN, Chunk, Node, first
-from hpcstrat.data.walk import Walk
+from hpcstrat.data import _elements
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Node, first
+from hpcstrat.data._walk import Walk
 
 
 @final
@@ -49,7 +49,7 @@ class Zip(Node):
 
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return elements.stack([self.load(item) for item in chunk])
+            return _elements.stack([self.load(item) for item in chunk])
         parts, start = [], 0
         for node in self.inputs:
             assert node.width is not None
@@ -64,7 +64,7 @@ class Concatenate(Node):
 
     def __init__(self, source: Node, other: Node) -> None:
         if not (source.user_code or other.user_code):
-            elements.common_spec(source.spec(), other.spec())
+            _elements.common_spec(source.spec(), other.spec())
         self.inputs = (source, other)
         keyed = source.width is not None and other.width is not None
         self.width = 1 + max(source.width or 0, other.width or 0) if keyed else None
@@ -76,7 +76,7 @@ class Concatenate(Node):
         return "{!r}.concatenate({!r})".format(*self.inputs)
 
     def spec(self) -> Any:
-        return elements.common_spec(*(node.spec() for node in self.inputs))
+        return _elements.common_spec(*(node.spec() for node in self.inputs))
 
     def cardinality(self) -> int:
         sizes = [node.cardinality() for node in self.inputs]
@@ -101,7 +101,7 @@ class Concatenate(Node):
 
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return elements.stack([self.load(item) for item in chunk])
+            return _elements.stack([self.load(item) for item in chunk])
         second = chunk[:, 0] == 1
         if second.all() and len(chunk):
             return self._fetch(1, chunk)
@@ -113,11 +113,11 @@ class Concatenate(Node):
         if structure != other or any(
             a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(ours, theirs, strict=True)
         ):
-            raise ValueError(f"Dataset.concatenate: elements of one batch must be of one kind; in {self!r} they are not")
+            raise ValueError(
+                f"Dataset.concatenate: elements of one batch must be of one kind; in {self!r} they are not"
+            )
         places = np.argsort(np.argsort(second, kind="stable"))
-        return structure.unflatten(
-            [np.concatenate((a, b)).take(places, 0) for a, b in zip(ours, theirs, strict=True)]
-        )
+        return structure.unflatten([np.concatenate((a, b)).take(places, 0) for a, b in zip(ours, theirs, strict=True)])
 
     def _fetch(self, which: int, chunk: Chunk) -> Any:
         node = self.inputs[which]
@@ -163,7 +163,7 @@ class Enumerate(Node):
 
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return elements.stack([self.load(item) for item in chunk])
+            return _elements.stack([self.load(item) for item in chunk])
         return chunk[:, 0].copy(), self._source.fetch(chunk[:, 1:])
 
 

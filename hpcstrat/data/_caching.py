@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, final
 
-from hpcstrat.data import elements
-from hpcstrat.data.choosing import Choosing
-from hpcstrat.data.node import Chunk, Node
-from hpcstrat.data.walk import Walk
+from hpcstrat.data import _elements
+from hpcstrat.data._choosing import Choosing
+from hpcstrat.data._node import Chunk, Node
+from hpcstrat.data._walk import Walk
 
 
 def cache(source: Node) -> Node:
     """The stage that keeps what `source` computes.
 
-    Orders are kept by walking them again. Where no code of the user's runs there is nothing else to keep: the arrays are in
-    memory as it is.
+    Orders are kept by walking them again. Where no code of the user's runs there is nothing else to keep: the arrays
+    are in memory as it is.
     """
     if not source.user_code:
         return _SameOrder(source)
@@ -48,10 +48,10 @@ class _ByKey(_Cache):
         return self._source.chunks(walk.frozen())
 
     def load(self, item: Any) -> Any:
-        return elements.copied(self._keep(item))
+        return _elements.copied(self._keep(item))
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack([self._keep(item) for item in chunk])
+        return _elements.stack([self._keep(item) for item in chunk])
 
     def _keep(self, item: Any) -> Any:
         key = item.tobytes()
@@ -69,9 +69,6 @@ class _ByPosition(_Cache):
         self.rows = None
         self._kept: list[Any] | None = None
 
-    def cardinality(self) -> int:
-        return super().cardinality() if self._kept is None else len(self._kept)
-
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
         if self._kept is not None:
             for element in self._kept:
@@ -84,7 +81,7 @@ class _ByPosition(_Cache):
         self._kept = kept
 
     def load(self, item: Any) -> Any:
-        return elements.copied(item)
+        return _elements.copied(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack(chunk)
+        return _elements.stack(chunk)

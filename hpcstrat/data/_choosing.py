@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat.data.node import INFINITE, UNKNOWN, Chunk, Keys, Node, join
-from hpcstrat.data.walk import Shuffler, Walk
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, join
+from hpcstrat.data._walk import Shuffler, Walk
 
 
 class Choosing(Node):
@@ -180,41 +180,56 @@ class Shuffle(Choosing):
 
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
         random = walk.generator(self._shuffler)
-        exchange = _exchange_items if self.width is None else _exchange_keys
-        size, waiting, held = self._buffer_size, [], 0
-        for chunk in self._source.chunks(walk):
-            waiting.append(chunk)
-            held += len(chunk)
-            if held > size:
-                pool = join(waiting)
-                out, buffer = exchange(pool[:size], pool[size:], random)
-                yield out
-                waiting, held = [buffer], size
-        if held:
+        return (_shuffled_items if self.width is None else _shuffled_keys)(
+            self._source.chunks(walk), self._buffer_size, random
+        )
+
+
+def _shuffled_items(stream: Iterator[list[Any]], size: int, random: np.random.Generator) -> Iterator[list[Any]]:
+    """Draws from a buffer of `size` items; each that comes takes the place of the one drawn."""
+    buffer, slots = [], iter(())
+    for chunk in stream:
+        for item in chunk:
+            if len(buffer) < size:
+                buffer.append(item)
+                continue
+            slot = next(slots, None)
+            if slot is None:
+                slots = iter(random.integers(size, size=1024).tolist())
+                slot = next(slots)
+            yield [buffer[slot]]
+            buffer[slot] = item
+    for slot in random.permutation(len(buffer)).tolist():
+        yield [buffer[slot]]
+
+
+def _shuffled_keys(stream: Iterator[Keys], size: int, random: np.random.Generator) -> Iterator[Keys]:
+    """As `_shuffled_items`, a chunk at a time. A buffer that holds all is one permutation."""
+    waiting, held = [], 0
+    for chunk in stream:
+        waiting.append(chunk)
+        held += len(chunk)
+        if held > size:
             pool = join(waiting)
-            order = random.permutation(held)
-            yield [pool[i] for i in order] if self.width is None else pool.take(order, 0)
+            leaving, staying = _exchange(size, held - size, random)
+            yield pool.take(leaving, 0)
+            waiting, held = [pool.take(staying, 0)], size
+    if held:
+        yield join(waiting).take(random.permutation(held), 0)
 
 
-def _exchange_items(buffer: list[Any], items: list[Any], random: np.random.Generator) -> tuple[list[Any], list[Any]]:
-    """Puts each item in a random slot of the buffer; what was in the slots, in this order, and the buffer after."""
-    out = []
-    for slot, item in zip(random.integers(len(buffer), size=len(items)).tolist(), items, strict=True):
-        out.append(buffer[slot])
-        buffer[slot] = item
-    return out, buffer
+def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys, Keys]:
+    """Which place of a pool, the buffer and then what comes, leaves at each step, and which are in the buffer after.
 
-
-def _exchange_keys(buffer: Keys, keys: Keys, random: np.random.Generator) -> tuple[Keys, Keys]:
-    """As `_exchange_items`, of all keys at once: what leaves a slot is what the last draw of the same slot put there."""
-    size, steps = len(buffer), len(keys)
-    slots = random.integers(size, size=steps, dtype=np.uint16 if size <= 1 << 16 else np.int64)  # 16 bits: radix sort
+    What leaves a slot is what the last step that drew the same slot has put there.
+    """
+    # 16 bits where they do: the stable sort of those is a radix sort.
+    slots = random.integers(size, size=steps, dtype=np.uint16 if size <= 1 << 16 else np.int64)
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
-    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
     leaving = slots.astype(np.int64)
-    leaving[order[again + 1]] = order[again] + size
+    leaving[order[again]] = order[again - 1] + size
     staying = np.arange(size)
     staying[slots] = np.arange(size, size + steps)
-    pool = np.concatenate((buffer, keys))
-    return pool.take(leaving, 0), pool.take(staying, 0)
+    return leaving, staying

@@ -9,10 +9,10 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import elements
-from hpcstrat.data.node import INFINITE, UNKNOWN, Chunk, Node, first, join
-from hpcstrat.data.sources import name_of
-from hpcstrat.data.walk import Walk
+from hpcstrat.data import _elements
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Node, join
+from hpcstrat.data._sources import name_of
+from hpcstrat.data._walk import Walk
 
 
 @final
@@ -62,7 +62,7 @@ class Batch(Node):
         return self._source.fetch(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack([self.load(item) for item in chunk])
+        return _elements.stack([self.load(item) for item in chunk])
 
 
 @final
@@ -83,7 +83,9 @@ class Unbatch(Node):
     def spec(self) -> Any:
         def row(leaf: TensorSpec) -> TensorSpec:
             if not leaf.shape:
-                raise ValueError(f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}")
+                raise ValueError(
+                    f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}"
+                )
             return TensorSpec(leaf.shape[1:], leaf.dtype)
 
         return _nest.map_leaves(row, self._source.spec())
@@ -98,13 +100,13 @@ class Unbatch(Node):
                 yield from chunk
         else:
             for batch in self._source.elements(walk):
-                yield list(elements.unstack(batch))
+                yield list(_elements.unstack(batch))
 
     def load(self, item: Any) -> Any:
         return item if self._source.rows is None else self._source.rows.load(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
+        return _elements.stack(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
 
 
 @final
@@ -136,10 +138,10 @@ class Map(Node):
             if example is None:
                 example = _nest.map_leaves(lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner)
             resized = _resized(example, inner)
-            found = elements.spec_of(self._call(example))
+            found = _elements.spec_of(self._call(example))
             if resized is not None:
                 try:
-                    found = elements.common_spec(found, elements.spec_of(self._call(resized)))
+                    found = _elements.common_spec(found, _elements.spec_of(self._call(resized)))
                 except Exception:  # The function takes this one size only.
                     pass
             self._spec = found
@@ -156,12 +158,12 @@ class Map(Node):
 
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return elements.stack([self.load(item) for item in chunk])
-        return elements.stack([self._call(element) for element in elements.unstack(self._source.fetch(chunk))])
+            return _elements.stack([self.load(item) for item in chunk])
+        return _elements.stack([self._call(element) for element in _elements.unstack(self._source.fetch(chunk))])
 
     def _call(self, element: Any) -> Any:
         result = call_on(self._function, element)
-        return elements.as_element(tuple(result) if type(result) is list else result)
+        return _elements.as_element(tuple(result) if type(result) is list else result)
 
 
 @final
@@ -195,7 +197,7 @@ class Filter(Node):
         return item
 
     def fetch(self, chunk: Chunk) -> Any:
-        return elements.stack(chunk)
+        return _elements.stack(chunk)
 
 
 def call_on(function: Callable[..., Any], element: Any) -> Any:

@@ -1,0 +1,102 @@
+"""Helpers around a program's own lines: which rank this is, what all ranks agree on, host copies of arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from hpcstrat import _launcher, _nest, _world
+from hpcstrat._communicators import connect
+from hpcstrat._communicators.records import signature
+from hpcstrat._variables import Variable
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Item = TypeVar("_Item")
+
+
+def rank() -> int:
+    """This process's index among all ranks, 0..size-1. Starts nothing."""
+    if (world := _world.started()) is not None:
+        return world.rank
+    launcher = _launcher.find()
+    return 0 if launcher is None else launcher.rank
+
+
+def size() -> int:
+    """The number of ranks. Starts nothing, unless the launcher does not say."""
+    if (world := _world.started()) is not None:
+        return world.size
+    launcher = _launcher.find()
+    if launcher is None:
+        return 1
+    return _world.start().size if launcher.size is None else launcher.size
+
+
+def is_lead() -> bool:
+    """Whether this is rank 0. Starts nothing."""
+    return rank() == 0
+
+
+def broadcast_object(obj: Any) -> Any:
+    """Rank 0's object, on every rank; what the others pass is ignored. Collective: all ranks call this.
+
+    Raises:
+        TypeError: the object cannot be pickled.
+    """
+    return connect().broadcast_obj("broadcast_object", obj)
+
+
+def agree(flag: Any) -> bool:
+    """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
+    own = bool(flag)
+
+    def write(message: np.ndarray[Any, Any]) -> None:
+        message[0] = own
+
+    return any(bool(message[0]) for message in connect().exchange(signature("agree"), 1, write))
+
+
+def barrier() -> None:
+    """Waits until every rank has come here. Collective: all ranks call this."""
+    connect().barrier("barrier")
+
+
+def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
+    """`iterable` with a `tqdm` progress bar on rank 0, and as it is elsewhere."""
+    if not is_lead():
+        return iterable
+    from tqdm import tqdm  # 20 ms, which `import hpcstrat` need not take
+
+    return tqdm(iterable, **tqdm_arguments)
+
+
+def asnumpy(x: Any) -> Any:
+    """A copy in host memory of an array, a variable or a number, or of each in a nest."""
+    return _nest.map_leaves(_asnumpy, x)
+
+
+def _asnumpy(leaf: Any) -> Any:
+    if leaf is None or isinstance(leaf, str):
+        return leaf
+    if isinstance(leaf, Variable):
+        return leaf.numpy()
+    if hasattr(leaf, "get") and hasattr(leaf, "__cuda_array_interface__"):
+        return leaf.get()
+    return np.array(leaf)
+
+
+@overload
+def function(fn: _Function) -> _Function: ...
+@overload
+def function(fn: None = None, **options: Any) -> Callable[[_Function], _Function]: ...
+def function(fn: Any = None, **options: Any) -> Any:
+    """Stands where `tf.function` stood: the function runs as it is.
+
+    Args:
+        fn: the function; `@function` and `@function()` both work.
+        **options: `tf.function`'s, taken and not needed.
+    """
+    del options
+    return (lambda inner: inner) if fn is None else fn

@@ -1,0 +1,68 @@
+"""The one interface to where a strategy keeps its variables' numbers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hpcstrat._communicators import Communicator
+from hpcstrat._storage.memory import Block
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp
+
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Rule: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
+"""`rule(value, gradient, slots, work)` updates `value` and `slots` in place, flat arrays of one length and dtype.
+
+It may overwrite `gradient` and `work`, and must work elementwise, because storage calls it chunk by chunk.
+"""
+
+
+class Storage(abc.ABC):
+    """Keeps variables' numbers. Its methods are collective: all ranks call them.
+
+    Attributes:
+        communicator: the ranks that share the variables.
+    """
+
+    communicator: Communicator
+
+    @abc.abstractmethod
+    def create(self, call: str, initial: Array) -> Block:
+        """A new block with the value that the parameter rank passes; the shapes and dtypes of all ranks are equal.
+
+        Raises:
+            MemoryError: there is no room for it.
+            ReplicaMismatchError: shapes or dtypes differ.
+        """
+
+    @abc.abstractmethod
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """The plan of updates of these variables, each with its slots."""
+
+    @abc.abstractmethod
+    def update(
+        self,
+        call: str,
+        plan: Plan,
+        values: Sequence[Array],
+        op: ReduceOp | None,
+        rule: Rule,
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        """Reduces the replicas' `values` by `op` and applies `rule` once. Afterwards every rank reads the result.
+
+        Args:
+            call: the user's name of the method.
+            plan: of the variables.
+            values: one array a variable, of its shape; cast to its dtype.
+            op: `None` takes the parameter rank's values.
+            rule: how they change the variables.
+            numbers: arguments of the rule; they must be equal on all ranks.
+
+        Raises:
+            ReplicaMismatchError: the ranks update different variables, or with different numbers.
+        """

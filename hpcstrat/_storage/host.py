@@ -1,0 +1,123 @@
+"""Central storage in the memory of a host: one copy, in the shared segment, which every rank reads in place."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._storage.base import Array, Rule, Storage
+from hpcstrat._storage.memory import Block, size_of
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp
+
+
+@final
+class HostStorage(Storage):
+    """One copy for all ranks of a host.
+
+    All ranks allocate by the same rule from the same facts, so they need not tell each other where a block is. A
+    block's memory is used again once all of them have said that its variable is dead: garbage collection comes at
+    different moments on different ranks.
+
+    An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each reduces and updates
+    its slice of the elements, chunk by chunk while they are in cache; after another all read the new values.
+    """
+
+    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+        self.communicator: SharedMemoryCommunicator = communicator
+        self._created = 0
+        self._dead: deque[int] = deque()  # numbers of blocks, not yet told
+        self._reports: dict[int, int] = {}  # number of a block -> ranks that told
+        self._places: dict[int, tuple[int, int]] = {}
+
+    def create(self, call: str, initial: Array) -> Block:
+        """See `Storage.create`."""
+        communicator = self.communicator
+        told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
+        shape, dtype = initial.shape, initial.dtype
+
+        def tell(message: Array) -> None:
+            message[:8].view(np.int64)[0] = told.size
+            message[8 : 8 + told.nbytes].view(np.int64)[...] = told
+
+        try:
+            messages = communicator.exchange(signature(call, dtype, shape), 8 + told.nbytes, tell)
+        except Exception:
+            self._dead.extendleft(told.tolist())
+            raise
+        for message in messages:
+            count = int(message[:8].view(np.int64)[0])
+            self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
+        nbytes = size_of(shape, dtype)
+        start = communicator.heap.allocate(nbytes, dtype.itemsize)
+        try:
+            with communicator.joint(call):
+                if communicator.rank == 0:
+                    communicator.segment.commit(start, start + nbytes)
+                block = Block(communicator.segment, start, shape, dtype)
+                if communicator.rank == 0:
+                    block.array[...] = initial
+            communicator.exchange(signature(f"{call}: memory"))
+        except Exception:
+            communicator.heap.free(start, nbytes)
+            raise
+        self._created += 1
+        self._places[self._created] = (start, nbytes)
+        weakref.finalize(block, self._dead.append, self._created).atexit = False
+        return block
+
+    def _note_dead(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._reports[number] = self._reports.get(number, 0) + 1
+            if self._reports[number] == self.communicator.size:
+                del self._reports[number]
+                free = self.communicator.heap.free(*self._places.pop(number))
+                if self.communicator.rank == 0:
+                    self.communicator.segment.release(*free)
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """See `Storage.plan`. Each rank's has its slice of the elements."""
+        communicator = self.communicator
+        return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
+
+    def update(
+        self,
+        call: str,
+        plan: Plan,
+        values: Sequence[Array],
+        op: ReduceOp | None,
+        rule: Rule,
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        """See `Storage.update`."""
+        communicator = self.communicator
+        agreed = plan.signature(call, op)
+        if numbers:
+            agreed = agreed.with_numbers(numbers)
+        if op is not None or communicator.rank == 0:
+            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
+        else:
+            messages = communicator.exchange(agreed)
+        try:
+            # An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
+            with np.errstate(all="ignore"):
+                for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
+                    gradient, work = plan.scratch(chunk)
+                    reduce_chunk(gradient, parts, op or ReduceOp.SUM)
+                    rule(chunk.value, gradient, chunk.slots, work)
+        finally:
+            communicator.sync()
+
+
+@functools.cache
+def host_storage(communicator: SharedMemoryCommunicator) -> HostStorage:
+    """The storage in this communicator's segment, the same for every strategy."""
+    return HostStorage(communicator)

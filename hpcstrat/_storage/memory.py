@@ -1,0 +1,76 @@
+"""Blocks of a segment, each of which holds the numbers of one variable."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from hpcstrat._communicators.heap import Heap
+from hpcstrat._communicators.segment import Segment, private_segment
+
+
+class Block:
+    """The numbers of one variable, in place.
+
+    Attributes:
+        array: they, to be written by storage only.
+        view: they, read-only, for everyone else.
+        start: their first byte in the segment.
+        stop: the byte after their last one.
+    """
+
+    __slots__ = ("__weakref__", "array", "start", "stop", "view")
+
+    def __init__(self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+        self.start = start
+        self.stop = start + size_of(shape, dtype)
+        self.array: np.ndarray[Any, Any] = segment.array[start : self.stop].view(dtype).reshape(shape)
+        self.view = self.array.view()
+        self.view.flags.writeable = False
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def __init__(self) -> None:
+        self.segment = private_segment()
+        self._heap = Heap(0, self.segment.size)
+        self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
+        self._lock = threading.Lock()
+
+    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+        """A new block, whose memory returns when it dies.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        with self._lock:
+            while self._dead:
+                start, stop = self._dead.popleft()
+                self.segment.release(*self._heap.free(start, stop - start))
+            nbytes = size_of(shape, dtype)
+            start = self._heap.allocate(nbytes, dtype.itemsize)
+            try:
+                self.segment.commit(start, start + nbytes)
+            except MemoryError:
+                self._heap.free(start, nbytes)
+                raise
+        block = Block(self.segment, start, shape, dtype)
+        weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
+        return block
+
+
+@functools.cache
+def private_memory() -> PrivateMemory:
+    """The private memory of this process."""
+    return PrivateMemory()
+
+
+def size_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of an array."""
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

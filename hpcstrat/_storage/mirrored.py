@@ -1,0 +1,79 @@
+"""A copy of every variable on each replica, in memory of its own. With one replica: the only copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.records import signature
+from hpcstrat._storage.base import Array, Rule, Storage
+from hpcstrat._storage.memory import Block, private_memory
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp
+
+
+@final
+class MirroredStorage(Storage):
+    """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._sum: Array = np.empty(0, np.uint8)
+
+    def create(self, call: str, initial: Array) -> Block:
+        """See `Storage.create`."""
+        communicator = self.communicator
+        with communicator.joint(call):
+            block = private_memory().place(initial.shape, initial.dtype)
+            block.array[...] = initial
+        agreed = signature(call, initial.dtype, initial.shape)
+        flat = block.array.reshape(-1).view(np.uint8)
+        if communicator.rank == 0:
+
+            def write(message: Array) -> None:
+                message[: flat.size] = flat
+
+            communicator.exchange(agreed, flat.size, write)
+        else:
+            flat[...] = communicator.exchange(agreed)[0][: flat.size]
+        return block
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """See `Storage.plan`. Each rank's has all elements."""
+        return Plan(private_memory().segment, variables, slots, 0, 1)
+
+    def update(
+        self,
+        call: str,
+        plan: Plan,
+        values: Sequence[Array],
+        op: ReduceOp | None,
+        rule: Rule,
+        numbers: tuple[float, ...] = (),
+    ) -> None:
+        """See `Storage.update`."""
+        communicator = self.communicator
+        agreed = plan.signature(call, op)
+        if numbers:
+            agreed = agreed.with_numbers(numbers)
+
+        def write(message: Array) -> None:
+            plan.write(message, values)
+
+        if op is not None:
+            if self._sum.size < plan.form.nbytes:
+                self._sum = np.empty(plan.form.nbytes, np.uint8)
+            reduced = self._sum
+            communicator.reduce_message(agreed, plan.form, write, op, reduced)
+        elif communicator.rank == 0:
+            reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
+        else:
+            reduced = communicator.exchange(agreed)[0]
+        with np.errstate(all="ignore"):
+            for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
+                gradient, work = plan.scratch(chunk)
+                gradient[...] = part
+                rule(chunk.value, gradient, chunk.slots, work)

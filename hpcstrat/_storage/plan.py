@@ -1,0 +1,125 @@
+"""How one update of several variables walks through storage: merged ranges, in chunks that fit in cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.reduction import CHUNK, slice_of
+from hpcstrat._communicators.segment import Segment
+from hpcstrat._storage.memory import Block
+from hpcstrat._types import ReduceOp
+
+Array = np.ndarray[Any, Any]
+
+
+class Chunk(NamedTuple):
+    """Some elements that are updated together.
+
+    Attributes:
+        group: which dtype of the message.
+        start, stop: the elements' place among that dtype's of the message.
+        value: the variables' elements, in storage.
+        slots: the optimizer's, likewise.
+    """
+
+    group: int
+    start: int
+    stop: int
+    value: Array
+    slots: tuple[Array, ...]
+
+
+class Plan:
+    """One update of some variables, computed once. Variables that were made together are one range.
+
+    Args:
+        segment: where they are.
+        variables: their blocks.
+        slots: for each variable the blocks of its slots, of its shape and dtype.
+        rank, size: this process updates the `rank`-th of `size` slices of all elements.
+    """
+
+    def __init__(
+        self, segment: Segment, variables: Sequence[Block], slots: Sequence[Sequence[Block]], rank: int, size: int
+    ) -> None:
+        self.form = layout(
+            tuple([block.array.shape for block in variables]), tuple([block.array.dtype for block in variables])
+        )
+        self.chunks: list[Chunk] = []
+        self._facts = [(block.array.dtype, block.array.shape) for block in variables]
+        self._signatures: dict[tuple[str, ReduceOp | None], Signature] = {}
+        self._views: dict[int, tuple[Array, list[Array]]] = {}
+        self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
+        for index, group in enumerate(self.form.groups):
+            mine = slice_of(group.count, rank, size)
+            for place, count, starts in _ranges(group.dtype, group.start, variables, slots, self.form.starts):
+                for a in range(max(place, mine.start), min(place + count, mine.stop), CHUNK):
+                    b = min(a + CHUNK, place + count, mine.stop)
+                    item = group.dtype.itemsize
+                    value, *rest = [
+                        segment.array[start + (a - place) * item : start + (b - place) * item].view(group.dtype)
+                        for start in starts
+                    ]
+                    self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
+        longest = max((chunk.value.size for chunk in self.chunks), default=0)
+        self._scratch = {
+            group.dtype: (np.empty(longest, group.dtype), np.empty(longest, group.dtype)) for group in self.form.groups
+        }
+
+    def signature(self, call: str, op: ReduceOp | None) -> Signature:
+        """What the ranks must agree on for an update."""
+        found = self._signatures.get((call, op))
+        if found is None:
+            name = "ONLY_FIRST_REPLICA" if op is None else op.name
+            found = self._signatures[call, op] = signature(call, name, *self._facts)
+        return found
+
+    def write(self, message: Array, values: Sequence[Array]) -> None:
+        """Copies the variables' gradients, or new values, into a message. A mailbox's views are kept."""
+        kept = self._views.get(id(message))
+        if kept is None or kept[0] is not message:
+            if len(self._views) == 3:  # two records and a mailbox, before it grew
+                self._views.clear()
+            kept = self._views[id(message)] = (message, self.form.views(message))
+        for view, value in zip(kept[1], values, strict=True):
+            view[...] = value
+
+    def parts(self, messages: Sequence[Array]) -> list[list[Array]]:
+        """For each chunk, its elements in every message."""
+        kept = self._parts.get(id(messages[0]))
+        if kept is None or kept[0] is not messages[0] or (kept[1] and len(kept[1][0]) != len(messages)):
+            if len(self._parts) == 3:
+                self._parts.clear()
+            flat = [[group.of(message) for message in messages] for group in self.form.groups]
+            parts = [[part[chunk.start : chunk.stop] for part in flat[chunk.group]] for chunk in self.chunks]
+            kept = self._parts[id(messages[0])] = (messages[0], parts)
+        return kept[1]
+
+    def scratch(self, chunk: Chunk) -> tuple[Array, Array]:
+        """Two arrays of the size of a chunk: one for the reduced gradient, one for the rule to work in."""
+        first, second = self._scratch[chunk.value.dtype]
+        n = chunk.value.size
+        return (first, second) if n == first.size else (first[:n], second[:n])
+
+
+def _ranges(
+    dtype: np.dtype[Any], group_start: int, variables: Sequence[Block], slots: Sequence[Sequence[Block]], starts: list[int]
+) -> list[tuple[int, int, list[int]]]:
+    """(place in the group, number of elements, first bytes of value and slots) of what lies in a row everywhere."""
+    ranges: list[tuple[int, int, list[int]]] = []
+    for variable, own, start in zip(variables, slots, starts, strict=True):
+        if variable.array.dtype != dtype:
+            continue
+        place, count = (start - group_start) // dtype.itemsize, variable.array.size
+        begins = [variable.start, *(slot.start for slot in own)]
+        if ranges and begins == [b + ranges[-1][1] * dtype.itemsize for b in ranges[-1][2]]:
+            last = ranges.pop()
+            ranges.append((last[0], last[1] + count, last[2]))
+        else:
+            ranges.append((place, count, begins))
+    return ranges

@@ -1,0 +1,270 @@
+"""StrategyExtended: what libraries on top of strategies use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat import _context, _devices, _nest
+from hpcstrat._context import UpdateContext
+from hpcstrat._strategies import reduction
+from hpcstrat._types import ReduceOp
+from hpcstrat._values import DistributedValues, Mirrored, PerReplica
+from hpcstrat._variables import Variable
+
+if TYPE_CHECKING:
+    from hpcstrat._strategies.base import Strategy
+
+
+class StrategyExtended:
+    """Methods of a strategy that programs rarely need; `Strategy.extended` gives it.
+
+    Those marked collective are called by all ranks, in the cross-replica context or outside of every scope.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+
+    # ---- facts
+
+    @property
+    def worker_devices(self) -> tuple[str, ...]:
+        """The canonical string of each replica's device."""
+        return tuple(str(device) for device in self._strategy._devices)
+
+    @property
+    def parameter_devices(self) -> tuple[str, ...]:
+        """The canonical string of the device where variables live."""
+        return (str(self._strategy._parameter_device),)
+
+    @property
+    def should_checkpoint(self) -> bool:
+        """Whether this worker is to write checkpoints."""
+        return True
+
+    @property
+    def should_save_summary(self) -> bool:
+        """Whether this worker is to write summaries."""
+        return True
+
+    @property
+    def experimental_require_static_shapes(self) -> bool:
+        """Whether shapes must not change from step to step. They may."""
+        return False
+
+    @property
+    def experimental_between_graph(self) -> bool:
+        """Whether workers run programs of their own. There is one program."""
+        return False
+
+    # ---- replicas
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """`Strategy.run` by its older name."""
+        self._strategy._require_cross_replica("StrategyExtended.call_for_each_replica")
+        return self._strategy.run(fn, args, kwargs)
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
+        """Reduces `value` elementwise over the replicas. Collective.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name.
+            value: a distributed value, or a nest of them.
+            destinations: where it is wanted: a variable, a device string, or a distributed value for all replicas.
+            options: taken for TensorFlow's sake.
+
+        Returns:
+            The result, on every rank; a `Mirrored` value where the destinations are all replicas.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            ValueError: no destination, or the sum of a plain value over several replicas.
+        """
+        del options
+        return self._reduce("StrategyExtended.reduce_to", reduce_op, [(value, destinations)])[0]
+
+    def batch_reduce_to(
+        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
+    ) -> list[Any]:
+        """`reduce_to` of several (value, destinations) pairs, in one message. Collective."""
+        del options
+        return self._reduce("StrategyExtended.batch_reduce_to", reduce_op, list(value_destination_pairs))
+
+    def _reduce(self, call: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        strategy = self._strategy
+        strategy._require_cross_replica(call)
+        with strategy._communicator.joint(call):
+            for _, destinations in pairs:
+                self._check_destinations(call, destinations)
+        totals = reduction.reduce(strategy._communicator, call, reduce_op, [value for value, _ in pairs], None)
+        return [self._sent(total, destinations) for total, (_, destinations) in zip(totals, pairs, strict=True)]
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """The parameter rank's `tensor`, a nest of plain values, on every rank. Collective.
+
+        Args:
+            tensor: what to send.
+            destinations: as in `reduce_to`.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            ValueError: no destination.
+        """
+        call = "StrategyExtended.broadcast_to"
+        strategy = self._strategy
+        strategy._require_cross_replica(call)
+        with strategy._communicator.joint(call):
+            self._check_destinations(call, destinations)
+        return self._sent(strategy._communicator.broadcast_obj(call, tensor), destinations)
+
+    def _check_destinations(self, call: str, destinations: Any) -> None:
+        if isinstance(destinations, (Variable, DistributedValues)):
+            return
+        for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
+            if isinstance(one, str):
+                _devices.parse(one, call)
+            elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
+                raise ValueError(
+                    f"{call}: destinations is {destinations!r}; pass a variable, a device string, or a distributed value"
+                )
+
+    def _sent(self, total: Any, destinations: Any) -> Any:
+        communicator = self._strategy._communicator
+        if communicator.size == 1 or not isinstance(destinations, DistributedValues):
+            return total
+        return _nest.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank), total)
+
+    # ---- updates
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
+
+        That is on the parameter rank only, or on every rank for mirrored variables. Inside, writes are local, no call may
+        communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
+
+        Args:
+            var: the variable.
+            fn: the update; what it returns, a nest, reaches every rank.
+            args: plain values, or `Mirrored` ones.
+            kwargs: likewise.
+            group: if not, each leaf of the result is wrapped in a tuple.
+
+        Raises:
+            ValueError: `var` is not a variable of this strategy.
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            Exception: what `fn` raised, on every rank.
+        """
+        call = "StrategyExtended.update"
+        strategy = self._strategy
+        strategy._require_cross_replica(call)
+        with strategy._communicator.joint(call):
+            if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+                raise ValueError(f"{call}: {var!r} is not a variable of this strategy")
+        return self._run_update(call, fn, (var, *args), dict(kwargs or {}), group)
+
+    def update_non_slot(
+        self,
+        colocate_with: Any,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        group: bool = True,
+    ) -> Any:
+        """Runs `fn(*args, **kwargs)` on `colocate_with`, which `non_slot_devices` gave; otherwise as `update`. Collective."""
+        del colocate_with
+        call = "StrategyExtended.update_non_slot"
+        self._strategy._require_cross_replica(call)
+        return self._run_update(call, fn, tuple(args), dict(kwargs or {}), group)
+
+    def _run_update(
+        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
+        strategy, communicator = self._strategy, self._strategy._communicator
+        leaves, structure = _nest.flatten((args, kwargs))
+        variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            with communicator.joint(call):
+                raise ValueError(f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to")
+        plain = [leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+        args, kwargs = structure.unflatten(plain)
+        communicator.barrier(call)  # nobody reads what is written next
+        sent: list[Any] = []
+        with communicator.joint(call):
+            if communicator.rank == 0 or strategy._updates_everywhere:
+                token = _context.current.set(UpdateContext(strategy, variables))
+                try:
+                    results, form = _nest.flatten(fn(*args, **kwargs))
+                finally:
+                    _context.current.reset(token)
+                if strategy._updates_everywhere:
+                    communicator.barrier(call)
+                else:
+                    sent = [_Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results]
+                    sent = [form.unflatten(sent)]
+        if not strategy._updates_everywhere:
+            (result,) = communicator.broadcast_obj(call, sent)
+            results, form = _nest.flatten(result)
+            results = [variables[leaf.place] if isinstance(leaf, _Reference) else leaf for leaf in results]
+        return form.unflatten(results if group else [(leaf,) for leaf in results])  # pyright: ignore
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
+        """The device for what belongs to several variables: the parameter device."""
+        del var_list
+        return self.parameter_devices
+
+    # ---- variables
+
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
+        """A context manager in which variables are made beside this one. All of a strategy's are beside each other.
+
+        Raises:
+            RuntimeError: on entering, outside of the strategy's scope.
+            ValueError: on entering, where the variable is not the strategy's.
+        """
+        return self._colocated(colocate_with_variable)
+
+    @contextlib.contextmanager
+    def _colocated(self, variable: Variable) -> Any:
+        if _context.context() is not self._strategy._cross_context:
+            raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")
+        if not self.variable_created_in_scope(variable):
+            raise ValueError("StrategyExtended.colocate_vars_with: the variable is not one of this strategy")
+        yield
+
+    def variable_created_in_scope(self, v: Variable) -> bool:
+        """Whether the variable was made in this strategy's scope."""
+        return v._strategy is self._strategy
+
+    def value_container(self, value: Any) -> Any:
+        """What `value` is a component of. A variable has no components of its own, so it is `value`."""
+        return value
+
+    def read_var(self, v: Variable) -> Any:
+        """A copy of the variable's value, as `Variable.read_value`. Collective where that is."""
+        return v.read_value()
+
+
+class _Reference:
+    """Stands for a variable in a result that travels."""
+
+    __slots__ = ("place",)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+
+
+def _place(variable: Variable, variables: Sequence[Variable]) -> int:
+    for i, one in enumerate(variables):
+        if one is variable:
+            return i
+    raise ValueError("StrategyExtended.update: the function returned a variable that was not passed to it")

@@ -1,0 +1,36 @@
+"""MirroredStrategy: a copy of every variable on each replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from hpcstrat._communicators import connect
+from hpcstrat._storage.mirrored import MirroredStorage
+from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.placement import place_on_one_host
+
+
+@final
+class MirroredStrategy(Strategy):
+    """One replica a rank; each holds a copy of every variable, and all copies change alike.
+
+    Collective: all ranks make it. The first strategy of a program starts MPI.
+
+    Args:
+        devices: the device of each rank, in rank order; `None` takes the CPU of this host for all.
+
+    Raises:
+        ValueError: a string that names no device, or a list of another length than there are ranks.
+        RuntimeError: a device that is not there, ranks on several hosts, or MPI cannot start.
+    """
+
+    def __init__(self, devices: Sequence[str] | None = None) -> None:
+        call = "MirroredStrategy"
+        communicator = connect()
+        with communicator.joint(call):
+            placed = place_on_one_host(call, devices, communicator)
+            communicator.barrier(call)
+        storage = MirroredStorage(communicator)
+        super().__init__(communicator, placed, placed[communicator.rank], storage, storage)
+        self._parameter_device = placed[0]

@@ -1,0 +1,52 @@
+"""OneDeviceStrategy, and the strategy that counts outside of every scope: one replica."""
+
+from __future__ import annotations
+
+import functools
+from typing import final
+
+from hpcstrat import _context, _devices
+from hpcstrat._communicators import SoloCommunicator, connect
+from hpcstrat._storage.mirrored import MirroredStorage
+from hpcstrat._strategies.base import Strategy
+
+
+@final
+class OneDeviceStrategy(Strategy):
+    """One replica on one device, with the interface of all strategies, to try a program out.
+
+    Args:
+        device: the device.
+
+    Raises:
+        ValueError: a string that names no device.
+        RuntimeError: there are several ranks, or the device is not there.
+    """
+
+    def __init__(self, device: str) -> None:
+        call = "OneDeviceStrategy"
+        communicator = connect()
+        with communicator.joint(call):
+            placed = _devices.parse(device, call)
+            if communicator.size > 1:
+                raise RuntimeError(
+                    f"{call} has one replica, and {communicator.size} ranks run; start the program without mpirun"
+                )
+            _devices.check_present(placed, call)
+        storage = MirroredStorage(communicator)
+        super().__init__(communicator, [placed], placed, storage, storage)
+        self._aggregates_nothing = True
+
+
+@final
+class DefaultStrategy(Strategy):
+    """Outside of every scope each process is one replica of its own; starts no MPI."""
+
+    def __init__(self) -> None:
+        communicator = SoloCommunicator()
+        storage = MirroredStorage(communicator)
+        super().__init__(communicator, [_devices.CPU], _devices.CPU, storage, storage)
+        self._aggregates_nothing = True
+
+
+_context.default_strategy = functools.cache(DefaultStrategy)

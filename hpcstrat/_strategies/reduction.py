@@ -1,0 +1,225 @@
+"""Reducing and gathering nests of values over the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import check_gatherable
+from hpcstrat._communicators.dtypes import accumulator, check_reducible
+from hpcstrat._types import IndexedSlices, ReduceOp
+from hpcstrat._values import DistributedValues
+from hpcstrat._variables import Variable
+
+Array = np.ndarray[Any, Any]
+
+
+def as_numbers(call: str, value: Any) -> Array:
+    """`value`, an array, a variable or a number, as an array.
+
+    Raises:
+        TypeError: it is no such thing.
+    """
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.kind in "USmM":
+        raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one")
+    return array
+
+
+def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str, value: Any) -> Any:
+    """Elementwise over the replicas; `value` is a nest of this replica's values."""
+    with communicator.joint(call):
+        op = ReduceOp.parse(reduce_op, call)
+        leaves, structure = _nest.flatten(value)
+    return structure.unflatten(_reduce_leaves(communicator, call, op, leaves))
+
+
+def _reduce_leaves(communicator: Communicator, call: str, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
+    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
+    results: list[Any] = list(leaves)
+    places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
+    if places or not leaves:
+        with communicator.joint(call):
+            arrays = [as_numbers(call, leaves[i]) for i in places]
+        for i, array in zip(places, communicator.all_reduce(call, arrays, op), strict=True):
+            results[i] = _scalar(array)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, IndexedSlices):
+            results[i] = _reduce_slices(communicator, call, op, leaf)
+    return results
+
+
+def _reduce_slices(communicator: Communicator, call: str, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+    with communicator.joint(call):
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}")
+        values, indices = as_numbers(call, slices.values), as_numbers(call, slices.indices)
+        check_reducible(call, values.dtype, op)
+    values, indices = communicator.all_gather(call, [values, indices], 0)
+    return IndexedSlices(values / communicator.size if op is ReduceOp.MEAN else values, indices, slices.dense_shape)
+
+
+def reduce(
+    communicator: Communicator,
+    call: str,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int | Sequence[int] | None,
+) -> Any:
+    """See `Strategy.reduce`."""
+    with communicator.joint(call):
+        op = ReduceOp.parse(reduce_op, call)
+        leaves, structure = _nest.flatten(value)
+        results: list[Any] = list(leaves)
+        places: list[int] = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, DistributedValues) or (communicator.size == 1 and leaf is not None):
+                places.append(i)
+            elif leaf is not None:
+                results[i] = _reduce_plain(call, op, leaf, axis)
+        own = [_component(leaves[i]) for i in places]
+        if axis is not None:
+            inner = [_Inner(call, op, leaf, axis) for leaf in own]
+    if not places:
+        return structure.unflatten(results)
+    if axis is None:
+        reduced = _reduce_leaves(communicator, call, op, own)
+    elif op in (ReduceOp.SUM, ReduceOp.MEAN):
+        sums = communicator.all_reduce(call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM)
+        reduced = [one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)]
+    else:
+        extremes = communicator.all_reduce(call, [one.total for one in inner], op)
+        counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
+        reduced = [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
+    for i, result in zip(places, reduced, strict=True):
+        results[i] = result
+    return structure.unflatten(results)
+
+
+class _Inner:
+    """A replica's own part of a reduction along axes.
+
+    Attributes:
+        total: the value reduced along the axes, in the dtype to add up in.
+        count: the number of elements behind each of its own.
+    """
+
+    def __init__(self, call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
+        if isinstance(value, IndexedSlices):
+            raise ValueError(f"{call}: IndexedSlices are reduced with axis=None, not along axis {axis}")
+        array = as_numbers(call, value)
+        check_reducible(call, array.dtype, op)
+        axes = _axes(call, axis, array.ndim)
+        self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
+        self._op, self._call, self._dtype = op, call, array.dtype
+        if op is ReduceOp.SUM or op is ReduceOp.MEAN:
+            is_int_mean = op is ReduceOp.MEAN and array.dtype.kind in "iu"
+            wide = np.dtype(np.float64) if is_int_mean else accumulator(array.dtype)
+            self._dtype = wide if is_int_mean else array.dtype
+            self.total = np.asarray(np.sum(array, axis=axes, dtype=wide))
+        else:
+            extreme: Callable[..., Any] = np.min if op is ReduceOp.MIN else np.max
+            self.total = np.asarray(extreme(array, axis=axes, initial=_neutral(array.dtype, op)), array.dtype)
+
+    def mean_or_sum(self, total: Array, count: Array) -> Any:
+        if self._op is ReduceOp.MEAN:
+            with np.errstate(invalid="ignore"):
+                total = np.asarray(total / count if count else total * np.nan)
+        return _scalar(total.astype(self._dtype, copy=False))
+
+    def extreme(self, total: Array, count: Array) -> Any:
+        if count == 0:
+            if self._dtype.kind in "iub":
+                raise ValueError(f"{self._call}: {self._op.name} along an axis that has no elements on any replica")
+            total = np.full_like(total, np.nan)
+        return _scalar(total)
+
+
+def _neutral(dtype: np.dtype[Any], op: ReduceOp) -> Any:
+    """What no element is beyond."""
+    if dtype.kind == "b":
+        return op is ReduceOp.MIN
+    if dtype.kind in "iu":
+        bounds = np.iinfo(dtype)
+        return bounds.max if op is ReduceOp.MIN else bounds.min
+    return np.asarray(np.inf if op is ReduceOp.MIN else -np.inf, dtype)[()]
+
+
+def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
+    """A value that is not distributed, with several replicas."""
+    if op is ReduceOp.SUM:
+        # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals. Anything else is ambiguous.
+        if not isinstance(value, (Variable, IndexedSlices)) and not np.any(as_numbers(call, value)):
+            return value
+        raise ValueError(
+            f"{call}: SUM of a value that is not distributed: is it one value, or one a replica? Return it from "
+            "Strategy.run to have one a replica, or leave it as it is"
+        )
+    if isinstance(value, IndexedSlices):
+        return value
+    array = as_numbers(call, value)
+    if axis is None:
+        return array if isinstance(value, Variable) else value
+    inner = _Inner(call, op, array, axis)
+    return inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
+
+
+def all_gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
+    """Concatenation over the replicas; `value` is a nest of this replica's values."""
+    leaves, structure = _nest.flatten(value)
+    return structure.unflatten(_gather_leaves(communicator, call, leaves, axis))
+
+
+def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
+    """See `Strategy.gather`."""
+    leaves, structure = _nest.flatten(value)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+    with communicator.joint(call):
+        for i, leaf in enumerate(leaves):
+            if i not in places:
+                check_gatherable(call, [_gatherable(call, leaf, axis).shape], axis)
+    if places:
+        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis)
+        for i, result in zip(places, gathered, strict=True):
+            leaves[i] = result
+    return structure.unflatten(leaves)
+
+
+def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int) -> list[Array]:
+    with communicator.joint(call):
+        arrays = [_gatherable(call, leaf, axis) for leaf in leaves]
+    return communicator.all_gather(call, arrays, axis)
+
+
+def _gatherable(call: str, value: Any, axis: int) -> Array:
+    if isinstance(value, IndexedSlices):
+        raise NotImplementedError(f"{call}: IndexedSlices cannot be gathered; gather their values and indices")
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{call}: axis is {axis!r}; it must be an int")
+    return as_numbers(call, value)
+
+
+def _component(value: Any) -> Any:
+    return value._component if isinstance(value, DistributedValues) else value
+
+
+def _scalar(array: Array) -> Any:
+    """An array of no dimensions as NumPy's own reductions give it, anything else as it is."""
+    return array[()] if array.ndim == 0 else array
+
+
+def _axes(call: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
+        raise TypeError(f"{call}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
+    if any(not -ndim <= a < ndim for a in axes):
+        raise ValueError(f"{call}: axis {axis} does not exist in a value of {ndim} dimensions")
+    if len({a % ndim for a in axes}) < len(axes):
+        raise ValueError(f"{call}: axis {axis} names a dimension twice")
+    return tuple(int(a) % ndim for a in axes)
+
+

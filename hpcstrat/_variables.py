@@ -1,0 +1,486 @@
+"""Variables: numbers that live as long as the program and that all replicas see."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcstrat import _context
+from hpcstrat._communicators.dtypes import check_reducible, native
+from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
+from hpcstrat._storage.base import Array
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp, parse_choice
+from hpcstrat._values import DistributedValues
+
+if TYPE_CHECKING:
+    from hpcstrat._strategies.base import Strategy
+
+
+class VariableSynchronization(enum.Enum):
+    """When replicas' writes to a variable come together."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values that replicas write to a variable become one."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+_OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA: None,
+}
+
+
+def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    value[...] = new
+
+
+def _assign_add(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    np.add(value, new, out=value)
+
+
+def _assign_sub(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    np.subtract(value, new, out=value)
+
+
+_RULES = {"assign": _assign, "assign_add": _assign_add, "assign_sub": _assign_sub}
+_numbers = itertools.count()
+_creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
+
+
+@contextmanager
+def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[None]:
+    """Inside, every variable is made by `variable_creator(next_creator, **kwargs)`.
+
+    `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the arguments of `Variable`.
+    """
+    token = _creators.set((*_creators.get(), variable_creator))
+    try:
+        yield
+    finally:
+        _creators.reset(token)
+
+
+class _VariableType(type):
+    """Lets the creators of `variable_creator_scope` have a hand in `Variable(...)`."""
+
+    def __call__(
+        cls,
+        initial_value: Any = None,
+        trainable: bool | None = None,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation | str = VariableAggregation.NONE,
+        shape: Sequence[int] | None = None,
+    ) -> Any:
+        make: Callable[..., Any] = super().__call__
+        for creator in _creators.get():
+            make = functools.partial(creator, make)
+        return make(
+            initial_value=initial_value,
+            trainable=trainable,
+            name=name,
+            dtype=dtype,
+            synchronization=synchronization,
+            aggregation=aggregation,
+            shape=shape,
+        )
+
+
+class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
+    """Numbers that live in the strategy's storage. In arithmetic a variable acts as its array.
+
+    Making one is collective under a strategy: all ranks do it, and the parameter rank's initial value counts.
+
+    A read never communicates, but for `read_value` and `numpy` of an `ON_READ` variable in the cross-replica context.
+    In a replica context `value()`, and what arithmetic and indexing use, is the array in storage itself, read-only,
+    valid until the next write to the variable; everywhere else reads are copies.
+
+    Args:
+        initial_value: an array, a number, a sequence of numbers, or a callable without arguments that gives one. As in
+            TensorFlow Python floats make `float32` and ints `int32`; arrays keep their dtype.
+        trainable: whether optimizers are meant to change it. By default true, but false for `ON_READ`.
+        name: a name; by default `Variable`.
+        dtype: the dtype, where it is not the initial value's.
+        synchronization: `ON_READ` keeps a number of its own on each replica, brought together when it is read in the
+            cross-replica context.
+        aggregation: how values that the replicas write become one.
+        shape: the shape that the initial value must have.
+
+    Raises:
+        TypeError: the initial value is no array of numbers.
+        ValueError: it has another shape than `shape`, or an argument is no known choice.
+        RuntimeError: made inside the function of `StrategyExtended.update`.
+        ReplicaMismatchError: its shape or dtype differs between ranks.
+        MemoryError: there is no room for it, on any rank.
+    """
+
+    __slots__ = ("__weakref__", "_block", "_plan", "_strategy", "aggregation", "name", "synchronization", "trainable")
+    __hash__ = object.__hash__
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None,
+        name: str | None,
+        dtype: npt.DTypeLike | None,
+        synchronization: VariableSynchronization | str,
+        aggregation: VariableAggregation | str,
+        shape: Sequence[int] | None,
+    ) -> None:
+        strategy = self._strategy = _context.get_strategy()
+        if isinstance(_context.context(), UpdateContext):
+            raise RuntimeError("Variable was made inside an update, which one rank runs; make it under strategy.scope()")
+        with strategy._communicator.joint("Variable"):
+            self.synchronization = parse_choice(
+                VariableSynchronization, synchronization, "Variable", "synchronization"
+            )
+            self.aggregation = parse_choice(VariableAggregation, aggregation, "Variable", "aggregation")
+            on_read = self.synchronization is VariableSynchronization.ON_READ
+            self.trainable = not on_read if trainable is None else bool(trainable)
+            self.name = "Variable" if name is None else str(name)
+            initial = _initial(initial_value, dtype, shape)
+        storage = strategy._replica_storage if on_read else strategy._storage
+        self._block = storage.create(f"Variable {self.name!r}", initial)
+        self._plan: Plan | None = None
+
+    # ---- facts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return self._block.view.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype, which never changes."""
+        return self._block.view.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self._block.view.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._block.view.size
+
+    @property
+    def device(self) -> str:
+        """The canonical string of the device where it lives: the parameter device, or this replica's for a mirror."""
+        return self._strategy._variable_device
+
+    # ---- reading
+
+    def value(self) -> Array:
+        """The array: in a replica context storage itself, read-only; elsewhere a copy. Never communicates.
+
+        Raises:
+            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
+        """
+        view = self._block.view
+        context = _context.current.get()
+        if type(context) is ReplicaContext and context._strategy is self._strategy:
+            return view
+        self._check_readable()
+        return view.copy()
+
+    def read_value(self) -> Array:
+        """A copy of the value.
+
+        Collective for an `ON_READ` variable in the cross-replica context, where it aggregates the replicas' values:
+        all ranks call it.
+
+        Raises:
+            ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica context.
+        """
+        if not self._is_divided():
+            return self._block.view.copy()
+        return self._aggregated("Variable.read_value")
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """A copy of the value in host memory. Collective where `read_value` is."""
+        if not self._is_divided():
+            return self._block.view.copy()
+        return self._aggregated("Variable.numpy")
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        array = self._readable()
+        if copy is False:
+            if not _in_replica_of(self._strategy):
+                raise ValueError("a variable is read without a copy in a replica context only: call value() there")
+            return array.astype(dtype or array.dtype, copy=False)
+        return array.astype(dtype or array.dtype, copy=True)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if "out" in kwargs and any(isinstance(out, Variable) for out in kwargs["out"]):
+            raise TypeError(f"{ufunc.__name__}: a variable cannot be written by `out=`; use assign, assign_add or assign_sub")
+        arrays = [x._readable() if isinstance(x, Variable) else x for x in inputs]
+        return getattr(ufunc, method)(*arrays, **kwargs)
+
+    def __getitem__(self, index: Any) -> Array:
+        part = self._readable()[index]
+        return part if _in_replica_of(self._strategy) or not isinstance(part, np.ndarray) else part.copy()
+
+    def __len__(self) -> int:
+        return len(self._block.view)
+
+    def __bool__(self) -> bool:
+        return bool(self._readable())
+
+    def __int__(self) -> int:
+        return int(self._readable())
+
+    def __float__(self) -> float:
+        return float(self._readable())
+
+    def __index__(self) -> int:
+        return self._readable().__index__()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.value().copy().__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._block.view.__dlpack_device__()
+
+    def __repr__(self) -> str:
+        value = "one value a replica" if self._is_divided() else repr(self._block.view)
+        return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
+
+    # ---- writing
+
+    def assign(self, value: Any) -> Variable:
+        """Sets the variable. Collective: all ranks call it; in a replica context their values are aggregated first.
+
+        Args:
+            value: an array, a number or a sequence, of exactly the variable's shape, whose dtype casts safely.
+
+        Returns:
+            The variable.
+
+        Raises:
+            ValueError: a wrong shape; a dtype that does not cast; a `PerReplica` value; in a replica context an
+                aggregation of `NONE`, or the same Python number on all replicas for `SUM`. Nothing has changed.
+            RuntimeError: the variable belongs to another strategy than the one this line runs in.
+            ReplicaMismatchError: the replicas' calls differ.
+        """
+        return self._write("assign", value)
+
+    def assign_add(self, value: Any) -> Variable:
+        """Adds to the variable, otherwise as `assign`. Collective."""
+        return self._write("assign_add", value)
+
+    def assign_sub(self, value: Any) -> Variable:
+        """Subtracts from the variable, otherwise as `assign`. Collective."""
+        return self._write("assign_sub", value)
+
+    def _write(self, verb: str, value: Any) -> Variable:
+        call = f"Variable.{verb} of {self.name!r}"
+        strategy, context = self._strategy, _context.context()
+        if isinstance(context, UpdateContext):
+            if not any(self is one for one in context.variables):
+                raise RuntimeError(f"{call}: this update may write only the variables that were passed to it")
+            _RULES[verb](self._block.array, self._checked(call, verb, value, self.dtype), (), self._block.array)
+            return self
+        if context is not None and context.strategy is not strategy and not self._is_plain_here(context):
+            raise RuntimeError(self._foreign(call, context))
+        if self.synchronization is VariableSynchronization.ON_READ:
+            self._write_own(call, verb, value)
+        elif isinstance(context, ReplicaContext) and not strategy._aggregates_nothing:
+            self._write_aggregated(call, verb, value)
+        else:
+            with strategy._communicator.joint(call):
+                new = self._checked(call, verb, value, self.dtype)
+            self._update(call, new, None, verb)
+        return self
+
+    def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
+        """A write in a replica context: the replicas' values become one first."""
+        communicator, aggregation = self._strategy._communicator, self.aggregation
+        is_number = isinstance(value, (bool, int, float, complex))
+        with communicator.joint(call):
+            if aggregation is VariableAggregation.NONE:
+                raise ValueError(
+                    f"{call} in a replica context: it is not said how the replicas' values become one. Make the variable "
+                    "with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+                )
+            op = _OPERATIONS[aggregation]
+            if op is not None:
+                check_reducible(call, self.dtype, op)
+            new = self._checked(call, verb, value, self.dtype)
+            if op is ReduceOp.MEAN and self.dtype.kind in "iu":
+                raise ValueError(
+                    f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
+                    "make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
+                )
+        if aggregation is VariableAggregation.SUM and communicator.size > 1:
+            numbers = communicator.all_gather_obj(call, value if is_number else None)
+            if None not in numbers and len(set(numbers)) == 1:
+                raise ValueError(
+                    f"{call}: the sum of the number {value!r}, the same on every replica, is ambiguous. Write it in the "
+                    "cross-replica context, or pass an array, which is summed over the replicas"
+                )
+        self._update(call, new, op, verb)
+
+    def _write_own(self, call: str, verb: str, value: Any) -> None:
+        """A write to an ON_READ variable: each replica has its own."""
+        strategy = self._strategy
+        if isinstance(_context.context(), ReplicaContext) or strategy.num_replicas_in_sync == 1:
+            _RULES[verb](self._block.array, self._checked(call, verb, value, self.dtype), (), self._block.array)
+            return
+        is_sum = self.aggregation is VariableAggregation.SUM
+        with strategy._communicator.joint(call):
+            if is_sum and verb != "assign":
+                raise ValueError(
+                    f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "
+                    "defined in the cross-replica context; use assign, or write it in a replica context"
+                )
+            new = self._checked(call, verb, value, self.dtype)
+            if is_sum:
+                share = new / strategy.num_replicas_in_sync
+                new = self._checked(call, verb, share, self.dtype)
+        _RULES[verb](self._block.array, strategy._communicator.broadcast_obj(call, new), (), self._block.array)
+
+    def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
+        storage = self._strategy._storage
+        if self._plan is None:
+            self._plan = storage.plan([self._block], [()])
+        storage.update(call, self._plan, [new], op, _RULES[verb])
+
+    # ---- help
+
+    def _readable(self) -> Array:
+        """The array in storage, for a read whose result is a fresh array."""
+        self._check_readable()
+        return self._block.view
+
+    def _check_readable(self) -> None:
+        if self._is_divided():
+            raise RuntimeError(
+                f"the ON_READ variable {self.name!r} has one value a replica, and arithmetic does not communicate: in the "
+                "cross-replica context call read_value() or numpy(), which bring them together"
+            )
+
+    def _is_divided(self) -> bool:
+        """Whether a read here would have to bring several replicas' values together."""
+        if self.synchronization is not VariableSynchronization.ON_READ or self._strategy.num_replicas_in_sync == 1:
+            return False
+        return not _in_replica_of(self._strategy)
+
+    def _aggregated(self, call: str) -> Array:
+        strategy, array = self._strategy, self._block.view
+        if self.aggregation is VariableAggregation.NONE:
+            raise ValueError(
+                f"{call} of {self.name!r}: it is not said how the replicas' values become one. Make the variable with "
+                "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+            )
+        op = _OPERATIONS[self.aggregation]
+        strategy._require_cross_replica(call)
+        if op is None:
+            return strategy._communicator.broadcast_obj(call, array)
+        return strategy._communicator.all_reduce(call, [array], op)[0]
+
+    def _checked(self, call: str, verb: str, value: Any, dtype: np.dtype[Any]) -> Array:
+        """`value` as an array that can be written to the variable."""
+        if isinstance(value, DistributedValues):
+            raise ValueError(
+                f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
+                "strategy.reduce(ReduceOp.SUM, value, axis=None)"
+            )
+        if isinstance(value, Variable):
+            value = value._readable()
+        array = np.asarray(value)
+        if array.shape != self.shape:
+            raise ValueError(
+                f"{call}: the value has shape {array.shape} and the variable {self.shape}; nothing is broadcast into a "
+                "variable, so pass an array of exactly its shape"
+            )
+        from_python = not hasattr(value, "dtype")
+        if array.dtype.kind in "iu" and dtype.kind in "iu" and from_python:
+            fits = _fits(array, dtype)
+        else:
+            fits = _casts(array, dtype)
+        if not fits:
+            raise ValueError(
+                f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without loss; "
+                f"cast it first: value.astype({dtype.name!r})"
+            )
+        if dtype.kind == "b" and verb != "assign":
+            raise ValueError(f"{call}: booleans are neither added nor subtracted; use assign")
+        return array
+
+    def _is_plain_here(self, context: CrossReplicaContext | ReplicaContext) -> bool:
+        """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""
+        divided = isinstance(context, ReplicaContext) and context.num_replicas_in_sync > 1
+        return self._strategy is _context.default_strategy() and not divided
+
+    def _foreign(self, call: str, context: CrossReplicaContext | ReplicaContext) -> str:
+        if self._strategy is _context.default_strategy():
+            return (
+                f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
+                "make it under `with strategy.scope():`"
+            )
+        return f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs here"
+
+
+def _in_replica_of(strategy: Strategy) -> bool:
+    context = _context.current.get()
+    return type(context) is ReplicaContext and context._strategy is strategy
+
+
+def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
+    return np.can_cast(array.dtype, dtype, "same_kind")
+
+
+def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether these integers are all in the range of an integer dtype."""
+    bounds = np.iinfo(dtype)
+    return array.size == 0 or (array.min() >= bounds.min and array.max() <= bounds.max)
+
+
+def _initial(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None) -> Array:
+    """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers."""
+    if callable(value) and not isinstance(value, Variable):
+        value = value()
+    if isinstance(value, Variable):
+        value = value.read_value()
+    if isinstance(value, DistributedValues):
+        raise ValueError("Variable: the initial value is one value a replica; reduce it first")
+    array = np.asarray(value)
+    if array.dtype.hasobject or array.dtype.kind in "USmM":
+        raise TypeError(
+            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a callable "
+            "without arguments that gives one"
+        )
+    if dtype is None and not hasattr(value, "dtype"):
+        dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
+    if dtype is not None:
+        dtype = np.dtype(dtype)
+        if not (_casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)):
+            raise ValueError(f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first")
+        array = array.astype(dtype)
+    array = native(array)
+    if shape is not None and tuple(shape) != array.shape:
+        raise ValueError(f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for")
+    return array

@@ -1,0 +1,381 @@
+"""Distributed datasets: how the elements of a pipeline are shared out to the replicas."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._types import PerReplicaSpec
+from hpcstrat._values import PerReplica
+from hpcstrat.data import _elements
+from hpcstrat.data._node import INFINITE, Node, load_rows
+from hpcstrat.data._sources import Batches
+from hpcstrat.data._walk import Walk
+from hpcstrat.data.dataset import Dataset, node_of
+from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
+
+_DISTRIBUTE = "Strategy.experimental_distribute_dataset"
+_FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
+
+
+class Communicator(Protocol):
+    """What of a communicator the distribution of data needs."""
+
+    @property
+    def rank(self) -> int:
+        """The index of this replica."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+        ...
+
+    def joint(self, call: str) -> AbstractContextManager[Any]:
+        """A block in which an exception on one rank, before its next collective, is raised on every rank."""
+        ...
+
+    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order. Collective."""
+        ...
+
+
+class Step(NamedTuple):
+    """What one replica gets in one step.
+
+    Attributes:
+        total: how many elements the step has over all replicas, in which all ranks must agree; `None` after the last.
+        part: a nest of arrays: this replica's part.
+    """
+
+    total: int | None
+    part: Any
+
+
+Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
+"""Passes steps on, perhaps ahead of their use, with arrays moved elsewhere. It communicates with no other rank."""
+
+_END = Step(None, None)
+
+
+@final
+class DistributedDataset:
+    """A dataset whose steps are nests of `PerReplica`, or of plain arrays where there is one replica.
+
+    Strategies make them. They can be iterated over again and again, and take no further transformation: transform the
+    dataset before it is distributed. Iterating is collective: all ranks take the same steps.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        communicator: Communicator,
+        share_out: Callable[[Node, Walk, int, int], Iterator[Step]],
+        call: str,
+        stage: Stage | None,
+    ) -> None:
+        self._node = node
+        self._communicator = communicator
+        self._share_out = share_out
+        self._call = call
+        self._stage = stage
+
+    @property
+    def element_spec(self) -> Any:
+        """The nest of `PerReplicaSpec` of a step, or of `TensorSpec` where there is one replica.
+
+        A first dimension that can differ between replicas or steps is `None`.
+        """
+        spec = self._node.spec()
+        size = self._communicator.size
+        if size == 1:
+            return spec
+        steps = self._node.cardinality()
+        whole = self._share_out is _deal_elements and (steps == INFINITE or (steps >= 0 and steps % size == 0))
+
+        def component(leaf: Any) -> PerReplicaSpec:
+            if not leaf.shape or whole:
+                return PerReplicaSpec(leaf.shape, leaf.dtype)
+            rows = leaf.shape[0]
+            if self._share_out is _deal_elements or rows is None or rows % size:
+                return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
+            return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
+
+        return _nest.map_leaves(component, spec)
+
+    def __iter__(self) -> DistributedIterator:
+        """Begins an iteration. Collective: the ranks compare their pipelines and share the orders of shuffles.
+
+        Raises:
+            ReplicaMismatchError: The ranks' pipelines differ.
+        """
+        return DistributedIterator(self)
+
+    def __repr__(self) -> str:
+        return f"{self._call}({self._node!r})"
+
+
+@final
+class DistributedIterator:
+    """One iteration over a `DistributedDataset`."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._call = f"iterating over {dataset._call}"
+        self._communicator = communicator = dataset._communicator
+        self._dataset = dataset
+        node = dataset._node
+        walk = _common_walk(node, communicator, self._call)
+        steps = dataset._share_out(node, walk, communicator.rank, communicator.size)
+        self._steps = steps if dataset._stage is None else dataset._stage(steps)
+        self._agree = node.user_code and communicator.size > 1
+        self._number = 0
+
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def get_next(self) -> Any:
+        """The next step, as `next` gives it.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        return next(self)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next step: a nest of `PerReplica`, or of arrays where there is one replica.
+
+        Collective, and without communication where no code of the user's is part of the pipeline.
+
+        Raises:
+            ReplicaMismatchError: The ranks' pipelines had elements of different numbers.
+        """
+        step = self._agreed() if self._agree else next(self._steps, _END)
+        if step.total is None:
+            self._end()
+            raise StopIteration
+        self._number += 1
+        if self._communicator.size == 1:
+            return step.part
+        part, rank = step.part, self._communicator.rank
+        if type(part) is np.ndarray:  # The short way for the commonest nest.
+            return PerReplica(part, rank)
+        leaves, structure = _nest.flatten(part)
+        return structure.unflatten([PerReplica(leaf, rank) for leaf in leaves])
+
+    def _end(self) -> None:
+        """Lets go of the pipeline: from now on there is no step, on any rank."""
+        self._steps, self._agree = iter(()), False
+
+    def _agreed(self) -> Step:
+        """The next step, once all ranks are known to have the same one."""
+        try:
+            with self._communicator.joint(self._call):
+                step = next(self._steps, _END)
+                counts = self._communicator.all_gather_obj(self._call, step.total)
+        except BaseException:
+            self._end()
+            raise
+        if any(count != step.total for count in counts):
+            self._end()
+            seen = ", ".join(f"rank {rank} {'none' if count is None else count}" for rank, count in enumerate(counts))
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. "
+                "Every rank's generator, functions and files must give the same elements; "
+                "each replica is then given its part"
+            )
+        return step
+
+
+def distribute_dataset(
+    dataset: Any, communicator: Communicator, options: InputOptions | None, stage: Stage | None = None
+) -> DistributedDataset:
+    """Shares out each batch of `dataset` to the replicas.
+
+    Of a batch of B elements replica r gets the next `B // N + (1 if r < B % N else 0)`. A short batch fills the
+    replicas in order, each up to this share; those left without get arrays whose first dimension is 0.
+
+    Args:
+        dataset: a `Dataset` batched by the global batch size, or anything that can be iterated over again and again, or
+            a generator function, that gives batches: nests of arrays of one first dimension.
+        communicator: the replicas.
+        options: see `InputOptions`.
+        stage: what the steps pass through on their way.
+
+    Raises:
+        NotImplementedError: `options` asks for a dataset for each replica.
+        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options` is no `InputOptions`.
+        ValueError: `dataset` is not batched and there are several replicas, or options do not go together.
+    """
+    _check_options(options, _DISTRIBUTE)
+    node = _node_of(dataset, _DISTRIBUTE)
+    if communicator.size > 1 and not node.batch_sizes:
+        raise ValueError(
+            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, and {communicator.size} replicas share out its "
+            "batches; call Dataset.batch(global_batch_size) on it before. (A generator function that yields batches "
+            "can be passed itself, without Dataset.from_generator)"
+        )
+    return DistributedDataset(node, communicator, _split_batches, _DISTRIBUTE, stage)
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any],
+    communicator: Communicator,
+    options: InputOptions | None,
+    stage: Stage | None = None,
+) -> DistributedDataset:
+    """Hands the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+
+    In step t replica r of N gets element `t * N + r`. Where the elements end within a step the replicas without one get
+    arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning.
+
+    Args:
+        dataset_fn: called once on each rank, with an `InputContext`; returns what `distribute_dataset` takes, batched
+            by the size for one replica.
+        communicator: the replicas.
+        options: see `InputOptions`.
+        stage: what the steps pass through on their way.
+
+    Raises:
+        NotImplementedError: `options` asks for a dataset for each replica.
+        TypeError: `dataset_fn` is no function, or returns no dataset; or `options` is no `InputOptions`.
+        ValueError: Options do not go together.
+    """
+    _check_options(options, _FROM_FUNCTION)
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"{_FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
+            f"that returns a Dataset. A dataset itself goes to {_DISTRIBUTE}"
+        )
+    dataset = dataset_fn(InputContext(1, 0, communicator.size))
+    node = _node_of(dataset, f"{_FROM_FUNCTION}: what dataset_fn returned")
+    return DistributedDataset(node, communicator, _deal_elements, _FROM_FUNCTION, stage)
+
+
+def _check_options(options: InputOptions | None, call: str) -> None:
+    if options is None:
+        return
+    if not isinstance(options, InputOptions):
+        raise TypeError(f"{call}: options is {type(options).__name__}; it must be an InputOptions or None")
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        raise NotImplementedError(
+            f"{call}: experimental_replication_mode is PER_REPLICA; only PER_WORKER is implemented: one pipeline feeds "
+            "all replicas"
+        )
+    if options.experimental_place_dataset_on_device:
+        raise ValueError(
+            f"{call}: experimental_place_dataset_on_device is True, which goes with "
+            "experimental_replication_mode=PER_REPLICA only; leave it False, and experimental_fetch_to_device=True to "
+            "have batches copied ahead"
+        )
+
+
+def _node_of(dataset: Any, call: str) -> Node:
+    if isinstance(dataset, Dataset):
+        return node_of(dataset)
+    kind = type(dataset).__name__
+    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
+        raise TypeError(
+            f"{call}: {kind} is not a dataset; make one with "
+            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
+        )
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError(f"{call}: the dataset is distributed as it is; pass the Dataset it was made of")
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"{call}: {kind} can be iterated over once only; pass the generator function itself (`f`, not `f()`), a "
+            "list or a Dataset"
+        )
+    if not (hasattr(dataset, "__iter__") or callable(dataset)):
+        raise TypeError(
+            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable of batches"
+        )
+    return Batches(dataset)
+
+
+def _common_walk(node: Node, communicator: Communicator, call: str) -> Walk:
+    """A pass in which all ranks meet the same orders: those of rank 0. Collective.
+
+    Raises:
+        ReplicaMismatchError: The ranks' pipelines differ.
+    """
+    if communicator.size == 1:
+        return Walk()
+    with communicator.joint(call):
+        shufflers = node.shufflers()
+        pipeline = f"{node!r} with {node.cardinality()} elements"
+        gathered = communicator.all_gather_obj(call, (pipeline, [shuffler.state() for shuffler in shufflers]))
+    if any(other != pipeline for other, _ in gathered):
+        seen = "; ".join(f"rank {rank} has {other}" for rank, (other, _) in enumerate(gathered))
+        raise ReplicaMismatchError(
+            f"{call}: every rank must make the same dataset; each replica is then given its part. {seen}"
+        )
+    rounds = {}
+    for shuffler, (seed, number) in zip(shufflers, gathered[0][1], strict=True):
+        shuffler.seed = seed
+        rounds[shuffler] = number
+    return Walk(rounds)
+
+
+def _split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
+    """Each batch's part of one replica."""
+    if size == 1:
+        yield from (Step(1, element) for element in node.elements(walk))
+        return
+    batch_size = node.batch_sizes[-1]
+    full = _bounds(rank, size, batch_size, batch_size)
+    for chunk in node.chunks(walk):
+        for item in chunk:
+            if node.rows is not None:
+                total = len(item)
+                start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
+                yield Step(total, load_rows(node.rows, item, start, stop))
+            else:
+                batch = node.load(item)
+                total = _elements.leading_size(_nest.flatten(batch)[0])
+                yield Step(total, _elements.rows(batch, *_bounds(rank, size, batch_size, total)))
+
+
+def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
+    """Which of `count` elements replica `rank` gets where `batch_size` make a full batch."""
+    share, rest = divmod(max(batch_size, count), size)
+    start = rank * share + min(rank, rest)
+    return min(count, start), min(count, start + share + (rank < rest))
+
+
+def _deal_elements(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
+    """Each step's element of one replica."""
+    if size == 1:
+        yield from (Step(1, element) for element in node.elements(walk))
+        return
+    items = (item for chunk in node.chunks(walk) for item in chunk)
+    while step := list(itertools.islice(items, size)):
+        if rank < len(step):
+            part = node.load(step[rank])
+        elif node.rows is not None:
+            part = load_rows(node.rows, step[0], 0, 0)
+        else:
+            part = node.load(step[0])
+        if len(step) < size:
+            if any(np.ndim(leaf) == 0 for leaf in _nest.flatten(part)[0]):
+                warnings.warn(
+                    f"{_FROM_FUNCTION}: the last step has elements for {len(step)} of {size} replicas. They are left "
+                    "out, because elements without dimensions have no empty form for the other replicas; "
+                    "batch the dataset",
+                    stacklevel=2,
+                )
+                return
+            if rank >= len(step):
+                part = _elements.rows(part, 0, 0)
+        yield Step(len(step), part)

@@ -1,0 +1,126 @@
+"""Metrics: totals that every replica keeps for itself and that `result` brings together."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _context
+from hpcstrat._context import ReplicaContext
+from hpcstrat._types import ReduceOp
+from hpcstrat._variables import Variable, VariableAggregation, VariableSynchronization
+
+
+class Metric(abc.ABC):
+    """A total and a count over all that replicas have shown it, exact over uneven batches.
+
+    Args:
+        name: a name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._sums = Variable(
+            np.zeros(2),
+            name=name,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.SUM,
+        )
+
+    def result(self) -> Any:
+        """The metric over all replicas, a `float64`. Collective: all ranks call this."""
+        context = _context.context()
+        if isinstance(context, ReplicaContext) and context.num_replicas_in_sync > 1:
+            call = f"{type(self).__name__}.result"
+            communicator = context.strategy._communicator
+            total, count = communicator.all_reduce(call, [self._sums.value()], ReduceOp.SUM)[0]
+        else:
+            total, count = self._sums.read_value()
+        return self._combine(total, count)
+
+    def reset_state(self) -> None:
+        """Starts anew. Collective in the cross-replica context; in a replica context for this replica only."""
+        self._sums.assign(np.zeros(2))
+
+    def _add(self, total: Any, count: Any) -> None:
+        self._sums.assign_add(np.array([total, count], np.float64))
+
+    def _combine(self, total: Any, count: Any) -> Any:
+        return total / count if count else np.float64(0.0)
+
+
+def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+    """The sum of the values and their number, each counted by its weight."""
+    array = np.asarray(values, np.float64)
+    if sample_weight is None:
+        return array.sum(), array.size
+    weights = np.asarray(sample_weight, np.float64)
+    # As in TensorFlow weights may lack the last dimensions of the values.
+    weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * (array.ndim - weights.ndim)), array.shape)
+    return (array * weights).sum(), weights.sum()
+
+
+def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    true, predicted = np.asarray(y_true), np.asarray(y_pred)
+    if true.shape != predicted.shape:
+        raise ValueError(f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal")
+    return true, predicted
+
+
+class Mean(Metric):
+    """The mean of all values."""
+
+    def __init__(self, name: str = "mean") -> None:
+        super().__init__(name)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Adds values, an array of any shape, each counted by its weight. For a replica function; never communicates."""
+        self._add(*_weighted(values, sample_weight))
+
+
+class Sum(Metric):
+    """The sum of all values."""
+
+    def __init__(self, name: str = "sum") -> None:
+        super().__init__(name)
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        """Adds values, an array of any shape, each times its weight. For a replica function; never communicates."""
+        self._add(*_weighted(values, sample_weight))
+
+    def _combine(self, total: Any, count: Any) -> Any:
+        return total
+
+
+class Accuracy(Metric):
+    """The share of predictions that equal their labels."""
+
+    def __init__(self, name: str = "accuracy") -> None:
+        super().__init__(name)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Adds labels and predictions, arrays of one shape. For a replica function; never communicates.
+
+        Raises:
+            ValueError: the shapes differ.
+        """
+        true, predicted = _pair("Accuracy.update_state", y_true, y_pred)
+        self._add(*_weighted(true == predicted, sample_weight))
+
+
+class MeanSquaredError(Metric):
+    """The mean of the squares of the errors."""
+
+    def __init__(self, name: str = "mean_squared_error") -> None:
+        super().__init__(name)
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Adds true and predicted values, arrays of one shape. For a replica function; never communicates.
+
+        Raises:
+            ValueError: the shapes differ.
+        """
+        true, predicted = _pair("MeanSquaredError.update_state", y_true, y_pred)
+        self._add(*_weighted((true - predicted) ** 2, sample_weight))

@@ -1,0 +1,62 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._storage.base import Array, Rule
+from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+
+@final
+class Adagrad(Optimizer):
+    """Adagrad (Duchi et al. 2011): `a += g^2`, then `w -= learning_rate g / sqrt(a + epsilon)`.
+
+    Args:
+        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        initial_accumulator_value: what `a` starts from, at least 0.
+        epsilon: keeps the divisor from 0.
+        global_clipnorm: the largest norm of the summed gradients, or `None`.
+        name: a name.
+
+    Raises:
+        ValueError: a negative initial value.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        initial_accumulator_value: float = 0.1,
+        epsilon: float = 1e-7,
+        *,
+        global_clipnorm: float | None = None,
+        name: str = "Adagrad",
+    ) -> None:
+        if not initial_accumulator_value >= 0:
+            raise ValueError(f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0")
+        super().__init__(learning_rate, global_clipnorm, name)
+        self.initial_accumulator_value = float(initial_accumulator_value)
+        self.epsilon = float(epsilon)
+
+    @property
+    def _slot_values(self) -> dict[str, float]:
+        return {"accumulator": self.initial_accumulator_value}
+
+    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+        epsilon = self.epsilon
+
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+            number = value.dtype.type
+            (accumulator,) = slots
+            np.multiply(gradient, gradient, out=work)
+            np.add(accumulator, work, out=accumulator)
+            np.add(accumulator, number(epsilon), out=work)
+            np.sqrt(work, out=work)
+            np.divide(gradient, work, out=work)
+            np.multiply(work, number(learning_rate), out=work)
+            np.subtract(value, work, out=value)
+
+        return descend, (learning_rate, epsilon)

@@ -1,0 +1,189 @@
+"""What all optimizers share: gradients of the replicas in, one update of the variables out."""
+
+from __future__ import annotations
+
+import abc
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hpcstrat import _context
+from hpcstrat._communicators.records import signature
+from hpcstrat._context import ReplicaContext
+from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import IndexedSlices, ReduceOp
+from hpcstrat._variables import Variable, VariableSynchronization
+
+LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
+
+
+class Optimizer(abc.ABC):
+    """Changes variables by their gradients.
+
+    Args:
+        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together so that their norm,
+            over all variables, is at most this.
+        name: a name.
+    """
+
+    def __init__(self, learning_rate: LearningRate, global_clipnorm: float | None, name: str) -> None:
+        if global_clipnorm is not None and not global_clipnorm > 0:
+            raise ValueError(f"{name}: global_clipnorm is {global_clipnorm!r}; it must be a positive number or None")
+        self.name = name
+        self.global_clipnorm = global_clipnorm
+        self.learning_rate = learning_rate
+        self._iterations = 0
+        self._slots: dict[int, tuple[Variable, tuple[Variable, ...]]] = {}
+        self._plans: dict[tuple[int, ...], Plan] = {}
+
+    # ---- what a kind of optimizer fills in
+
+    @property
+    @abc.abstractmethod
+    def _slot_values(self) -> dict[str, float]:
+        """The name and the initial value of each slot that a variable has."""
+
+    @abc.abstractmethod
+    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+        """The update of step number `step`, from 1, and the numbers in it, which all ranks must share."""
+
+    # ---- facts
+
+    @property
+    def iterations(self) -> int:
+        """The number of steps done."""
+        return self._iterations
+
+    @property
+    def learning_rate(self) -> Any:
+        """The learning rate as it was set: a number or a callable."""
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: LearningRate) -> None:
+        if callable(value):
+            takes_step = bool(inspect.signature(value).parameters)
+            self._current_rate = (lambda: value(self._iterations)) if takes_step else value  # type: ignore
+        else:
+            number = float(value)
+            self._current_rate = lambda: number
+        self._learning_rate = value
+
+    # ---- the step
+
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Variable]], skip_gradients_aggregation: bool = False
+    ) -> None:
+        """Updates variables by their gradients, once. Collective: all ranks call this.
+
+        In a replica context the gradients are summed over the replicas; in the cross-replica context they are plain
+        arrays, the same on every rank. When it returns, every rank reads the new values.
+
+        Args:
+            grads_and_vars: pairs of a gradient and its variable. A gradient is an array of the variable's shape whose
+                dtype casts to the variable's, an `IndexedSlices`, or `None` for a variable that is left as it is.
+            skip_gradients_aggregation: the gradients are summed over the replicas already.
+
+        Raises:
+            ValueError: no gradient at all, a gradient of a wrong shape or dtype, a variable that no optimizer can
+                change, or that occurs twice. Nothing has changed.
+            ReplicaMismatchError: the replicas pass gradients of different variables, or different learning rates.
+            RuntimeError: the variables belong to another strategy than the one this line runs in.
+        """
+        call = f"{self.name}.apply_gradients"
+        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        strategy = self._strategy_of(call, pairs)
+        communicator = strategy._communicator
+        with communicator.joint(call):
+            present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
+            if not present:
+                communicator.exchange(signature(call, "no gradient"))
+                raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient")
+            sparse = [(g, v) for g, v in present if isinstance(g, IndexedSlices)]
+            dense = [v for g, v in present if not isinstance(g, IndexedSlices)]
+            key = tuple([id(v) for v in dense])
+            if key not in self._plans:
+                self._check_variables(call, strategy, [v for _, v in present])
+            gradients = [_checked(call, g, v) for g, v in present if not isinstance(g, IndexedSlices)]
+            rate = float(self._current_rate())
+        summed = skip_gradients_aggregation or not isinstance(_context.context(), ReplicaContext)
+        op = None if summed else ReduceOp.SUM
+        if self.global_clipnorm is not None:
+            gradients, op = self._clip(call, strategy, gradients, op), None
+        rule, numbers = self._rule(rate, self._iterations + 1)
+        if dense:
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = self._plan(strategy, dense)
+            strategy._storage.update(call, plan, gradients, op, rule, numbers)
+        for slices, variable in sparse:
+            self._update_rows(call, strategy, slices, variable, op, rule, numbers)
+        self._iterations += 1
+
+    def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
+        if not pairs or not all(isinstance(variable, Variable) for _, variable in pairs):
+            raise ValueError(f"{call}: it takes (gradient, variable) pairs, at least one; it got {pairs!r}")
+        strategy, context = pairs[0][1]._strategy, _context.context()
+        if context is not None and context.strategy is not strategy:
+            raise RuntimeError(
+                f"{call}: the variable {pairs[0][1].name!r} belongs to another strategy than "
+                f"{type(context.strategy).__name__}, which runs here; make it under `with strategy.scope():`"
+            )
+        return strategy
+
+    def _check_variables(self, call: str, strategy: Any, variables: Sequence[Variable]) -> None:
+        if len({id(v) for v in variables}) < len(variables):
+            raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
+        for v in variables:
+            if v._strategy is not strategy:
+                raise ValueError(f"{call}: the variables belong to different strategies")
+            if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
+                raise ValueError(f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}; only floats have gradients")
+            if v.synchronization is VariableSynchronization.ON_READ:
+                raise ValueError(f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one")
+
+    def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
+        slots = [[slot._block for slot in self._slots_of(strategy, v)] for v in variables]
+        return strategy._storage.plan([v._block for v in variables], slots)
+
+    def _slots_of(self, strategy: Any, variable: Variable) -> tuple[Variable, ...]:
+        """The variable's slots, made when it is first seen, which is at the same call on all ranks."""
+        found = self._slots.get(id(variable))
+        if found is None:
+            token = _context.current.set(strategy._cross_context)
+            try:
+                slots = tuple(
+                    Variable(np.full(variable.shape, value, variable.dtype), False, f"{variable.name}/{name}")
+                    for name, value in self._slot_values.items()
+                )
+            finally:
+                _context.current.reset(token)
+            found = self._slots[id(variable)] = (variable, slots)
+        return found[1]
+
+    def _clip(self, call: str, strategy: Any, gradients: Sequence[Array], op: ReduceOp | None) -> list[Array]:
+        total = list(gradients) if op is None else strategy._communicator.all_reduce(call, gradients, op)
+        norm = math.sqrt(sum(float(np.vdot(g, g).real) for g in total))
+        if norm <= self.global_clipnorm:  # type: ignore[operator]
+            return total
+        scale = self.global_clipnorm / norm  # type: ignore[operator]
+        return [g * g.dtype.type(scale) for g in total]
+
+
+def _checked(call: str, gradient: Any, variable: Variable) -> Array:
+    view = variable._block.view
+    array = gradient if type(gradient) is np.ndarray else np.asarray(gradient)
+    if array.shape != view.shape:
+        raise ValueError(
+            f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}"
+        )
+    if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
+        raise ValueError(
+            f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into {view.dtype.name}"
+        )
+    return array

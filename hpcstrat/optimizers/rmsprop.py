@@ -1,0 +1,94 @@
+"""RMSprop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._storage.base import Array, Rule
+from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+
+@final
+class RMSprop(Optimizer):
+    """RMSprop (Tieleman and Hinton 2012), as TensorFlow has it.
+
+    `r = rho r + (1 - rho) g^2`; `centered` subtracts the square of the mean gradient from `r`. With
+    `u = learning_rate g / sqrt(r + epsilon)`: `w -= u`, or with momentum `m = momentum m + u` and `w -= m`.
+
+    Args:
+        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        rho: the decay of the mean of squares.
+        momentum: from 0 to 1.
+        epsilon: keeps the divisor from 0.
+        centered: whether to divide by an estimate of the variance.
+        global_clipnorm: the largest norm of the summed gradients, or `None`.
+        name: a name.
+
+    Raises:
+        ValueError: rho or momentum is not from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        rho: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-7,
+        centered: bool = False,
+        *,
+        global_clipnorm: float | None = None,
+        name: str = "RMSprop",
+    ) -> None:
+        for argument, value in (("rho", rho), ("momentum", momentum)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"RMSprop: {argument} is {value!r}; it must be from 0 to 1")
+        super().__init__(learning_rate, global_clipnorm, name)
+        self.rho = float(rho)
+        self.momentum = float(momentum)
+        self.epsilon = float(epsilon)
+        self.centered = bool(centered)
+
+    @property
+    def _slot_values(self) -> dict[str, float]:
+        names = ["rms", *["average"] * self.centered, *["momentum"] * bool(self.momentum)]
+        return dict.fromkeys(names, 0.0)
+
+    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+        rho, momentum, epsilon, centered = self.rho, self.momentum, self.epsilon, self.centered
+
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+            number = value.dtype.type
+            squares = slots[0]
+            np.multiply(gradient, gradient, out=work)
+            _average(squares, work, number(rho), number(1 - rho))
+            if centered:
+                mean = slots[1]
+                np.copyto(work, gradient)
+                _average(mean, work, number(rho), number(1 - rho))
+                np.multiply(mean, mean, out=work)
+                np.subtract(squares, work, out=work)
+                np.add(work, number(epsilon), out=work)
+            else:
+                np.add(squares, number(epsilon), out=work)
+            np.sqrt(work, out=work)
+            np.divide(gradient, work, out=work)
+            np.multiply(work, number(learning_rate), out=work)
+            if momentum:
+                velocity = slots[-1]
+                np.multiply(velocity, number(momentum), out=velocity)
+                np.add(velocity, work, out=velocity)
+                np.subtract(value, velocity, out=value)
+            else:
+                np.subtract(value, work, out=value)
+
+        return descend, (learning_rate, rho, momentum, epsilon, centered)
+
+
+def _average(mean: Array, new: Array, old_share: float, new_share: float) -> None:
+    """A moving average; `new` is overwritten."""
+    np.multiply(mean, old_share, out=mean)
+    np.multiply(new, new_share, out=new)
+    np.add(mean, new, out=mean)

@@ -1,0 +1,89 @@
+"""Learning rates that depend on the number of steps done, as in `tf.keras.optimizers.schedules`."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class ExponentialDecay(NamedTuple):
+    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; with `staircase` of the whole part of the exponent."""
+
+    initial_learning_rate: float
+    decay_steps: int
+    decay_rate: float
+    staircase: bool = False
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        exponent = step / self.decay_steps
+        return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
+
+
+class PiecewiseConstantDecay(NamedTuple):
+    """`values[i]` up to and including step `boundaries[i]`, the last of the values, one more, after that."""
+
+    boundaries: Sequence[int]
+    values: Sequence[float]
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        return self.values[bisect.bisect_left(self.boundaries, step)]
+
+
+class PolynomialDecay(NamedTuple):
+    """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
+
+    With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the end.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    end_learning_rate: float = 0.0001
+    power: float = 1.0
+    cycle: bool = False
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        last = self.decay_steps * (max(1, math.ceil(step / self.decay_steps)) if self.cycle else 1)
+        share = (1 - min(step, last) / last) ** self.power
+        return (self.initial_learning_rate - self.end_learning_rate) * share + self.end_learning_rate
+
+
+class InverseTimeDecay(NamedTuple):
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; with `staircase` of the whole part of step / steps."""
+
+    initial_learning_rate: float
+    decay_steps: int
+    decay_rate: float
+    staircase: bool = False
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        part = step / self.decay_steps
+        return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(part) if self.staircase else part))
+
+
+class CosineDecay(NamedTuple):
+    """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).
+
+    With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps` steps.
+    """
+
+    initial_learning_rate: float
+    decay_steps: int
+    alpha: float = 0.0
+    warmup_target: float | None = None
+    warmup_steps: int = 0
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        start = self.initial_learning_rate
+        if self.warmup_target is not None and step < self.warmup_steps:
+            return start + (self.warmup_target - start) * step / self.warmup_steps
+        if self.warmup_target is not None:
+            start, step = self.warmup_target, step - self.warmup_steps
+        cosine = 0.5 * (1 + math.cos(math.pi * min(step, self.decay_steps) / self.decay_steps))
+        return start * ((1 - self.alpha) * cosine + self.alpha)

@@ -1,0 +1,70 @@
+"""Stochastic gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._storage.base import Array, Rule
+from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+
+@final
+class SGD(Optimizer):
+    """Gradient descent, with momentum if that is not 0.
+
+    With `g` the gradient and `v` the velocity (Sutskever et al. 2013, as TensorFlow writes it):
+    `v = momentum * v - learning_rate * g`, then `w += v`, or `w += momentum * v - learning_rate * g` with `nesterov`.
+
+    Args:
+        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        momentum: from 0 to 1.
+        nesterov: whether to use Nesterov's momentum.
+        global_clipnorm: the largest norm of the summed gradients, or `None`.
+        name: a name.
+
+    Raises:
+        ValueError: momentum is not from 0 to 1.
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *,
+        global_clipnorm: float | None = None,
+        name: str = "SGD",
+    ) -> None:
+        if not 0 <= momentum <= 1:
+            raise ValueError(f"SGD: momentum is {momentum!r}; it must be from 0 to 1")
+        super().__init__(learning_rate, global_clipnorm, name)
+        self.momentum = float(momentum)
+        self.nesterov = bool(nesterov)
+
+    @property
+    def _slot_values(self) -> dict[str, float]:
+        return {"momentum": 0.0} if self.momentum else {}
+
+    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+        momentum, nesterov = self.momentum, self.nesterov
+
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+            number = value.dtype.type
+            np.multiply(gradient, number(learning_rate), out=gradient)
+            if not slots:
+                np.subtract(value, gradient, out=value)
+                return
+            (velocity,) = slots
+            np.multiply(velocity, number(momentum), out=velocity)
+            np.subtract(velocity, gradient, out=velocity)
+            if nesterov:
+                np.multiply(velocity, number(momentum), out=work)
+                np.subtract(work, gradient, out=work)
+                np.add(value, work, out=value)
+            else:
+                np.add(value, velocity, out=value)
+
+        return descend, (learning_rate, momentum, nesterov)

@@ -1,0 +1,19 @@
+"""What all three parts of the suite share: single (one process), parallel (under mpirun), launch (starts mpirun)."""
+
+import os
+
+import hypothesis
+
+# Not the user's settings: a test that wants one sets it.
+for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not name.startswith("HPCSTRAT_TEST_")]:
+    del os.environ[name]
+
+# Every rank draws the same examples, and so does every run.
+hypothesis.settings.register_profile("hpcstrat", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("hpcstrat")
+
+
+def pytest_report_header():
+    import hpcstrat
+
+    return f"hpcstrat: {os.path.dirname(hpcstrat.__file__)}"

@@ -1,0 +1,189 @@
+"""An error on one rank ends all ranks: traceback first, tagged, non-zero status, nothing left behind."""
+
+import pytest
+
+START = """
+    import os, signal, sys, threading, time
+    from hpcstrat import _world
+
+    world = _world.start()
+    last = world.rank == world.size - 1
+"""
+WAIT = """
+    world.comm.Barrier()
+    time.sleep(60)
+"""
+
+
+def test_a_good_run_ends_well(launch):
+    result = launch(START + "    world.comm.Barrier()", 3)
+    assert result.status == 0
+    assert result.stderr == ""
+    assert result.leftovers == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_an_uncaught_exception_ends_all_ranks(launch, ranks, thread):
+    result = launch(
+        START
+        + """
+    def fail():
+        raise ValueError("the cause\\nin two lines")
+
+    if last and sys.argv[1] == "main":
+        fail()
+    elif last:
+        threading.Thread(target=fail, name="worker").start()
+    """
+        + WAIT,
+        ranks,
+        thread,
+    )
+    assert result.status != 0
+    assert result.seconds < 15
+    lines = result.tagged(ranks - 1)
+    assert "Traceback (most recent call last):" in lines
+    assert lines[-2:] == ["ValueError: the cause", "in two lines"]
+    first = result.stderr.index("ValueError: the cause")
+    assert "Abort(" not in result.stderr[:first] and "MPI_ABORT" not in result.stderr[:first]
+    assert not any(result.tagged(rank) for rank in range(ranks - 1))
+    assert result.leftovers == []
+
+
+def test_standard_output_before_the_error_is_not_lost(launch):
+    result = launch(
+        START
+        + """
+    if world.rank == 0:
+        sys.stdout.write("an unfinished line")
+        raise ValueError("after it")
+    """
+        + WAIT,
+        2,
+    )
+    assert result.status != 0
+    assert "an unfinished line" in result.stdout
+
+
+def test_an_error_of_all_ranks_reads_as_one(launch):
+    result = launch(START + "    raise ValueError('everywhere')", 3)
+    assert result.status != 0
+    assert "ValueError: everywhere" in result.tagged(0)
+
+
+def test_the_cause_is_reported_before_its_consequence(launch):
+    result = launch(
+        START
+        + """
+    from hpcstrat import _failure
+
+    world.comm.Barrier()
+    if last:
+        time.sleep(0.3)
+        raise ValueError("the cause")
+    error = RuntimeError("a peer has gone")
+    _failure.mark_as_consequence(error)
+    raise error
+    """,
+        3,
+    )
+    assert result.status != 0
+    assert "ValueError: the cause" in result.tagged(2)
+    assert "a peer has gone" not in result.stderr
+
+
+def test_keyboard_interrupt(launch):
+    result = launch(START + "    if last: raise KeyboardInterrupt\n" + WAIT, 2)
+    assert result.status != 0
+    assert result.tagged(1)[-1] == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("thread", ["main", "other"])
+def test_end_job(launch, thread):
+    result = launch(
+        START
+        + """
+    def end():
+        _world.end_job("rank 1 waits for rank 2\\nsince a minute", 7)
+
+    world.comm.Barrier()
+    if last and sys.argv[1] == "main":
+        end()
+    elif last:
+        threading.Thread(target=end).start()
+    """
+        + WAIT,
+        3,
+        thread,
+    )
+    assert result.status == 7
+    assert result.tagged(2) == ["rank 1 waits for rank 2", "since a minute"]
+    assert result.leftovers == []
+
+
+@pytest.mark.parametrize("ranks", [None, 1])
+def test_end_job_of_one_rank(launch, ranks):
+    result = launch("from hpcstrat import _world\n_world.start()\nprint('before')\n_world.end_job('it ends', 0)", ranks)
+    assert result.status == 1  # never 0
+    assert result.stdout == "before\n"
+    assert result.stderr.startswith("it ends\n")
+    if ranks is not None or not launch.open_mpi:  # which, without mpirun, cleans up in MPI_Finalize only
+        assert result.leftovers == []
+
+
+def test_end_job_before_the_start(launch):
+    result = launch("from hpcstrat import _world\n_world.end_job('it ends', 3)")
+    assert (result.status, result.stderr) == (3, "it ends\n")
+
+
+def test_hooks_that_were_there_still_print(launch):
+    result = launch(
+        """
+    import sys
+    sys.excepthook = lambda kind, error, trace: print("pretty", kind.__name__, file=sys.stderr)
+    """
+        + START
+        + "    if last: raise ValueError\n"
+        + WAIT,
+        2,
+    )
+    assert result.status != 0
+    assert result.tagged(1) == ["pretty ValueError"]
+
+
+def test_a_forked_child_does_not_end_the_job(launch):
+    result = launch(
+        START
+        + """
+    world.comm.Barrier()
+    if last:
+        child = os.fork()
+        if child == 0:
+            try:
+                raise ValueError("in the child")
+            except ValueError:
+                sys.excepthook(*sys.exc_info())
+                os._exit(5)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    world.comm.Barrier()
+    """,
+        2,
+    )
+    assert result.status == 0
+    assert "ValueError: in the child" in result.stderr
+
+
+def test_an_error_after_the_end_of_mpi(launch):
+    result = launch(START + "    from mpi4py import MPI\n    MPI.Finalize()\n    if last: raise ValueError('late')", 2)
+    assert result.status != 0
+    assert "ValueError: late" in result.stderr
+
+
+def test_a_killed_rank_leaves_nothing(launch):
+    result = launch(
+        START + "    world.comm.Barrier()\n    if last: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT,
+        3,
+    )
+    assert result.status != 0
+    assert result.leftovers == []

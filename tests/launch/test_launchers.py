@@ -1,0 +1,145 @@
+"""Who started the ranks: the launcher and MPI must agree, and one rank needs no MPI."""
+
+import pytest
+
+WORLD = """
+    import sys
+    from hpcstrat import _world
+
+    world = _world.start()
+    if world.comm is not None:
+        sys.stdout.write("".join(world.comm.gather(
+            f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {world.hosts} {world.seed}\\n"
+        ) or []))
+    else:
+        print(f"alone {world.rank}/{world.size} {world.host_comm} {world.hosts}")
+"""
+NO_MPI4PY = """
+    import sys
+    sys.modules["mpi4py"] = None
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_world(launch, ranks):
+    result = launch(WORLD, ranks)
+    assert result.status == 0
+    lines = [line.rsplit(" ", 1) for line in result.stdout.splitlines()]
+    hosts = (0,) * ranks
+    assert [facts for facts, _ in lines] == [f"{rank}/{ranks} {rank}/{ranks} {hosts}" for rank in range(ranks)]
+    assert len({seed for _, seed in lines}) == 1
+    assert result.leftovers == []
+
+
+def test_two_hosts(launch):
+    if launch.open_mpi:
+        pytest.skip("only MPICH can pose as several hosts")
+    result = launch(WORLD, 3, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert result.status == 0
+    lines = [line.rsplit(" ", 1)[0] for line in result.stdout.splitlines()]
+    hosts = (0, 1, 0)
+    assert lines == [f"0/3 0/2 {hosts}", f"1/3 0/1 {hosts}", f"2/3 1/2 {hosts}"]
+    assert result.leftovers == []
+
+
+def test_without_mpirun(launch):
+    result = launch(WORLD)
+    assert result.status == 0
+    assert result.stdout.startswith("0/1 0/1 (0,) ")
+    assert result.stderr == ""
+
+
+def test_another_mpis_launcher_is_refused(launch):
+    foreign = {"PMI_SIZE": "2", "PMI_RANK": "1"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
+    result = launch(WORLD, env=foreign)
+    assert result.status != 0
+    assert "RuntimeError" in result.stderr
+    assert "started 2 processes, but MPI (" in result.stderr
+    assert "Start with the mpirun of " + ("Open MPI" if launch.open_mpi else "MPICH") in result.stderr
+
+
+def test_a_step_of_srun_without_its_mpi_is_refused(launch):
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+    if launch.open_mpi:
+        pytest.skip("Open MPI takes the variables for a real Slurm's and does not start")
+    result = launch(WORLD, env=step)
+    assert result.status != 0
+    assert "srun started 4 processes, but MPI (" in result.stderr
+
+
+def test_a_batch_script_is_no_launch(launch):
+    result = launch(WORLD, 2, env={"SLURM_JOB_ID": None, "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
+    assert result.status == 0
+
+
+def test_without_mpi4py_one_rank_works_and_says_nothing(launch):
+    result = launch(NO_MPI4PY + WORLD)
+    assert (result.status, result.stdout, result.stderr) == (0, "alone 0/1 None (0,)\n", "")
+
+
+def test_without_mpi4py_several_ranks_do_not(launch):
+    result = launch(NO_MPI4PY + WORLD, 2)
+    assert result.status != 0
+    assert "RuntimeError: hpcstrat cannot connect the ranks: mpi4py is missing" in result.stderr
+    assert result.stdout == ""
+
+
+def test_without_an_mpi_library(launch):
+    """mpi4py's wheels carry none; this names one that is not there."""
+    env = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
+    result = launch(WORLD, env=env)
+    assert (result.status, result.stdout, result.stderr) == (0, "alone 0/1 None (0,)\n", "")
+    result = launch(WORLD, 2, env=env)
+    assert result.status != 0
+    assert "an MPI library that mpi4py can load is missing" in result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_users_own_start_of_mpi(launch, ranks):
+    before = """
+    import mpi4py
+    mpi4py.rc.initialize = False
+    if {by_hand}:
+        from mpi4py import MPI
+        MPI.Init_thread(MPI.THREAD_SERIALIZED)
+"""
+    for by_hand in (False, True):
+        end = "\n    MPI.Finalize()\n" if by_hand else ""
+        result = launch(before.format(by_hand=by_hand) + WORLD + end, ranks)
+        assert result.status == 0
+        assert len(result.stdout.splitlines()) == ranks
+
+
+def test_mpi_finalised_already(launch):
+    before = """
+    from mpi4py import MPI
+    MPI.Finalize()
+"""
+    assert launch(before + WORLD).stdout == "alone 0/1 None (0,)\n"
+    result = launch(before + WORLD, 2)
+    assert result.status != 0
+    assert "MPI was finalised already" in result.stderr
+
+
+def test_importing_starts_nothing(launch):
+    program = """
+    import sys
+    import time
+    import numpy
+    begin = time.perf_counter()
+    import hpcstrat
+    seconds = time.perf_counter() - begin
+    for name in ("mpi4py.MPI", "cupy", "tqdm", "torch"):
+        assert name not in sys.modules, name
+    assert seconds < 0.3, seconds  # usually below 0.06; the margin is a busy machine's and a first compilation's
+"""
+    result = launch(program)
+    assert (result.status, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_starting_costs_little(launch):
+    bare = "    import numpy\n    from mpi4py import MPI\n    MPI.COMM_WORLD.Barrier()\n"
+    ours = "    from hpcstrat import _world\n    _world.start()\n"
+    env = {"OMPI_MCA_btl": "^ofi"}
+    seconds = [min(launch(text, 4, env=env).seconds for _ in range(3)) for text in (bare, ours)]
+    assert seconds[1] < seconds[0] + 0.5, seconds  # usually 0.05; the margin is a busy machine's

@@ -1,0 +1,186 @@
+"""One run of pytest over all ranks: rank 0 prints, every test's outcome is agreed, one rank's failure ends all.
+
+The ranks talk over a communicator of their own, through mpi4py and not through the library under test.
+"""
+
+import faulthandler
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import zlib
+
+import numpy as np
+import pytest
+
+_HERE = pathlib.Path(__file__).parent
+_GRACE = 1.0  # seconds that a rank which failed gives the others to report
+_PASSED, _SKIPPED, _FAILED = range(3)
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.mpi)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    if config.getoption("--with-mpi"):
+        config.pluginmanager.register(_Ranks(config), "hpcstrat-ranks")
+
+
+class _Ranks:
+    """The plugin of one rank."""
+
+    def __init__(self, config):
+        from mpi4py import MPI
+
+        self.mpi = MPI
+        self.comm = MPI.COMM_WORLD.Dup()
+        self.config = config
+        self.ended = False
+        self.reports = []
+        self.folder = None
+        if self.comm.size > 1 and not config.option.basetemp:  # ranks would clean up each other's folders
+            self.folder = self.comm.bcast(tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None)
+            os.makedirs(self.folder, exist_ok=True)
+            config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self):
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if self.comm.rank > 0:
+            reporter._tw._file = open(os.devnull, "w")
+
+    def pytest_report_header(self):
+        vendor, version = self.mpi.get_vendor()
+        ranks = f"{self.comm.size} rank{'s' if self.comm.size > 1 else ''}"
+        return f"MPI: {ranks} under {vendor} {'.'.join(map(str, version))}"
+
+    def pytest_collectreport(self, report):
+        if report.failed and self.comm.rank > 0:
+            self.print_tagged(f"ERROR collecting {report.nodeid}\n{report.longreprtext}")
+
+    def pytest_collection_finish(self, session):
+        names = "\n".join(item.nodeid for item in session.items)
+        collected = self.comm.allgather((session.testsfailed, len(session.items), zlib.crc32(names.encode())))
+        if len(set(collected)) > 1:
+            counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count, _) in enumerate(collected))
+            self.ended = True
+            raise session.Failed(f"the ranks collected different tests, or one had an error ({counts})")
+
+    def pytest_runtest_logreport(self, report):
+        self.reports.append(report)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        self.reports.clear()
+        result = yield
+        self.agree(item)
+        return result
+
+    def agree(self, item):
+        """Ends the run where the test did not pass, or was not skipped, on all ranks alike."""
+        failures = [report for report in self.reports if report.failed]
+        text = "\n".join(
+            f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}"
+            + "".join(f"\n----- {title} -----\n{content}" for title, content in report.sections)
+            for report in failures
+        )
+        skipped = any(report.skipped for report in self.reports)
+        outcome = _FAILED if failures else _SKIPPED if skipped else _PASSED
+        # The last line of an error, without what differs between ranks that fail alike.
+        error = zlib.crc32(failures[0].longreprtext.splitlines()[-1].encode()) if failures else 0
+        record = np.array([outcome, error, zlib.crc32(item.nodeid.encode())], np.int64)
+        records = np.empty((self.comm.size, 3), np.int64)
+        request = self.comm.Iallgather(record, records)
+        if failures:
+            deadline = time.monotonic() + _GRACE
+            while not request.Test():
+                if time.monotonic() > deadline:
+                    self.print_tagged(text)
+                    self.abort()
+                time.sleep(0.001)
+        else:
+            request.Wait()
+        outcomes, errors, names = (column.tolist() for column in records.T)
+        if len(set(names)) > 1:
+            self.end(item, "the ranks run different tests")
+        elif _FAILED in outcomes:
+            alike = [r for r in range(self.comm.rank) if outcomes[r] == _FAILED and errors[r] == error]
+            if failures and alike:
+                self.print_tagged(f"FAILED {item.nodeid}: as on rank {alike[0]}")
+            elif failures:
+                self.print_tagged(text)
+            self.end(item, f"failed on {_ranks(outcomes, _FAILED)}")
+        elif len(set(outcomes)) > 1:
+            self.end(item, f"skipped on {_ranks(outcomes, _SKIPPED)} only")
+
+    def end(self, item, reason):
+        item.session.shouldfail = f"{item.nodeid} {reason}"
+        self.ended = True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_timeout_set_timer(self, item, settings):
+        """As pytest-timeout's own timer in a thread, but every rank's stacks show, tagged."""
+
+        def report():
+            with tempfile.TemporaryFile("w+") as file:
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.seek(0)
+                stacks = "".join(line for line in file if "/_pytest/" not in line and "/pluggy/" not in line)
+            self.print_tagged(f"TIMEOUT {item.nodeid} after {settings.timeout:g} s\n{stacks}")
+            time.sleep(_GRACE)
+            self.abort()
+
+        timer = threading.Timer(settings.timeout, report)
+        timer.daemon = True
+        item.cancel_timeout = timer.cancel
+        timer.start()
+        return True
+
+    def pytest_keyboard_interrupt(self, excinfo):
+        self.print_tagged(f"INTERRUPTED: {excinfo.exconly()}")
+        self.abort()
+
+    def pytest_internalerror(self, excrepr):
+        self.print_tagged(f"INTERNAL ERROR\n{excrepr}")
+        self.abort()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self):
+        if not self.ended:
+            self.remove_folder()
+        else:  # and not through the library's own ending: what failed may have left the ranks out of step
+            sys.stdout.flush()
+            request = self.comm.Ibarrier()
+            deadline = time.monotonic() + 5 * _GRACE
+            while not request.Test() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            self.abort()
+
+    def remove_folder(self):
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def print_tagged(self, text):
+        """Prints to the standard error that there was before pytest captured it."""
+        lines = "".join(f"[rank {self.comm.rank}] {line}\n" for line in text.splitlines())
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        with capture.global_and_fixture_disabled():
+            print(lines, end="", file=sys.__stderr__, flush=True)
+
+    def abort(self):
+        if self.comm.size == 1:
+            os._exit(1)
+        self.remove_folder()
+        self.mpi.COMM_WORLD.Abort(1)
+
+
+def _ranks(outcomes, outcome):
+    found = [str(rank) for rank, other in enumerate(outcomes) if other == outcome]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}"

@@ -1,0 +1,431 @@
+"""Datasets in one process: elements, orders, facts, and what is touched when."""
+
+import collections
+import dataclasses
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from hpcstrat._types import TensorSpec
+from hpcstrat.data import Dataset, _walk
+
+
+def plain(element):
+    if isinstance(element, dict):
+        return {key: plain(part) for key, part in element.items()}
+    if isinstance(element, tuple):
+        return tuple(plain(part) for part in element)
+    return np.asarray(element).tolist()
+
+
+def items(dataset):
+    return [plain(element) for element in dataset]
+
+
+# ---- sources
+
+
+def test_range_is_pythons():
+    for args in [(4,), (2, 5), (1, 10, 3), (5, 0, -2), (0,), (3, 3)]:
+        assert items(Dataset.range(*args)) == list(range(*args))
+    assert {type(x) for x in Dataset.range(3)} == {np.int64}
+    assert next(iter(Dataset.range(3, output_type=np.float32).batch(3))).dtype == np.float32
+    with pytest.raises(ValueError, match="zero"):
+        Dataset.range(1, 2, 0)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float32", "complex128", "U3"])
+def test_slices_keep_their_dtype(dtype):
+    array = np.arange(6).reshape(3, 2).astype(dtype)
+    dataset = Dataset.from_tensor_slices(array)
+    assert dataset.element_spec == TensorSpec((2,), dtype)
+    batch = next(iter(dataset.batch(3)))
+    assert batch.dtype == array.dtype
+    np.testing.assert_array_equal(batch, array)
+    assert next(iter(Dataset.from_tensor_slices(array[:, 0]))).dtype == array.dtype
+
+
+def test_python_numbers_become_tensorflows_dtypes_and_lists_arrays():
+    assert Dataset.from_tensor_slices([1, 2]).element_spec == TensorSpec((), np.int32)
+    assert Dataset.from_tensor_slices([1.5, float("nan")]).element_spec == TensorSpec((), np.float32)
+    assert Dataset.from_tensor_slices([2**40]).element_spec == TensorSpec((), np.int64)
+    assert Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]]).element_spec == TensorSpec((2,), np.int32)
+    assert Dataset.from_tensors([np.float64(1)]).element_spec == TensorSpec((1,), np.float64)
+    assert Dataset.from_tensors(True).element_spec == TensorSpec((), np.bool_)
+    assert items(Dataset.from_tensor_slices(([1, 2], {"a": [3.5, 4.5]}))) == [(1, {"a": 3.5}), (2, {"a": 4.5})]
+
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+@dataclasses.dataclass
+class Sample:
+    image: np.ndarray
+    label: np.ndarray
+
+
+def test_nests_of_all_kinds():
+    point = next(iter(Dataset.from_tensor_slices(Point(np.arange(3), np.ones((3, 2)))).batch(2)))
+    assert isinstance(point, Point)
+    assert point.x.shape == (2,) and point.y.shape == (2, 2)
+    sample = next(iter(Dataset.from_tensor_slices(Sample(np.ones((3, 2)), np.arange(3))).batch(3)))
+    assert isinstance(sample, Sample)
+    np.testing.assert_array_equal(sample.label, np.arange(3))
+
+
+def test_sources_refuse_what_makes_no_elements():
+    with pytest.raises(ValueError, match=r"first dimension.*\[2\], \[3\]"):
+        Dataset.from_tensor_slices((np.arange(2), np.arange(3)))
+    with pytest.raises(ValueError, match="first dimension"):
+        Dataset.from_tensor_slices(np.array(3))
+    with pytest.raises(TypeError, match="must be an array"):
+        Dataset.from_tensors(None)
+    with pytest.raises(ValueError, match="a tuple keeps arrays of different shapes apart"):
+        Dataset.from_tensors([[1, 2], [3]])
+
+
+def count_up(n, start=0):
+    for i in range(n):
+        yield np.full(i + 1, start + i, np.int64)
+
+
+def test_generators():
+    signature = TensorSpec((None,), np.float32)
+    dataset = Dataset.from_generator(count_up, args=(np.int64(3), 5), output_signature=signature)
+    assert dataset.element_spec is signature
+    for _ in range(2):
+        assert items(dataset) == [[5.0], [6.0, 6.0], [7.0, 7.0, 7.0]]
+    typed = Dataset.from_generator(lambda: iter([(1, [2, 3])]), (np.int16, np.float32), ((), (2,)))
+    assert typed.element_spec == (TensorSpec((), np.int16), TensorSpec((2,), np.float32))
+    assert items(typed) == [(1, [2.0, 3.0])]
+    assert Dataset.from_generator(lambda: iter([1]), np.int16).element_spec == TensorSpec((), np.int16)
+    free = Dataset.from_generator(lambda: iter([{"a": np.arange(2)}]))
+    assert free.element_spec == {"a": TensorSpec((2,), np.int64)}
+    assert free.cardinality() == -2
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2)), (np.zeros(2),), "text"])
+def test_a_generator_is_held_to_its_signature(wrong):
+    dataset = Dataset.from_generator(lambda: iter([wrong]), output_signature=TensorSpec((2,), np.float32))
+    with pytest.raises(ValueError, match="from_generator: what the generator yielded is not like TensorSpec"):
+        list(dataset)
+
+
+def test_from_generator_refuses_wrong_arguments():
+    with pytest.raises(TypeError, match=r"pass `f`, not `f\(\)`"):
+        Dataset.from_generator(count_up(3))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="one or the other"):
+        Dataset.from_generator(lambda: iter([]), np.int64, output_signature=TensorSpec((), np.int64))
+    with pytest.raises(TypeError, match="without output_types"):
+        Dataset.from_generator(lambda: iter([]), output_shapes=())
+    with pytest.raises(TypeError, match="must be a TensorSpec"):
+        Dataset.from_generator(lambda: iter([]), output_signature=np.int64)
+    with pytest.raises(ValueError, match="give Dataset.from_generator an output_signature"):
+        _ = Dataset.from_generator(lambda: iter([])).element_spec
+
+
+def test_zip():
+    a, b = Dataset.range(3), Dataset.from_generator(lambda: iter(range(10)), np.int64)
+    assert items(Dataset.zip((a, a.skip(1)))) == [(0, 1), (1, 2)]
+    assert items(Dataset.zip(a, b)) == items(Dataset.zip((a, b))) == [(0, 0), (1, 1), (2, 2)]
+    assert items(Dataset.zip({"a": a, "b": (b, a)})) == [{"a": i, "b": (i, i)} for i in range(3)]
+    assert items(Dataset.zip(a)) == [0, 1, 2]
+    with pytest.raises(TypeError, match="int is not a Dataset"):
+        Dataset.zip((a, 3))
+    with pytest.raises(TypeError, match="at least one"):
+        Dataset.zip(())
+
+
+# ---- what each transformation does, against lists, over a source that can be indexed and one that cannot
+
+MAKERS = {
+    "indexed": lambda n: Dataset.range(n),
+    "generated": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64),
+    "mapped": lambda n: Dataset.range(1, n + 1).map(lambda x: x - 1),
+    "joined": lambda n: Dataset.range(n // 2).concatenate(Dataset.range(n // 2, n)),
+}
+
+
+@pytest.fixture(params=MAKERS)
+def make(request):
+    return MAKERS[request.param]
+
+
+def batches(values, size):
+    return [values[i : i + size] for i in range(0, len(values), size)]
+
+
+def test_transformations_are_those_of_lists(make):
+    ten, full = make(10), list(range(10))
+    assert items(ten) == items(ten.prefetch(2)) == items(ten.cache()) == full
+    assert items(ten.batch(4)) == batches(full, 4)
+    assert items(ten.batch(4, drop_remainder=True)) == batches(full, 4)[:2]
+    assert items(ten.batch(20)) == [full]
+    assert items(ten.batch(20, True)) == []
+    assert items(ten.batch(2).batch(3)) == [[[0, 1], [2, 3], [4, 5]], [[6, 7], [8, 9]]]
+    assert items(ten.batch(4).unbatch()) == full
+    assert items(ten.batch(2).batch(5).unbatch()) == batches(full, 2)
+    assert items(ten.batch(3).map(lambda x: x).unbatch().batch(4)) == batches(full, 4)
+    for num, index in itertools.product((1, 2, 3, 7, 12), range(12)):
+        if index < num:
+            assert items(ten.shard(num, index)) == full[index::num]
+    for count in (0, 1, 3, 10, 30):
+        assert items(ten.take(count)) == full[:count]
+        assert items(ten.skip(count)) == full[count:]
+    assert items(ten.take(-1)) == full
+    assert items(ten.skip(-1)) == items(ten.repeat(0)) == []
+    assert items(ten.repeat(2).batch(4)) == batches(full * 2, 4)
+    assert items(ten.batch(4).repeat(2)) == batches(full, 4) * 2
+    assert items(ten.repeat().take(25)) == (full * 3)[:25]
+    assert items(ten.take(0).repeat()) == []
+    assert items(ten.take(2).concatenate(make(4).skip(2)).batch(3)) == [[0, 1, 2], [3]]
+    assert items(ten.enumerate(5).take(2)) == [(5, 0), (6, 1)]
+    assert items(ten.take(3).enumerate().batch(2)) == [([0, 1], [0, 1]), ([2], [2])]
+    assert items(ten.map(lambda x: (x, [x, x + 1])).take(1)) == [(0, [0, 1])]
+    assert items(ten.map(lambda x: [x, x + 1]).take(1)) == [(0, 1)]
+    assert items(Dataset.zip((ten, ten)).map(lambda a, b: {"sum": a + b}).skip(9)) == [{"sum": 18}]
+    assert items(ten.filter(lambda x: x % 3 == 0)) == [0, 3, 6, 9]
+    assert items(ten.batch(4).filter(lambda x: x[0] != 4)) == [[0, 1, 2, 3], [8, 9]]
+    assert items(Dataset.zip((ten, ten)).filter(lambda a, b: a + b > 17)) == [(9, 9)]
+
+
+def test_chunks_larger_than_one():
+    n = (1 << 16) + 5
+    dataset = Dataset.range(n).enumerate()
+    total = sum(len(count) for count, _ in dataset.batch(1000))
+    assert total == n
+    assert items(dataset.skip(n - 2)) == [(n - 2, n - 2), (n - 1, n - 1)]
+    assert items(Dataset.zip((Dataset.range(n), Dataset.range(3).repeat())).skip(n - 1)) == [(n - 1, (n - 1) % 3)]
+    assert items(Dataset.range(10**12).skip(10**6).take(2)) == [10**6, 10**6 + 1]
+
+
+def test_mixtures_in_one_batch_keep_their_order():
+    a, b = Dataset.from_tensor_slices(np.arange(5) * 1.0), Dataset.from_tensor_slices(np.arange(5) * 10.0)
+    mixed = a.concatenate(b).shuffle(10, seed=2).map(lambda x: x).take(-1)
+    assert sorted(items(mixed)) == sorted([*range(5), *range(0, 50, 10)])
+    joined = a.concatenate(b).shuffle(10, seed=2)
+    assert items(joined.batch(10))[0] == items(a.concatenate(b).shuffle(10, seed=2))
+
+
+def test_wrong_arguments():
+    ten = Dataset.range(10)
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="Dataset.batch: batch_size is"):
+            ten.batch(wrong)
+        with pytest.raises(ValueError, match="Dataset.shuffle: buffer_size is"):
+            ten.shuffle(wrong)
+    for num, index in [(3, 3), (3, -1), (0, 0)]:
+        with pytest.raises(ValueError, match="Dataset.shard: index is"):
+            ten.shard(num, index)
+    with pytest.raises(TypeError):
+        ten.batch(2.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="map_func is int"):
+        ten.map(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Dataset.concatenate: list is not a Dataset"):
+        ten.concatenate([1])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="must be of one kind"):
+        ten.concatenate(Dataset.from_tensors(1.5))
+
+
+@pytest.mark.parametrize(
+    ("odd", "text"),
+    [(np.arange(2), "one shape and one dtype"), (1.5, "one shape and one dtype"), ((1, 2), "one structure")],
+)
+def test_elements_of_a_batch_must_be_alike(odd, text):
+    with pytest.raises(ValueError, match=text):
+        list(Dataset.from_generator(lambda: iter([1, odd])).batch(2))
+
+
+def test_unbatch_of_what_has_no_rows():
+    with pytest.raises(ValueError, match="first dimension"):
+        list(Dataset.range(3).map(lambda x: x).unbatch())
+    with pytest.raises(ValueError, match="first dimension"):
+        list(Dataset.from_tensors((np.arange(2), np.arange(3))).unbatch())
+
+
+# ---- facts
+
+
+def test_cardinality():
+    ten, unknown, endless = Dataset.range(10), Dataset.range(10).filter(bool), Dataset.range(10).repeat()
+    assert [d.cardinality() for d in (ten, unknown, endless)] == [10, -2, -1]
+    assert [d.batch(4).cardinality() for d in (ten, unknown, endless)] == [3, -2, -1]
+    assert ten.batch(4, True).cardinality() == 2
+    assert [d.take(3).cardinality() for d in (ten, unknown, endless)] == [3, -2, 3]
+    assert [d.skip(3).cardinality() for d in (ten, unknown, endless)] == [7, -2, -1]
+    assert [d.repeat(3).cardinality() for d in (ten, unknown, endless)] == [30, -2, -1]
+    assert ten.repeat(0).cardinality() == ten.take(0).repeat().cardinality() == 0
+    assert [ten.shard(3, i).cardinality() for i in range(3)] == [4, 3, 3]
+    assert Dataset.zip((ten, endless)).cardinality() == 10
+    assert Dataset.zip((ten, unknown)).cardinality() == -2
+    assert ten.concatenate(ten.take(4)).cardinality() == 14
+    assert ten.concatenate(endless).cardinality() == -1
+    assert ten.enumerate().shuffle(3).map(lambda i, x: x).prefetch(1).cache().cardinality() == 10
+    assert len(ten) == 10
+    assert unknown
+    with pytest.raises(TypeError, match="not known"):
+        len(unknown)
+    with pytest.raises(TypeError, match="infinite"):
+        len(endless)
+
+
+def test_element_spec():
+    pairs = Dataset.from_tensor_slices((np.arange(5), np.ones((5, 2), np.float32)))
+    assert pairs.batch(3).element_spec == (TensorSpec((None,), np.int64), TensorSpec((None, 2), np.float32))
+    assert pairs.batch(3, True).unbatch().element_spec == pairs.shuffle(2).repeat().element_spec == pairs.element_spec
+    assert pairs.enumerate().element_spec == (TensorSpec((), np.int64), pairs.element_spec)
+    assert Dataset.zip({"a": pairs}).element_spec == {"a": pairs.element_spec}
+    assert pairs.batch(2).concatenate(pairs.batch(2, True)).element_spec == pairs.batch(2).element_spec
+    assert pairs.batch(3).map(lambda a, b: (b, b.sum())).element_spec == (
+        TensorSpec((None, 2), np.float32),
+        TensorSpec((), np.float32),
+    )
+    assert pairs.batch(1).map(lambda a, b: a).element_spec == TensorSpec((None,), np.int64)
+    assert pairs.take(0).map(lambda a, b: b * 2).element_spec == TensorSpec((2,), np.float32)
+
+
+def test_element_spec_leaves_the_orders_as_they_are():
+    def orders(ask):
+        dataset = Dataset.range(10).shuffle(10, seed=3).map(lambda x: x)
+        if ask:
+            _ = dataset.element_spec
+        return items(dataset)
+
+    assert orders(True) == orders(False)
+
+
+def test_repr_is_what_the_user_wrote():
+    dataset = Dataset.range(10).shuffle(4, seed=1).batch(2)
+    assert repr(dataset) == "Dataset.range(0, 10).shuffle(4, 1, True).batch(2, False)"
+
+
+# ---- shuffles
+
+
+@hypothesis.given(n=st.integers(0, 60), size=st.integers(1, 70), seed=st.integers(-(2**63), 2**63))
+def test_a_shuffle_is_a_permutation_that_moves_nothing_further_forward_than_the_buffer(n, size, seed):
+    for make in MAKERS.values():
+        order = items(make(n).shuffle(size, seed))
+        assert sorted(order) == list(range(n))
+        assert all(x <= place + size - 1 for place, x in enumerate(order))
+
+
+@pytest.mark.parametrize("size", [3, 10, 100])
+def test_seeds_and_rounds(make, size):
+    def rounds(**kwargs):
+        dataset = make(50).shuffle(size, **kwargs)
+        return [items(dataset) for _ in range(3)]
+
+    first = rounds(seed=4)
+    assert rounds(seed=4) == first
+    assert len(set(map(tuple, first))) == 3
+    assert rounds(seed=5)[0] != first[0]
+    still = rounds(seed=4, reshuffle_each_iteration=False)
+    assert still[0] == still[1] == still[2] == first[0]
+    assert items(make(50).shuffle(size, seed=4).repeat(3)) == sum(first, [])
+    assert items(make(50).shuffle(size, seed=4, reshuffle_each_iteration=False).repeat(2)) == first[0] * 2
+
+
+def test_a_small_buffer_gives_the_same_orders_in_one_chunk_as_in_many():
+    """Positions 0..n-1 once as one chunk of keys, once as many."""
+    size = 7
+    n = 5000
+    frequency = np.zeros(n)
+    for seed in range(200):
+        frequency[next(iter(Dataset.range(n).shuffle(size, seed)))] += 1
+    assert frequency[size:].sum() == 0
+    # Each of the first 7 comes first in about 200 / 7 of the cases; 5 standard deviations are 25.
+    assert (abs(frequency[:size] - 200 / size) < 25).all()
+
+
+def test_unseeded_shuffles_draw_one_seed_each(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(_walk, "_fresh_seed", lambda: drawn.append(len(drawn)) or len(drawn))
+    dataset = Dataset.range(20).shuffle(20).shuffle(5)
+    assert drawn == []
+    orders = [items(dataset) for _ in range(3)]
+    assert len(drawn) == 2
+    assert len(set(map(tuple, orders))) == 3
+
+
+def test_two_iterators_at_once_have_orders_of_their_own():
+    dataset = Dataset.range(20).shuffle(20, seed=1)
+    pairs = list(zip(dataset, dataset, strict=True))
+    assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == list(range(20))
+    assert [a for a, _ in pairs] != [b for _, b in pairs]
+
+
+def test_a_cache_keeps_the_order(make):
+    dataset = make(30).shuffle(30).cache()
+    assert items(dataset) == items(dataset) == items(dataset.repeat(2))[30:]
+
+
+# ---- when functions run, and on what
+
+
+def test_functions_run_when_an_element_is_asked_for():
+    called = []
+    dataset = Dataset.range(100).map(lambda x: called.append(int(x)) or x).shard(2, 1).skip(3)
+    assert called == []
+    iterator = iter(dataset)
+    assert next(iterator) == 7
+    assert called == [7]
+    assert items(dataset.batch(2).take(1)) == [[7, 9]]
+    assert called == [7, 7, 9]
+
+
+def test_a_cache_calls_functions_once():
+    called = []
+    for dataset in (Dataset.range(5), Dataset.from_generator(lambda: iter(range(5)), np.int64)):
+        called.clear()
+        cached = dataset.map(lambda x: called.append(int(x)) or x * 2).cache()
+        for _ in range(2):
+            assert items(cached) == [0, 2, 4, 6, 8]
+        assert items(cached.batch(5)) == [[0, 2, 4, 6, 8]]
+        assert called == list(range(5))
+
+
+def test_a_generator_left_early_is_closed_and_begins_anew():
+    closed = []
+
+    def numbers():
+        try:
+            yield from range(5)
+        finally:
+            closed.append(True)
+
+    dataset = Dataset.from_generator(numbers, np.int64).batch(2)
+    iterator = iter(dataset)
+    next(iterator)
+    del iterator
+    assert closed == [True]
+    assert items(dataset) == [[0, 1], [2, 3], [4]]
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_batches_are_new_writable_and_contiguous(shuffled):
+    source = np.arange(12.0).reshape(6, 2)
+    dataset = Dataset.from_tensor_slices(source)
+    dataset = (dataset.shuffle(6, seed=0) if shuffled else dataset).batch(3)
+    for batch in dataset:
+        assert batch.flags.writeable and batch.flags.c_contiguous and not np.shares_memory(batch, source)
+        batch[:] = -1
+    for cached in (dataset.cache(), dataset.map(lambda x: x).cache(), Dataset.from_tensors(source).repeat(2)):
+        for batch in itertools.chain(cached, cached):
+            assert (batch >= 0).all()
+            batch[:] = -1
+    for row in Dataset.from_tensor_slices(source):
+        row[:] = -1
+    np.testing.assert_array_equal(source, np.arange(12.0).reshape(6, 2))
+
+
+def test_a_file_larger_than_memory_stays_on_disk(tmp_path):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    array = np.memmap(tmp_path / "sparse", np.uint8, "r", shape=(1 << 20, 1 << 20))
+    batch = next(iter(Dataset.from_tensor_slices(array).shuffle(1 << 20, seed=0).batch(2)))
+    assert batch.shape == (2, 1 << 20)
+    assert not batch.any()

@@ -1,0 +1,140 @@
+import os
+import types
+
+import pytest
+
+from hpcstrat import _failure, _launcher, _world
+from hpcstrat._launcher import Launcher
+
+
+@pytest.fixture
+def mpi(monkeypatch):
+    """Stands for mpi4py.MPI: a world of one rank."""
+    module = types.SimpleNamespace(
+        Is_finalized=lambda: False,
+        Is_initialized=lambda: True,
+        COMM_WORLD=types.SimpleNamespace(size=1, rank=0),
+        get_vendor=lambda: ("MPICH", (5, 0, 2)),
+    )
+    monkeypatch.setattr(_world, "_load_mpi", lambda launcher: module)
+    return module
+
+
+def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
+    launcher = Launcher(name, rank, size, None, None)
+    monkeypatch.setattr(_launcher, "find", lambda: launcher)
+
+
+def test_a_world_is_started_once():
+    world = _world.start()
+    assert _world.start() is world
+    assert _world.started() is world
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (0, 1, 0, 1, (0,))
+    assert 0 <= world.seed < 1 << 64
+
+
+def test_the_users_setting_of_open_mpi_stays(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
+    monkeypatch.delenv("OMPI_MCA_osc", raising=False)
+    _world._load_mpi(None)
+    assert os.environ["OMPI_MCA_btl"] == "self,sm"
+    assert os.environ["OMPI_MCA_osc"] == "^ucx"
+
+
+def test_another_mpis_launcher_is_refused(mpi, monkeypatch):
+    launched(monkeypatch, 4)
+    with pytest.raises(RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"):
+        _world._connect()
+
+
+def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(mpi, monkeypatch):
+    launched(monkeypatch, None, rank=1, name="a PMIx launcher")
+    with pytest.raises(RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"):
+        _world._connect()
+
+
+def test_srun_has_a_remedy_of_its_own(mpi, monkeypatch):
+    launched(monkeypatch, 4, name="srun")
+    with pytest.raises(RuntimeError, match="srun --mpi=pmi2"):
+        _world._connect()
+
+
+def test_mpi_finalised_already(mpi, monkeypatch):
+    mpi.Is_finalized = lambda: True
+    launched(monkeypatch, 2)
+    with pytest.raises(RuntimeError, match=r"MPI was finalised already .* before MPI\.Finalize"):
+        _world._connect()
+    launched(monkeypatch, 1)
+    world = _world._connect()
+    assert (world.size, world.comm, world.host_comm) == (1, None, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "missing"),
+    [
+        (ModuleNotFoundError("No module named 'mpi4py'"), "mpi4py is missing"),
+        (ImportError("libmpi.so.12: cannot open shared object file"), "an MPI library that mpi4py can load is missing"),
+        (RuntimeError("cannot load MPI library"), "an MPI library that mpi4py can load is missing"),
+    ],
+)
+def test_without_mpi(monkeypatch, error, missing, capfd):
+    def importing(name, *arguments, **options):
+        if name == "mpi4py":
+            raise error
+        return real(name, *arguments, **options)
+
+    import builtins
+
+    real = builtins.__import__
+    monkeypatch.setattr(builtins, "__import__", importing)
+    for size, rank in ((1, 0), (None, 0)):
+        launched(monkeypatch, size, rank)
+        assert _world._connect().size == 1
+    monkeypatch.setattr(_launcher, "find", lambda: None)
+    world = _world._connect()
+    assert (world.size, world.comm) == (1, None)
+    assert capfd.readouterr() == ("", "")
+    for size, rank in ((2, 0), (None, 1)):
+        launched(monkeypatch, size, rank)
+        with pytest.raises(RuntimeError, match=missing):
+            _world._connect()
+
+
+def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
+    import builtins
+
+    path = "/dev/shm/mpich_shm_of_no_job"
+    with open(path, "w") as file:
+        inode = os.stat(path).st_ino
+        assert file
+    maps = tmp_path / "maps"
+    real = builtins.open
+    monkeypatch.setattr(builtins, "open", lambda name, *rest: real(maps if name == "/proc/self/maps" else name, *rest))
+    try:
+        for line in (
+            f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
+            f"7f-80 rw-s 00000000 00:1b {inode}      {path} (deleted)",
+            f"7f-80 rw-s 00000000 00:1b {inode}      /dev/shm/ucx_shm_posix_1",
+        ):
+            maps.write_text(line + "\n")
+            _world._unlink_mpich_segment()
+            assert os.path.exists(path)
+        maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
+        _world._unlink_mpich_segment()
+        assert not os.path.exists(path)
+    finally:
+        if os.path.exists(path):
+            os.unlink(path)
+
+
+def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
+    _failure._print_tagged("one\ntwo")
+    monkeypatch.setattr(_failure, "_mpi", object())
+    monkeypatch.setattr(_failure, "_rank", 3)
+    _failure._print_tagged("one\ntwo\n")
+    assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
+
+
+def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
+    _failure._report(lambda: None, ValueError("lost?"))
+    assert "ValueError: lost?" in capsys.readouterr().err

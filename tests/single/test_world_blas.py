@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from hpcstrat import _blas
+
+
+@pytest.mark.parametrize(
+    ("masks", "shares"),
+    [
+        ([0b1111], [4]),
+        ([0b1111] * 2, [2, 2]),
+        ([0b1111] * 3, [1, 1, 1]),
+        ([0b11] * 4, [1, 1, 1, 1]),
+        ([0b0011, 0b1100], [2, 2]),  # bound to cores of their own
+        ([0b01, 0b10], [1, 1]),
+        ([0b1111_1111, 0b1111], [6, 2]),  # one rank may run where the other does, and beyond
+        ([(1 << 192) - 1] * 3, [64, 64, 64]),
+        ([0b111] * 3, [1, 1, 1]),  # 1/3 + 1/3 + 1/3
+    ],
+)
+def test_share(masks, shares):
+    assert [_blas.share(masks, rank) for rank in range(len(masks))] == shares
+
+
+def test_cores_are_those_this_process_may_run_on():
+    assert _blas.cores() > 0
+
+
+@pytest.fixture
+def no_variables(monkeypatch):
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that the end of the test takes back what is set in it
+
+
+def blas_threads():
+    assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # BLAS is there
+    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+
+
+def test_limit_lowers_only(no_variables):
+    with threadpool_limits(2, "blas"):
+        before = blas_threads()
+        _blas.limit_threads(3)
+        assert blas_threads() == before
+
+
+def test_limit_lowers(no_variables):
+    with threadpool_limits(2, "blas"):
+        _blas.limit_threads(1)
+        assert blas_threads() and set(blas_threads()) == {1}
+
+
+def test_the_users_variable_wins(no_variables, monkeypatch):
+    monkeypatch.setenv("MKL_NUM_THREADS", "2")
+    with threadpool_limits(2, "blas"):
+        before = blas_threads()
+        _blas.limit_threads(1)
+        assert blas_threads() == before

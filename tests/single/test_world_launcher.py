@@ -1,0 +1,86 @@
+import os
+
+import pytest
+
+from hpcstrat._launcher import Launcher, find
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PRTE_LAUNCHED": "1",
+}
+HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "9"}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1(x2)",
+}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+DAEMON_STEP = STEP | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Replaces the environment."""
+
+    def replace(variables):
+        for name in list(os.environ):
+            monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (OPEN_MPI, Launcher("mpirun of Open MPI", 3, 4, 1, 2)),
+        (HYDRA, Launcher("mpirun of MPICH", 2, 3, 0, 1)),
+        (HYDRA | {"I_MPI_ROOT": "/opt/intel"}, Launcher("mpirun of MPICH", 2, 3, 0, 1)),
+        (HYDRA | {"I_MPI_MPIRUN": "mpirun"}, Launcher("mpirun of Intel MPI", 2, 3, 0, 1)),
+        (STEP, Launcher("srun", 5, 8, 1, 2)),
+        (STEP | {"SLURM_NODEID": "3"}, Launcher("srun", 5, 8, 1, 1)),
+        (STEP | {"SLURM_NODEID": "9"}, Launcher("srun", 5, 8, 1, None)),
+        (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}, Launcher("srun", 5, 8, 1, 2)),
+        (STEP | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, Launcher("srun", 5, 8, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"}, Launcher("a PMI launcher", 1, 2, 0, None)),
+        ({"PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}, Launcher("prterun (PMIx)", 1, None, None, None)),
+        ({"PMIX_RANK": "1"}, Launcher("a PMIx launcher", 1, None, None, None)),
+        ({"PMI_SIZE": "2"}, Launcher("a PMI launcher", 0, 2, None, None)),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, Launcher("mpirun of Open MPI", 0, 2, None, None)),
+    ],
+)
+def test_launchers(environment, variables, expected):
+    environment(variables)
+    assert find() == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        BATCH_SCRIPT,
+        STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script's own step
+        {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "1"},
+        {"PMI_SIZE": "many", "OMPI_COMM_WORLD_SIZE": ""},
+    ],
+)
+def test_what_is_no_launch(environment, variables):
+    environment(variables)
+    assert find() is None
+
+
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
+def test_an_mpirun_comes_before_the_srun_that_started_its_daemons(environment, variables):
+    environment(variables)
+    expected = find()
+    environment(DAEMON_STEP | variables)
+    assert find() == expected
