@@ -4,7 +4,9 @@ from hpcstrat import _output
 
 _output.install()  # first, so that nothing is printed by every rank
 
+from hpcstrat import compat as compat
 from hpcstrat import data as data
+from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
 from hpcstrat._context import ReplicaContext as ReplicaContext

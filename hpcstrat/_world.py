@@ -107,7 +107,9 @@ def _connect() -> World:
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
     if host_comm.rank == 0:  # by now every rank has mapped it
-        _unlink_mpich_segment()
+        _unlink_segments("/dev/shm/mpich_shm_")
+    if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
+        _unlink_segments("/dev/shm/sm_segment.")
     if comm.size > 1:
         _blas.limit_threads(_blas.share([cores for _, cores in shares], host_comm.rank))
     leads = [int(lead) for lead in gathered[:, 0]]
@@ -188,11 +190,11 @@ def _finalize(mpi: Any) -> None:
         mpi.Finalize()
 
 
-def _unlink_mpich_segment() -> None:
-    """Unlinks the segment that MPICH would leave behind after an abort; this process has it mapped, so it is ours."""
+def _unlink_segments(prefix: str) -> None:
+    """Unlinks MPI's own segments, which an abort would leave behind; this process has them mapped, so they are ours."""
     try:
         with open("/proc/self/maps") as maps:
-            segments = {tuple(line.split()[4:]) for line in maps if " /dev/shm/mpich_shm_" in line}
+            segments = {tuple(line.split()[4:]) for line in maps if f" {prefix}" in line}
     except OSError:  # no /proc
         return
     for inode, path, *deleted in segments:

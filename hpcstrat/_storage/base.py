@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
-
-import numpy as np
+from collections.abc import Sequence
 
 from hpcstrat._communicators import Communicator
 from hpcstrat._storage.memory import Block
+from hpcstrat._storage.plan import Array as Array
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Rule as Rule
 from hpcstrat._types import ReduceOp
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
-Rule: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
-"""`rule(value, gradient, slots, work)` updates `value` and `slots` in place, flat arrays of one length and dtype.
-
-It may overwrite `gradient` and `work`, and must work elementwise, because storage calls it chunk by chunk.
-"""
 
 
 class Storage(abc.ABC):
@@ -65,4 +57,25 @@ class Storage(abc.ABC):
 
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
+        """
+
+    @abc.abstractmethod
+    def update_rows(
+        self,
+        call: str,
+        variable: Block,
+        slots: Sequence[Block],
+        rows: Array,
+        gradient: Array,
+        rule: Rule,
+    ) -> None:
+        """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
+
+        Args:
+            call: the user's name of the method.
+            variable: its block, of shape `(n, ...)`.
+            slots: its slots' blocks.
+            rows: integers of shape `(k,)`, all different and the same on every rank.
+            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
+            rule: how they change.
         """

@@ -15,7 +15,7 @@ from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._storage.base import Array, Rule, Storage
 from hpcstrat._storage.memory import Block, size_of
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Plan, update_rows
 from hpcstrat._types import ReduceOp
 
 
@@ -62,7 +62,7 @@ class HostStorage(Storage):
             with communicator.joint(call):
                 if communicator.rank == 0:
                     communicator.segment.commit(start, start + nbytes)
-                block = Block(communicator.segment, start, shape, dtype)
+                block = Block(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
             communicator.exchange(signature(f"{call}: memory"))
@@ -113,6 +113,25 @@ class HostStorage(Storage):
                     gradient, work = plan.scratch(chunk)
                     reduce_chunk(gradient, parts, op or ReduceOp.SUM)
                     rule(chunk.value, gradient, chunk.slots, work)
+        finally:
+            communicator.sync()
+
+
+    def update_rows(
+        self,
+        call: str,
+        variable: Block,
+        slots: Sequence[Block],
+        rows: Array,
+        gradient: Array,
+        rule: Rule,
+    ) -> None:
+        """See `Storage.update_rows`. Each rank updates its share of the rows."""
+        communicator = self.communicator
+        share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
+        communicator.exchange(signature(call, variable.number, rows.shape))
+        try:
+            update_rows(variable, slots, rows[share], gradient[share], rule)
         finally:
             communicator.sync()
 

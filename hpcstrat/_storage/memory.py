@@ -18,15 +18,19 @@ class Block:
     """The numbers of one variable, in place.
 
     Attributes:
+        number: how many its storage had made, with it; equal on all ranks.
         array: they, to be written by storage only.
         view: they, read-only, for everyone else.
         start: their first byte in the segment.
         stop: the byte after their last one.
     """
 
-    __slots__ = ("__weakref__", "array", "start", "stop", "view")
+    __slots__ = ("__weakref__", "array", "number", "start", "stop", "view")
 
-    def __init__(self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int
+    ) -> None:
+        self.number = number
         self.start = start
         self.stop = start + size_of(shape, dtype)
         self.array: np.ndarray[Any, Any] = segment.array[start : self.stop].view(dtype).reshape(shape)
@@ -43,8 +47,8 @@ class PrivateMemory:
         self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
         self._lock = threading.Lock()
 
-    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
-        """A new block, whose memory returns when it dies.
+    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
+        """A new block of this number, whose memory returns when it dies.
 
         Raises:
             MemoryError: there is not enough.
@@ -60,7 +64,7 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
-        block = Block(self.segment, start, shape, dtype)
+        block = Block(self.segment, start, shape, dtype, number)
         weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
         return block
 

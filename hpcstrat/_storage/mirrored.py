@@ -11,7 +11,7 @@ from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._storage.base import Array, Rule, Storage
 from hpcstrat._storage.memory import Block, private_memory
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Plan, update_rows
 from hpcstrat._types import ReduceOp
 
 
@@ -22,12 +22,13 @@ class MirroredStorage(Storage):
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
+        self._created = 0
 
     def create(self, call: str, initial: Array) -> Block:
         """See `Storage.create`."""
         communicator = self.communicator
         with communicator.joint(call):
-            block = private_memory().place(initial.shape, initial.dtype)
+            block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
         agreed = signature(call, initial.dtype, initial.shape)
         flat = block.array.reshape(-1).view(np.uint8)
@@ -39,6 +40,7 @@ class MirroredStorage(Storage):
             communicator.exchange(agreed, flat.size, write)
         else:
             flat[...] = communicator.exchange(agreed)[0][: flat.size]
+        self._created += 1
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
@@ -77,3 +79,16 @@ class MirroredStorage(Storage):
                 gradient, work = plan.scratch(chunk)
                 gradient[...] = part
                 rule(chunk.value, gradient, chunk.slots, work)
+
+    def update_rows(
+        self,
+        call: str,
+        variable: Block,
+        slots: Sequence[Block],
+        rows: Array,
+        gradient: Array,
+        rule: Rule,
+    ) -> None:
+        """See `Storage.update_rows`. Each rank updates all rows."""
+        self.communicator.exchange(signature(call, variable.number, rows.shape))
+        update_rows(variable, slots, rows, gradient, rule)

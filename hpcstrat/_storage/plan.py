@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -14,7 +14,12 @@ from hpcstrat._communicators.segment import Segment
 from hpcstrat._storage.memory import Block
 from hpcstrat._types import ReduceOp
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
+Rule: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
+"""`rule(value, gradient, slots, work)` updates `value` and `slots` in place, flat arrays of one length and dtype.
+
+It may overwrite `gradient` and `work`, and must work elementwise, because storage calls it chunk by chunk.
+"""
 
 
 class Chunk(NamedTuple):
@@ -35,7 +40,7 @@ class Chunk(NamedTuple):
 
 
 class Plan:
-    """One update of some variables, computed once. Variables that were made together are one range.
+    """One update of some variables, computed once. Variables that were made one after another are one range.
 
     Args:
         segment: where they are.
@@ -47,11 +52,14 @@ class Plan:
     def __init__(
         self, segment: Segment, variables: Sequence[Block], slots: Sequence[Sequence[Block]], rank: int, size: int
     ) -> None:
+        # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
+        self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
+        variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.form = layout(
             tuple([block.array.shape for block in variables]), tuple([block.array.dtype for block in variables])
         )
+        self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]
         self.chunks: list[Chunk] = []
-        self._facts = [(block.array.dtype, block.array.shape) for block in variables]
         self._signatures: dict[tuple[str, ReduceOp | None], Signature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
@@ -85,7 +93,8 @@ class Plan:
         if kept is None or kept[0] is not message:
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
-            kept = self._views[id(message)] = (message, self.form.views(message))
+            in_order = dict(zip(self._order, self.form.views(message), strict=True))
+            kept = self._views[id(message)] = (message, [in_order[i] for i in range(len(in_order))])
         for view, value in zip(kept[1], values, strict=True):
             view[...] = value
 
@@ -123,3 +132,14 @@ def _ranges(
         else:
             ranges.append((place, count, begins))
     return ranges
+
+
+def update_rows(variable: Block, slots: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    """Applies a rule to these rows of a variable and its slots."""
+    values = [block.array[rows] for block in (variable, *slots)]
+    flat = [value.reshape(-1) for value in values]
+    gradient = gradient.reshape(-1).copy()
+    with np.errstate(all="ignore"):
+        rule(flat[0], gradient, flat[1:], np.empty_like(gradient))
+    for block, value in zip((variable, *slots), values, strict=True):
+        block.array[rows] = value

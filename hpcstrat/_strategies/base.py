@@ -14,7 +14,7 @@ from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Storage
-from hpcstrat._strategies import reduction
+from hpcstrat._strategies import logical_devices, reduction
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._types import ReduceOp
@@ -341,6 +341,33 @@ class Strategy:
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
         return Dataset.from_tensor_slices(numpy_input)
+
+    # ---- logical devices
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor`, which is on the replica's one logical device, number 0, already.
+
+        Raises:
+            ValueError: another number.
+        """
+        return logical_devices.assign(tensor, logical_device_id)
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """`tensor`, in one part for the replica's one logical device.
+
+        Args:
+            tensor: an array.
+            partition_dimensions: for each dimension the number of parts along it; all of them are 1.
+
+        Raises:
+            ValueError: another number of entries than the tensor has dimensions, a product that is not the number of
+                logical devices, or one that does not divide the shape.
+        """
+        return logical_devices.split(tensor, partition_dimensions)
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, which is on every logical device of the replica already."""
+        return tensor
 
     # ---- help
 

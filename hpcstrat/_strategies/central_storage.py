@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
-
 from hpcstrat import _devices
 from hpcstrat._communicators import connect
 from hpcstrat._storage.mirrored import MirroredStorage
@@ -12,7 +10,6 @@ from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
 
 
-@final
 class CentralStorageStrategy(Strategy):
     """One replica a rank; variables live once, in central storage on the parameter device.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
-
 from hpcstrat._communicators import connect
 from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
 
 
-@final
 class MirroredStrategy(Strategy):
     """One replica a rank; each holds a copy of every variable, and all copies change alike.
 

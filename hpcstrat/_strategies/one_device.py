@@ -11,7 +11,6 @@ from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
 
 
-@final
 class OneDeviceStrategy(Strategy):
     """One replica on one device, with the interface of all strategies, to try a program out.
 

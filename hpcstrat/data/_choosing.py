@@ -215,7 +215,11 @@ def _shuffled_keys(stream: Iterator[Keys], size: int, random: np.random.Generato
             yield pool.take(leaving, 0)
             waiting, held = [pool.take(staying, 0)], size
     if held:
-        yield join(waiting).take(random.permutation(held), 0)
+        keys = join(waiting)
+        if keys.shape[1] == 1:
+            yield random.permutation(keys[:, 0])[:, np.newaxis]
+        else:
+            yield keys.take(random.permutation(held), 0)
 
 
 def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys, Keys]:

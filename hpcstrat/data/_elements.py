@@ -88,14 +88,15 @@ def stack(elements: Sequence[Any]) -> Any:
             )
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
-        shapes, dtypes = {leaf.shape for leaf in leaves}, {leaf.dtype for leaf in leaves}
+        shapes = {leaf.shape for leaf in leaves}
+        dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
         if len(shapes) > 1 or len(dtypes) > 1:
             kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
             raise ValueError(
                 "Dataset.batch: the elements of a batch must have one shape and one dtype; "
                 f"they have {', '.join(kinds)}; pad or cast them with Dataset.map before"
             )
-        columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves, leaves[0].dtype))
+        columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
     return structure.unflatten(columns)
 
 

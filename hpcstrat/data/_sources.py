@@ -161,9 +161,13 @@ class Generated(_Produced):
         elif self._types is not None:
             convert = _converter([(dtype, None) for dtype in _nest.flatten(self._types)[0]], self._types)
         else:
-            convert = _elements.as_element
+            convert = _own_element
         for value in self._generator(*self._args):
             yield [convert(value)]
+
+
+def _own_element(value: Any) -> Any:
+    return _elements.copied(_elements.as_element(value))
 
 
 def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any) -> Callable[[Any], Any]:
@@ -174,7 +178,7 @@ def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
         arrays = []
         try:
             for leaf, (dtype, shape) in zip(structure.flatten_up_to(value), kinds, strict=True):
-                array = np.asarray(leaf, dtype)
+                array = np.array(leaf, dtype)  # A copy: a generator may fill the same array again.
                 if shape is not None and not (
                     len(shape) == array.ndim and all(m in (None, n) for m, n in zip(shape, array.shape, strict=True))
                 ):

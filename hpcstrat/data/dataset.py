@@ -22,13 +22,15 @@ class Dataset:
 
     Datasets are made by `range`, `from_tensors`, `from_tensor_slices`, `from_generator` and `zip`, and from each other.
     They are lazy, can be iterated over again and again, and never change. Each iteration yields new arrays, safe to
-    write to, but for what a generator yields, which is passed on as it is.
+    write to; only what a function given to `map` returns is passed on as it is.
 
     As in `tf.data` a list is turned into an array where an element is expected; tuples, dicts, namedtuples and
     dataclasses make nests. A function that gets an element gets the parts of a tuple as arguments of their own.
     """
 
     def __init__(self, node: Node) -> None:
+        if not isinstance(node, Node):
+            raise TypeError("Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip")
         self._node = node
 
     @staticmethod

@@ -208,7 +208,7 @@ def distribute_dataset(
 
     Args:
         dataset: a `Dataset` batched by the global batch size, or anything that can be iterated over again and again, or
-            a generator function, that gives batches: nests of arrays of one first dimension.
+            a generator function, that gives batches: nests of arrays of one first dimension, the same on every rank.
         communicator: the replicas.
         options: see `InputOptions`.
         stage: what the steps pass through on their way.

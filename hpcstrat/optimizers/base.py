@@ -107,22 +107,26 @@ class Optimizer(abc.ABC):
             sparse = [(g, v) for g, v in present if isinstance(g, IndexedSlices)]
             dense = [v for g, v in present if not isinstance(g, IndexedSlices)]
             key = tuple([id(v) for v in dense])
-            if key not in self._plans:
+            if sparse or key not in self._plans:
                 self._check_variables(call, strategy, [v for _, v in present])
             gradients = [_checked(call, g, v) for g, v in present if not isinstance(g, IndexedSlices)]
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), ReplicaContext)
         op = None if summed else ReduceOp.SUM
+        rows = [self._summed_rows(call, strategy, slices, v, summed) for slices, v in sparse]
         if self.global_clipnorm is not None:
-            gradients, op = self._clip(call, strategy, gradients, op), None
+            if op is not None:
+                gradients, op = communicator.all_reduce(call, gradients, op), None
+            gradients, rows = _clipped(self.global_clipnorm, gradients, rows)
         rule, numbers = self._rule(rate, self._iterations + 1)
         if dense:
             plan = self._plans.get(key)
             if plan is None:
                 plan = self._plans[key] = self._plan(strategy, dense)
             strategy._storage.update(call, plan, gradients, op, rule, numbers)
-        for slices, variable in sparse:
-            self._update_rows(call, strategy, slices, variable, op, rule, numbers)
+        for (_, v), (indices, values) in zip(sparse, rows, strict=True):
+            slots = [slot._block for slot in self._slots_of(strategy, [v])[0]]
+            strategy._storage.update_rows(call, v._block, slots, indices, values, rule)
         self._iterations += 1
 
     def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
@@ -148,31 +152,66 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one")
 
     def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
-        slots = [[slot._block for slot in self._slots_of(strategy, v)] for v in variables]
+        slots = [[slot._block for slot in own] for own in self._slots_of(strategy, variables)]
         return strategy._storage.plan([v._block for v in variables], slots)
 
-    def _slots_of(self, strategy: Any, variable: Variable) -> tuple[Variable, ...]:
-        """The variable's slots, made when it is first seen, which is at the same call on all ranks."""
-        found = self._slots.get(id(variable))
-        if found is None:
+    def _slots_of(self, strategy: Any, variables: Sequence[Variable]) -> list[tuple[Variable, ...]]:
+        """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
+        new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: v._block.number)
+        if new:
             token = _context.current.set(strategy._cross_context)
             try:
-                slots = tuple(
-                    Variable(np.full(variable.shape, value, variable.dtype), False, f"{variable.name}/{name}")
+                # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
+                kinds = [
+                    [Variable(np.full(v.shape, value, v.dtype), False, f"{v.name}/{name}") for v in new]
                     for name, value in self._slot_values.items()
-                )
+                ]
             finally:
                 _context.current.reset(token)
-            found = self._slots[id(variable)] = (variable, slots)
-        return found[1]
+            for i, v in enumerate(new):
+                self._slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
+        return [self._slots[id(v)][1] for v in variables]
 
-    def _clip(self, call: str, strategy: Any, gradients: Sequence[Array], op: ReduceOp | None) -> list[Array]:
-        total = list(gradients) if op is None else strategy._communicator.all_reduce(call, gradients, op)
-        norm = math.sqrt(sum(float(np.vdot(g, g).real) for g in total))
-        if norm <= self.global_clipnorm:  # type: ignore[operator]
-            return total
-        scale = self.global_clipnorm / norm  # type: ignore[operator]
-        return [g * g.dtype.type(scale) for g in total]
+    def _summed_rows(
+        self, call: str, strategy: Any, slices: IndexedSlices, variable: Variable, summed: bool
+    ) -> tuple[Array, Array]:
+        """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
+        communicator = strategy._communicator
+        with communicator.joint(call):
+            indices, values = _checked_slices(call, slices, variable)
+        if not summed:
+            agreed = f"{call} of rows of {variable.name!r}, variable {variable._block.number}"
+            indices, values = communicator.all_gather(agreed, [indices, values], 0)
+        order = np.argsort(indices, kind="stable")
+        indices, values = indices[order], values[order]
+        starts = np.flatnonzero(np.diff(indices, prepend=-1))
+        return indices[starts], np.add.reduceat(values, starts, axis=0) if starts.size else values
+
+
+def _clipped(
+    most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
+) -> tuple[list[Array], list[tuple[Array, Array]]]:
+    """All gradients, scaled down together so that their norm is at most `most`."""
+    norm = math.sqrt(sum(float(np.vdot(g, g).real) for g in (*gradients, *(values for _, values in rows))))
+    scale = most / norm if norm > most else 1.0
+    return [g * g.dtype.type(scale) for g in gradients], [(i, values * values.dtype.type(scale)) for i, values in rows]
+
+
+def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
+    indices, values = np.asarray(slices.indices), np.asarray(slices.values)
+    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
+        raise ValueError(
+            f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
+            f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} they are "
+            f"{('k', *variable.shape[1:])} and ('k',), of integers"
+        )
+    if indices.size and not (0 <= indices.min() and indices.max() < variable.shape[0]):
+        raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}")
+    if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
+        raise ValueError(
+            f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into {variable.dtype.name}"
+        )
+    return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
 
 
 def _checked(call: str, gradient: Any, variable: Variable) -> Array:

@@ -128,8 +128,7 @@ def test_end_job_of_one_rank(launch, ranks):
     assert result.status == 1  # never 0
     assert result.stdout == "before\n"
     assert result.stderr.startswith("it ends\n")
-    if ranks is not None or not launch.open_mpi:  # which, without mpirun, cleans up in MPI_Finalize only
-        assert result.leftovers == []
+    assert result.leftovers == []
 
 
 def test_end_job_before_the_start(launch):

@@ -47,6 +47,7 @@ def test_without_mpirun(launch):
     assert result.status == 0
     assert result.stdout.startswith("0/1 0/1 (0,) ")
     assert result.stderr == ""
+    assert result.leftovers == []
 
 
 def test_another_mpis_launcher_is_refused(launch):

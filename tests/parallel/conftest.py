@@ -143,6 +143,12 @@ class _Ranks:
         timer.start()
         return True
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self):
+        for plugin in self.config.pluginmanager.get_plugins():
+            if type(plugin).__module__ == "pytest_mpi":  # whose closing table says what the header says, in 20 lines
+                self.config.pluginmanager.unregister(plugin)
+
     def pytest_keyboard_interrupt(self, excinfo):
         self.print_tagged(f"INTERRUPTED: {excinfo.exconly()}")
         self.abort()

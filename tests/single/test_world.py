@@ -117,10 +117,10 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
             f"7f-80 rw-s 00000000 00:1b {inode}      /dev/shm/ucx_shm_posix_1",
         ):
             maps.write_text(line + "\n")
-            _world._unlink_mpich_segment()
+            _world._unlink_segments("/dev/shm/mpich_shm_")
             assert os.path.exists(path)
         maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
-        _world._unlink_mpich_segment()
+        _world._unlink_segments("/dev/shm/mpich_shm_")
         assert not os.path.exists(path)
     finally:
         if os.path.exists(path):

@@ -1,0 +1,3 @@
+"""Older versions of the interface."""
+
+from hpcstrat.compat import v1 as v1

@@ -1,0 +1,98 @@
+"""The strategies with the methods of `tf.compat.v1.distribute`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from hpcstrat._strategies import central_storage, mirrored, one_device
+from hpcstrat._strategies.base import Strategy
+from hpcstrat._types import ReduceOp
+from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplicationMode
+
+
+class DistributedInputIterator:
+    """Steps through a distributed dataset, by hand. Collective: all ranks call its methods."""
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        self._dataset = dataset
+        self._iterator: Any = None
+
+    def initialize(self) -> None:
+        """Goes to the first element; to be called before `get_next`, and again to start anew."""
+        self._iterator = iter(self._dataset)
+
+    def get_next(self) -> Any:
+        """The next element, a nest of distributed values.
+
+        Raises:
+            RuntimeError: `initialize` has not been called.
+            StopIteration: there is none.
+        """
+        if self._iterator is None:
+            raise RuntimeError("get_next was called before initialize; call initialize() first")
+        return next(self._iterator)
+
+
+class _StrategyV1(Strategy):
+    """What the strategies of version 1 add."""
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedInputIterator:
+        """An iterator over a dataset that is batched by the global batch size. Collective."""
+        return DistributedInputIterator(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedInputIterator:
+        """An iterator over the dataset that `input_fn(InputContext)` gives, batched by the batch size of a replica.
+
+        Collective.
+
+        Raises:
+            ValueError: another mode than `PER_WORKER`.
+        """
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"Strategy.make_input_fn_iterator: replication_mode is {replication_mode!r}; it must be "
+                "InputReplicationMode.PER_WORKER"
+            )
+        return DistributedInputIterator(self.distribute_datasets_from_function(input_fn))
+
+    def experimental_run(self, fn: Callable[..., Any], input_iterator: DistributedInputIterator | None = None) -> Any:
+        """`Strategy.run` of `fn` on the next element of the iterator, or without an argument.
+
+        Raises:
+            StopIteration: the iterator has no further element.
+        """
+        return self.run(fn) if input_iterator is None else self.run(fn, args=(input_iterator.get_next(),))
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:
+        """`Strategy.reduce`, elementwise over the replicas unless told. Collective."""
+        return super().reduce(reduce_op, value, axis)
+
+    def update_config_proto(self, config_proto: Any) -> Any:
+        """A deep copy of `config_proto`: there is nothing that a strategy has to set in it."""
+        return copy.deepcopy(config_proto)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
+        """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
+        del session
+        return super().experimental_make_numpy_dataset(numpy_input)
+
+
+@final
+class CentralStorageStrategy(_StrategyV1, central_storage.CentralStorageStrategy):
+    """`hpcstrat.CentralStorageStrategy` with the methods of version 1."""
+
+
+@final
+class MirroredStrategy(_StrategyV1, mirrored.MirroredStrategy):
+    """`hpcstrat.MirroredStrategy` with the methods of version 1."""
+
+
+@final
+class OneDeviceStrategy(_StrategyV1, one_device.OneDeviceStrategy):
+    """`hpcstrat.OneDeviceStrategy` with the methods of version 1."""

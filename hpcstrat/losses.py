@@ -1,0 +1,68 @@
+"""Losses of a replica's part of a batch, scaled so that their sum over the replicas is the loss of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _context
+
+
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
+    """The sum of the losses over the size of the global batch. For a replica function; never communicates.
+
+    The sum of the result over the replicas is the mean loss of the global batch.
+
+    Args:
+        per_example_loss: an array of at least one dimension, one loss an example along the first.
+        sample_weight: what each loss is multiplied by, of the same shape or without the last dimensions.
+        global_batch_size: the number of examples of all replicas; by default this replica's times the number of
+            replicas, which is right where all have equally many.
+
+    Returns:
+        A scalar of the dtype of the losses.
+
+    Raises:
+        ValueError: the losses have no dimension, or the batch size is negative.
+        RuntimeError: called in the cross-replica context.
+    """
+    call = "compute_average_loss"
+    replicas = _replicas(call)
+    losses = per_example_loss if hasattr(per_example_loss, "sum") else np.asarray(per_example_loss)
+    if losses.ndim == 0:
+        raise ValueError(f"{call}: the loss has no dimension; pass one loss an example, not their sum or mean")
+    size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
+    if size < 0:
+        raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
+    if sample_weight is not None:
+        weights = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
+        losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)).astype(losses.dtype)
+    total = losses.sum()
+    return total / total.dtype.type(size) if size else total * 0
+
+
+def scale_regularization_loss(regularization_loss: Any) -> Any:
+    """The loss over the number of replicas, so that it counts once in a sum over them. Never communicates.
+
+    Args:
+        regularization_loss: an array or a number, the same on every replica.
+
+    Returns:
+        The sum of its elements over the number of replicas.
+
+    Raises:
+        RuntimeError: called in the cross-replica context.
+    """
+    replicas = _replicas("scale_regularization_loss")
+    loss = regularization_loss if hasattr(regularization_loss, "sum") else np.asarray(regularization_loss)
+    total = loss.sum()
+    return total / total.dtype.type(replicas) if total.dtype.kind in "fc" else total / replicas
+
+
+def _replicas(call: str) -> int:
+    if _context.in_cross_replica_context():
+        raise RuntimeError(f"{call} was called in the cross-replica context; call it inside the function of Strategy.run")
+    return _context.get_strategy().num_replicas_in_sync
