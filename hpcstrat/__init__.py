@@ -1,9 +1,6 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
 
 from hpcstrat import _output
-
-_output.install()  # first, so that nothing is printed by every rank
-
 from hpcstrat import compat as compat
 from hpcstrat import data as data
 from hpcstrat import losses as losses
@@ -50,3 +47,5 @@ from hpcstrat.data import RunOptions as RunOptions
 from hpcstrat.data import ValueContext as ValueContext
 
 __version__ = "0.1.0"
+
+_output.install()

@@ -155,7 +155,12 @@ class ReplicaContext:
 current: ContextVar[CrossReplicaContext | ReplicaContext | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside of every strategy."""
 
-default_strategy: Callable[[], Strategy]
+
+def _none_yet() -> Strategy:
+    raise RuntimeError("hpcstrat is not imported completely")
+
+
+default_strategy: Callable[[], Strategy] = _none_yet
 """Gives the strategy of one replica that counts outside of every scope. Filled in by the floor of the strategies."""
 
 _set_by_user: CrossReplicaContext | None = None
@@ -199,7 +204,9 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     global _set_by_user
     if current.get() is not None:
-        raise RuntimeError("experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes")
+        raise RuntimeError(
+            "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
+        )
     _set_by_user = None if strategy is None else CrossReplicaContext(strategy)
 
 

@@ -20,15 +20,15 @@ class Device(NamedTuple):
 
     Attributes:
         kind: `"CPU"` or `"GPU"`.
-        index: which of the host's; there is one CPU.
+        ordinal: which of the host's; there is one CPU.
     """
 
     kind: str
-    index: int
+    ordinal: int
 
     def __str__(self) -> str:
         """TensorFlow's long form, the canonical one."""
-        return f"/job:localhost/replica:0/task:0/device:{self.kind}:{self.index}"
+        return f"/job:localhost/replica:0/task:0/device:{self.kind}:{self.ordinal}"
 
     @property
     def array_module(self) -> ModuleType:
@@ -42,7 +42,7 @@ CPU = Device("CPU", 0)
 
 
 def parse(text: Any, call: str) -> Device:
-    """The device that `text` names, in any of TensorFlow's forms: `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"`, the long one.
+    """The device that `text` names, in any of TensorFlow's forms: `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"`, the long.
 
     Raises:
         ValueError: it names none. `call` names the method in the message.
@@ -87,13 +87,13 @@ def check_present(device: Device, call: str) -> None:
         NotImplementedError: there is one; this version computes on CPUs.
     """
     if device.kind == "CPU":
-        if device.index > 0:
-            raise ValueError(f"{call}: there is no CPU:{device.index}; all cores of a host are 'CPU:0'")
+        if device.ordinal > 0:
+            raise ValueError(f"{call}: there is no CPU:{device.ordinal}; all cores of a host are 'CPU:0'")
         return
     count = _cupy(str(device)).cuda.runtime.getDeviceCount()
-    if device.index >= count:
-        raise RuntimeError(f"{call}: there is no GPU:{device.index}; this process sees {count} GPUs")
-    raise NotImplementedError(f"{call}: GPU:{device.index} is there, but this version computes on CPUs; name 'CPU:0'")
+    if device.ordinal >= count:
+        raise RuntimeError(f"{call}: there is no GPU:{device.ordinal}; this process sees {count} GPUs")
+    raise NotImplementedError(f"{call}: GPU:{device.ordinal} is there, but this version computes on CPUs; name 'CPU:0'")
 
 
 def _cupy(device: str) -> Any:

@@ -52,5 +52,5 @@ def _register(cls: type) -> bool:
             object.__setattr__(node, name, leaf)
         return node
 
-    optree.register_pytree_node(cls, to_leaves, from_leaves, namespace=_NAMESPACE)
+    optree.register_pytree_node(cls, to_leaves, from_leaves, namespace=_NAMESPACE)  # pyright: ignore[reportArgumentType]
     return True

@@ -58,9 +58,7 @@ class TensorSpec:
 
     __slots__ = ("dtype", "name", "shape")
 
-    def __init__(
-        self, shape: Sequence[int | None], dtype: npt.DTypeLike = np.float32, name: str | None = None
-    ) -> None:
+    def __init__(self, shape: Sequence[int | None], dtype: npt.DTypeLike = np.float32, name: str | None = None) -> None:
         self.shape = tuple(shape)
         self.dtype = np.dtype(dtype)
         self.name = name

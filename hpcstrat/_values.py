@@ -11,8 +11,8 @@ class DistributedValues:
     """A value with one component a replica; a process holds the component of its own replica only.
 
     `Strategy.experimental_local_results` brings the components of all replicas together, `Strategy.reduce` and
-    `Strategy.gather` combine them, and `Strategy.run` hands each replica its own. No operator works on the whole, because
-    an operator never communicates.
+    `Strategy.gather` combine them, and `Strategy.run` hands each replica its own. No operator works on the whole,
+    because an operator never communicates.
     """
 
     __slots__ = ("_component", "_replica_id")

@@ -107,7 +107,7 @@ class _VariableType(type):
         )
 
 
-class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
+class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  # pyright: ignore[reportGeneralTypeIssues]
     """Numbers that live in the strategy's storage. In arithmetic a variable acts as its array.
 
     Making one is collective under a strategy: all ranks do it, and the parameter rank's initial value counts.
@@ -136,7 +136,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
     """
 
     __slots__ = ("__weakref__", "_block", "_plan", "_strategy", "aggregation", "name", "synchronization", "trainable")
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __init__(
         self,
@@ -150,11 +150,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
     ) -> None:
         strategy = self._strategy = _context.get_strategy()
         if isinstance(_context.context(), UpdateContext):
-            raise RuntimeError("Variable was made inside an update, which one rank runs; make it under strategy.scope()")
-        with strategy._communicator.joint("Variable"):
-            self.synchronization = parse_choice(
-                VariableSynchronization, synchronization, "Variable", "synchronization"
+            raise RuntimeError(
+                "Variable was made inside an update, which one rank runs; make it under strategy.scope()"
             )
+        with strategy._communicator.joint("Variable"):
+            self.synchronization = parse_choice(VariableSynchronization, synchronization, "Variable", "synchronization")
             self.aggregation = parse_choice(VariableAggregation, aggregation, "Variable", "aggregation")
             on_read = self.synchronization is VariableSynchronization.ON_READ
             self.trainable = not on_read if trainable is None else bool(trainable)
@@ -235,7 +235,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         if "out" in kwargs and any(isinstance(out, Variable) for out in kwargs["out"]):
-            raise TypeError(f"{ufunc.__name__}: a variable cannot be written by `out=`; use assign, assign_add or assign_sub")
+            raise TypeError(
+                f"{ufunc.__name__}: a variable cannot be written by `out=`; use assign, assign_add or assign_sub"
+            )
         arrays = [x._readable() if isinstance(x, Variable) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
@@ -322,8 +324,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
         with communicator.joint(call):
             if aggregation is VariableAggregation.NONE:
                 raise ValueError(
-                    f"{call} in a replica context: it is not said how the replicas' values become one. Make the variable "
-                    "with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
+                    f"{call} in a replica context: it is not said how the replicas' values become one. Make the "
+                    "variable with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
                 )
             op = _OPERATIONS[aggregation]
             if op is not None:
@@ -338,8 +340,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
             numbers = communicator.all_gather_obj(call, value if is_number else None)
             if None not in numbers and len(set(numbers)) == 1:
                 raise ValueError(
-                    f"{call}: the sum of the number {value!r}, the same on every replica, is ambiguous. Write it in the "
-                    "cross-replica context, or pass an array, which is summed over the replicas"
+                    f"{call}: the sum of the number {value!r}, the same on every replica, is ambiguous. Write it in "
+                    "the cross-replica context, or pass an array, which is summed over the replicas"
                 )
         self._update(call, new, op, verb)
 
@@ -378,8 +380,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
     def _check_readable(self) -> None:
         if self._is_divided():
             raise RuntimeError(
-                f"the ON_READ variable {self.name!r} has one value a replica, and arithmetic does not communicate: in the "
-                "cross-replica context call read_value() or numpy(), which bring them together"
+                f"the ON_READ variable {self.name!r} has one value a replica, and arithmetic does not communicate: in "
+                "the cross-replica context call read_value() or numpy(), which bring them together"
             )
 
     def _is_divided(self) -> bool:
@@ -423,8 +425,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
             fits = _casts(array, dtype)
         if not fits:
             raise ValueError(
-                f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without loss; "
-                f"cast it first: value.astype({dtype.name!r})"
+                f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without "
+                f"loss; cast it first: value.astype({dtype.name!r})"
             )
         if dtype.kind == "b" and verb != "assign":
             raise ValueError(f"{call}: booleans are neither added nor subtracted; use assign")
@@ -441,7 +443,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):
                 f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
                 "make it under `with strategy.scope():`"
             )
-        return f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs here"
+        return (
+            f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs here"
+        )
 
 
 def _in_replica_of(strategy: Strategy) -> bool:
@@ -470,15 +474,19 @@ def _initial(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | Non
     array = np.asarray(value)
     if array.dtype.hasobject or array.dtype.kind in "USmM":
         raise TypeError(
-            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a callable "
-            "without arguments that gives one"
+            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
+            "callable without arguments that gives one"
         )
     if dtype is None and not hasattr(value, "dtype"):
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
         dtype = np.dtype(dtype)
-        if not (_casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)):
-            raise ValueError(f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first")
+        if not (
+            _casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)
+        ):
+            raise ValueError(
+                f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
+            )
         array = array.astype(dtype)
     array = native(array)
     if shape is not None and tuple(shape) != array.shape:

@@ -9,9 +9,7 @@ import numpy as np
 from hpcstrat import _context
 
 
-def compute_average_loss(
-    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
-) -> Any:
+def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
     """The sum of the losses over the size of the global batch. For a replica function; never communicates.
 
     The sum of the result over the replicas is the mean loss of the global batch.
@@ -64,5 +62,7 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 def _replicas(call: str) -> int:
     if _context.in_cross_replica_context():
-        raise RuntimeError(f"{call} was called in the cross-replica context; call it inside the function of Strategy.run")
+        raise RuntimeError(
+            f"{call} was called in the cross-replica context; call it inside the function of Strategy.run"
+        )
     return _context.get_strategy().num_replicas_in_sync

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hpcstrat._types import ReduceOp
 from hpcstrat._variables import Variable, VariableAggregation, VariableSynchronization
 
 
-class Metric(abc.ABC):
+class Metric:
     """A total and a count over all that replicas have shown it, exact over uneven batches.
 
     Args:
@@ -76,7 +75,7 @@ class Mean(Metric):
         super().__init__(name)
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, each counted by its weight. For a replica function; never communicates."""
+        """Adds values, an array of any shape, counted by weight. For a replica function; never communicates."""
         self._add(*_weighted(values, sample_weight))
 
 

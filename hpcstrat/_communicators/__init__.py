@@ -28,5 +28,12 @@ def connect() -> Communicator:
         from hpcstrat._communicators.host import HostCommunicator
 
         communicator = HostCommunicator(world.comm)
-    atexit.register(communicator.leave)  # after mpi4py's own hook, so it runs before MPI is finalised
+    atexit.register(_leave, communicator)  # after mpi4py's own hook, so it runs before MPI is finalised
     return communicator
+
+
+def _leave(communicator: Communicator) -> None:
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():  # by the program itself
+        communicator.leave()

@@ -247,8 +247,8 @@ class Communicator(abc.ABC):
             )
         lines = "".join(traceback.format_exception(self._fault))
         _world.end_job(
-            f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks did "
-            "not raise there; the ranks no longer make the same calls"
+            f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks "
+            "did not raise there; the ranks no longer make the same calls"
         )
 
 

@@ -6,7 +6,7 @@ import bisect
 
 
 class Heap:
-    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not tell each other.
+    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not tell.
 
     Args:
         start: the first byte to hand out.

@@ -78,7 +78,7 @@ class HostCommunicator(Communicator):
         write(message)
         for group in form.groups:
             values, result = group.of(message), group.of(out)
-            slices = [slice_of(group.count, rank, self.size) for rank in range(self.size)]
+            slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
             parts = np.empty((self.size, slices[self.rank].stop - slices[self.rank].start), group.dtype)
             self._scatter([values[one].view(np.uint8) for one in slices], parts.view(np.uint8))
             reduce_flat(result[slices[self.rank]], list(parts), op)

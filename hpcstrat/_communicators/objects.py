@@ -36,7 +36,7 @@ class Message:
 
 def load(message: np.ndarray[Any, Any]) -> Any:
     """The object of a message. Its arrays are fresh and may be written."""
-    data = memoryview(message)
+    data = memoryview(message)  # pyright: ignore[reportArgumentType]
     (count,) = _COUNT.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}q", data, _COUNT.size)
     start = _COUNT.size * (count + 1)

@@ -17,16 +17,16 @@ class Group(NamedTuple):
     Attributes:
         dtype: their dtype.
         start: the byte where they begin.
-        count: how many they are.
+        elements: how many they are.
     """
 
     dtype: np.dtype[Any]
     start: int
-    count: int
+    elements: int
 
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """These elements of a message, a flat view."""
-        return message[self.start : self.start + self.count * self.dtype.itemsize].view(self.dtype)
+        return message[self.start : self.start + self.elements * self.dtype.itemsize].view(self.dtype)
 
 
 class Layout:
@@ -39,7 +39,9 @@ class Layout:
     """
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> None:
-        self._entries: list[tuple[int, int, tuple[int, ...], np.dtype[Any]]] = [(0, 0, (), np.dtype(bool))] * len(shapes)
+        self._entries: list[tuple[int, int, tuple[int, ...], np.dtype[Any]]] = [(0, 0, (), np.dtype(bool))] * len(
+            shapes
+        )
         self.groups: list[Group] = []
         end = 0
         for dtype in dict.fromkeys(dtypes):

@@ -1,4 +1,4 @@
-"""Sums, minima and maxima of several ranks' arrays, always in rank order, so that the result never depends on timing."""
+"""Sums, minima and maxima of several ranks' arrays, in rank order, so that no result depends on timing."""
 
 from __future__ import annotations
 

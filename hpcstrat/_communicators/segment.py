@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,8 +103,8 @@ def shared_segment(comm: Any, size: int) -> Segment:
             return segment
         problems += found
     raise RuntimeError(
-        f"the ranks of this host cannot share {size:,} bytes of memory: {'; '.join(problems)}. Start them as one user, in "
-        "one container, with `ulimit -v unlimited`"
+        f"the ranks of this host cannot share {size:,} bytes of memory: {'; '.join(problems)}. Start them as one user, "
+        "in one container, with `ulimit -v unlimited`"
     )
 
 
@@ -124,6 +123,8 @@ def _nameless_file() -> int:
 
 def _named_file() -> int:
     """Where processes may not open each other's files. The name lives for the milliseconds until all have opened it."""
+    import tempfile  # 10 ms, and hardly ever needed
+
     return tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")[0]
 
 

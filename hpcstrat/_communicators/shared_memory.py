@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import numpy as np
-
 from hpcstrat._communicators import records
 from hpcstrat._communicators.base import SUMMED_BY_ALL, Bytes, Communicator, Write
 from hpcstrat._communicators.heap import Heap
@@ -48,7 +46,7 @@ class SharedMemoryCommunicator(Communicator):
         if self.rank == 0:
             self.segment.commit(0, head)
         comm.Barrier()
-        whole = memoryview(self.segment.array)
+        whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
         self._records = [[whole[start : start + RECORD] for start in slot] for slot in starts]
         self._payloads = [[self.segment.array[start + HEADER : start + RECORD] for start in slot] for slot in starts]
@@ -108,13 +106,13 @@ class SharedMemoryCommunicator(Communicator):
             self._reduce_by_all(messages, form, op, out)
             return
         for group in form.groups:
-            mine = slice_of(group.count, self.rank, self.size)
+            mine = slice_of(group.elements, self.rank, self.size)
             parts = [group.of(message)[mine] for message in messages]
             reduce_flat(parts[self.rank], parts, op)
         self.sync()
         for group in form.groups:
             result = group.of(out)
             for rank, message in enumerate(messages):
-                theirs = slice_of(group.count, rank, self.size)
+                theirs = slice_of(group.elements, rank, self.size)
                 result[theirs] = group.of(message)[theirs]
         self._being_read = True

@@ -14,13 +14,12 @@ from hpcstrat._types import ReduceOp
 
 
 class Storage(abc.ABC):
-    """Keeps variables' numbers. Its methods are collective: all ranks call them.
+    """Keeps variables' numbers. Its methods are collective: all ranks call them."""
 
-    Attributes:
-        communicator: the ranks that share the variables.
-    """
-
-    communicator: Communicator
+    @property
+    @abc.abstractmethod
+    def communicator(self) -> Communicator:
+        """The ranks that share the variables."""
 
     @abc.abstractmethod
     def create(self, call: str, initial: Array) -> Block:

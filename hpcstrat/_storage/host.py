@@ -32,15 +32,20 @@ class HostStorage(Storage):
     """
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        self.communicator: SharedMemoryCommunicator = communicator
+        self._communicator = communicator
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet told
         self._reports: dict[int, int] = {}  # number of a block -> ranks that told
         self._places: dict[int, tuple[int, int]] = {}
 
+    @property
+    def communicator(self) -> SharedMemoryCommunicator:
+        """See `Storage.communicator`."""
+        return self._communicator
+
     def create(self, call: str, initial: Array) -> Block:
         """See `Storage.create`."""
-        communicator = self.communicator
+        communicator = self._communicator
         told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
         shape, dtype = initial.shape, initial.dtype
 
@@ -77,15 +82,15 @@ class HostStorage(Storage):
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._reports[number] = self._reports.get(number, 0) + 1
-            if self._reports[number] == self.communicator.size:
+            if self._reports[number] == self._communicator.size:
                 del self._reports[number]
-                free = self.communicator.heap.free(*self._places.pop(number))
-                if self.communicator.rank == 0:
-                    self.communicator.segment.release(*free)
+                free = self._communicator.heap.free(*self._places.pop(number))
+                if self._communicator.rank == 0:
+                    self._communicator.segment.release(*free)
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """See `Storage.plan`. Each rank's has its slice of the elements."""
-        communicator = self.communicator
+        communicator = self._communicator
         return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
 
     def update(
@@ -98,24 +103,23 @@ class HostStorage(Storage):
         numbers: tuple[float, ...] = (),
     ) -> None:
         """See `Storage.update`."""
-        communicator = self.communicator
+        communicator = self._communicator
         agreed = plan.signature(call, op)
         if numbers:
             agreed = agreed.with_numbers(numbers)
-        if op is not None or communicator.rank == 0:
-            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
-        else:
-            messages = communicator.exchange(agreed)
-        try:
-            # An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
-            with np.errstate(all="ignore"):
+        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
+        with np.errstate(all="ignore"):
+            if op is not None or communicator.rank == 0:
+                messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
+            else:
+                messages = communicator.exchange(agreed)
+            try:
                 for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
                     gradient, work = plan.scratch(chunk)
                     reduce_chunk(gradient, parts, op or ReduceOp.SUM)
                     rule(chunk.value, gradient, chunk.slots, work)
-        finally:
-            communicator.sync()
-
+            finally:
+                communicator.sync()
 
     def update_rows(
         self,
@@ -127,7 +131,7 @@ class HostStorage(Storage):
         rule: Rule,
     ) -> None:
         """See `Storage.update_rows`. Each rank updates its share of the rows."""
-        communicator = self.communicator
+        communicator = self._communicator
         share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
         communicator.exchange(signature(call, variable.number, rows.shape))
         try:

@@ -27,9 +27,7 @@ class Block:
 
     __slots__ = ("__weakref__", "array", "number", "start", "stop", "view")
 
-    def __init__(
-        self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int
-    ) -> None:
+    def __init__(self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> None:
         self.number = number
         self.start = start
         self.stop = start + size_of(shape, dtype)

@@ -20,13 +20,18 @@ class MirroredStorage(Storage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._created = 0
 
+    @property
+    def communicator(self) -> Communicator:
+        """See `Storage.communicator`."""
+        return self._communicator
+
     def create(self, call: str, initial: Array) -> Block:
         """See `Storage.create`."""
-        communicator = self.communicator
+        communicator = self._communicator
         with communicator.joint(call):
             block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
@@ -57,7 +62,7 @@ class MirroredStorage(Storage):
         numbers: tuple[float, ...] = (),
     ) -> None:
         """See `Storage.update`."""
-        communicator = self.communicator
+        communicator = self._communicator
         agreed = plan.signature(call, op)
         if numbers:
             agreed = agreed.with_numbers(numbers)
@@ -65,16 +70,17 @@ class MirroredStorage(Storage):
         def write(message: Array) -> None:
             plan.write(message, values)
 
-        if op is not None:
-            if self._sum.size < plan.form.nbytes:
-                self._sum = np.empty(plan.form.nbytes, np.uint8)
-            reduced = self._sum
-            communicator.reduce_message(agreed, plan.form, write, op, reduced)
-        elif communicator.rank == 0:
-            reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
-        else:
-            reduced = communicator.exchange(agreed)[0]
+        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
         with np.errstate(all="ignore"):
+            if op is not None:
+                if self._sum.size < plan.form.nbytes:
+                    self._sum = np.empty(plan.form.nbytes, np.uint8)
+                reduced = self._sum
+                communicator.reduce_message(agreed, plan.form, write, op, reduced)
+            elif communicator.rank == 0:
+                reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
+            else:
+                reduced = communicator.exchange(agreed)[0]
             for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
                 gradient, work = plan.scratch(chunk)
                 gradient[...] = part
@@ -90,5 +96,5 @@ class MirroredStorage(Storage):
         rule: Rule,
     ) -> None:
         """See `Storage.update_rows`. Each rank updates all rows."""
-        self.communicator.exchange(signature(call, variable.number, rows.shape))
+        self._communicator.exchange(signature(call, variable.number, rows.shape))
         update_rows(variable, slots, rows, gradient, rule)

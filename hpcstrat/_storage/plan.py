@@ -64,7 +64,7 @@ class Plan:
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
         for index, group in enumerate(self.form.groups):
-            mine = slice_of(group.count, rank, size)
+            mine = slice_of(group.elements, rank, size)
             for place, count, starts in _ranges(group.dtype, group.start, variables, slots, self.form.starts):
                 for a in range(max(place, mine.start), min(place + count, mine.stop), CHUNK):
                     b = min(a + CHUNK, place + count, mine.stop)
@@ -117,7 +117,11 @@ class Plan:
 
 
 def _ranges(
-    dtype: np.dtype[Any], group_start: int, variables: Sequence[Block], slots: Sequence[Sequence[Block]], starts: list[int]
+    dtype: np.dtype[Any],
+    group_start: int,
+    variables: Sequence[Block],
+    slots: Sequence[Sequence[Block]],
+    starts: list[int],
 ) -> list[tuple[int, int, list[int]]]:
     """(place in the group, number of elements, first bytes of value and slots) of what lies in a row everywhere."""
     ranges: list[tuple[int, int, list[int]]] = []

@@ -92,7 +92,7 @@ class Strategy:
         return _Scope(self)
 
     def close(self) -> None:
-        """Ends the use of the strategy. Its variables can be read afterwards. Collective."""
+        """Ends the use of the strategy; its variables can still be read. Collective. Again: nothing happens."""
         if not self._closed:
             self._communicator.barrier("Strategy.close")
             self._closed = True
@@ -129,8 +129,8 @@ class Strategy:
             options: taken for TensorFlow's sake.
 
         Returns:
-            A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one replica. A variable of
-            the strategy comes back as itself, `None` as `None`.
+            A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one replica. A variable
+            of the strategy comes back as itself, `None` as `None`.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
@@ -191,10 +191,10 @@ class Strategy:
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a nest of distributed values, of arrays or numbers. They travel together.
-            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An int, or several, reduces
-                along these axes within each replica too; `MEAN` then divides by the number of elements that there
-                really are. So with a last batch of 6 elements over 2 replicas, 4 and 2, the mean is the sum of six over
-                six, and nan where there is none at all.
+            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An int, or several,
+                reduces along these axes within each replica too; `MEAN` then divides by the number of elements that
+                there really are. So with a last batch of 6 elements over 2 replicas, 4 and 2, the mean is the sum of
+                six over six, and nan where there is none at all.
 
         Returns:
             A nest like `value` of plain arrays. Sums of integers keep their dtype, means of them are `float64`. Of a
@@ -314,7 +314,7 @@ class Strategy:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Deals the elements of `dataset_fn(InputContext)` out to the replicas in turn. Collective, and so is iterating.
+        """Deals the elements of `dataset_fn(InputContext)` out to the replicas. Collective, and so is iterating.
 
         Args:
             dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank, which must
@@ -373,11 +373,15 @@ class Strategy:
 
     def _require_cross_replica(self, call: str) -> None:
         """Raises unless this line runs in this strategy's cross-replica context or outside of every scope."""
+        if self._closed:
+            raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
         context = _context.context()
         if context is None or context is self._cross_context:
             return
         if isinstance(context, UpdateContext):
-            raise RuntimeError(f"{call} was called inside an update, which one rank runs: nothing may communicate there")
+            raise RuntimeError(
+                f"{call} was called inside an update, which one rank runs: nothing may communicate there"
+            )
         if isinstance(context, ReplicaContext):
             raise RuntimeError(
                 f"{call} was called inside a replica function; call it outside of Strategy.run, or inside "
@@ -403,4 +407,3 @@ class _Scope:
 
     def __exit__(self, *_: Any) -> None:
         _context.current.reset(self._tokens.pop())
-

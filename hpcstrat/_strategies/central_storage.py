@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from hpcstrat import _devices
 from hpcstrat._communicators import connect
+from hpcstrat._communicators.records import signature
 from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
@@ -33,8 +35,10 @@ class CentralStorageStrategy(Strategy):
             parameter = devices[0] if parameter_device is None else _devices.parse(parameter_device, call)
             if parameter not in devices:
                 names = ", ".join(map(str, dict.fromkeys(devices)))
-                raise ValueError(f"{call}: parameter_device is {parameter}, and no rank computes there; name one of {names}")
-            communicator.barrier(call)
+                raise ValueError(
+                    f"{call}: parameter_device is {parameter}, and no rank computes there; name one of {names}"
+                )
+            communicator.exchange(signature(call, *map(str, devices), str(parameter)))
         local = MirroredStorage(communicator)
         storage = local
         if communicator.size > 1:

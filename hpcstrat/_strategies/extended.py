@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hpcstrat import _context, _devices, _nest
 from hpcstrat._context import UpdateContext
@@ -128,7 +128,7 @@ class StrategyExtended:
                 _devices.parse(one, call)
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
                 raise ValueError(
-                    f"{call}: destinations is {destinations!r}; pass a variable, a device string, or a distributed value"
+                    f"{call}: destinations is {destinations!r}; pass a variable, a device string or a distributed value"
                 )
 
     def _sent(self, total: Any, destinations: Any) -> Any:
@@ -149,8 +149,8 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
 
-        That is on the parameter rank only, or on every rank for mirrored variables. Inside, writes are local, no call may
-        communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
+        That is on the parameter rank only, or on every rank for mirrored variables. Inside, writes are local, no call
+        may communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
 
         Args:
             var: the variable.
@@ -180,7 +180,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on `colocate_with`, which `non_slot_devices` gave; otherwise as `update`. Collective."""
+        """Runs `fn(*args, **kwargs)` on what `non_slot_devices` gave; otherwise as `update`. Collective."""
         del colocate_with
         call = "StrategyExtended.update_non_slot"
         self._strategy._require_cross_replica(call)
@@ -194,9 +194,11 @@ class StrategyExtended:
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with communicator.joint(call):
-                raise ValueError(f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to")
+                raise ValueError(
+                    f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
+                )
         plain = [leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
-        args, kwargs = structure.unflatten(plain)
+        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         communicator.barrier(call)  # nobody reads what is written next
         sent: list[Any] = []
         with communicator.joint(call):
@@ -209,7 +211,9 @@ class StrategyExtended:
                 if strategy._updates_everywhere:
                     communicator.barrier(call)
                 else:
-                    sent = [_Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results]
+                    sent = [
+                        _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
+                    ]
                     sent = [form.unflatten(sent)]
         if not strategy._updates_everywhere:
             (result,) = communicator.broadcast_obj(call, sent)

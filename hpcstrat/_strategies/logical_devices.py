@@ -15,8 +15,8 @@ def assign(tensor: Any, logical_device_id: int) -> Any:
     """See `Strategy.experimental_assign_to_logical_device`."""
     if not 0 <= logical_device_id < _DEVICES:
         raise ValueError(
-            f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; a replica "
-            "has one, number 0"
+            f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
+            "a replica has one, number 0"
         )
     return tensor
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from hpcstrat._communicators import connect
+from hpcstrat._communicators.records import signature
 from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
@@ -27,7 +29,7 @@ class MirroredStrategy(Strategy):
         communicator = connect()
         with communicator.joint(call):
             placed = place_on_one_host(call, devices, communicator)
-            communicator.barrier(call)
+            communicator.exchange(signature(call, *map(str, placed)))
         storage = MirroredStorage(communicator)
         super().__init__(communicator, placed, placed[communicator.rank], storage, storage)
         self._parameter_device = placed[0]

@@ -82,15 +82,16 @@ def reduce(
             elif leaf is not None:
                 results[i] = _reduce_plain(call, op, leaf, axis)
         own = [_component(leaves[i]) for i in places]
-        if axis is not None:
-            inner = [_Inner(call, op, leaf, axis) for leaf in own]
+        inner = [] if axis is None else [_Inner(call, op, leaf, axis) for leaf in own]
     if not places:
         return structure.unflatten(results)
     if axis is None:
         reduced = _reduce_leaves(communicator, call, op, own)
     elif op in (ReduceOp.SUM, ReduceOp.MEAN):
         sums = communicator.all_reduce(call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM)
-        reduced = [one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)]
+        reduced = [
+            one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
+        ]
     else:
         extremes = communicator.all_reduce(call, [one.total for one in inner], op)
         counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
@@ -165,7 +166,9 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
     if axis is None:
         return array if isinstance(value, Variable) else value
     inner = _Inner(call, op, array, axis)
-    return inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
+    return (
+        inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
+    )
 
 
 def all_gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
@@ -213,7 +216,7 @@ def _scalar(array: Array) -> Any:
 
 
 def _axes(call: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    axes = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
+    axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
         raise TypeError(f"{call}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
     if any(not -ndim <= a < ndim for a in axes):
@@ -221,5 +224,3 @@ def _axes(call: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     if len({a % ndim for a in axes}) < len(axes):
         raise ValueError(f"{call}: axis {axis} names a dimension twice")
     return tuple(int(a) % ndim for a in axes)
-
-

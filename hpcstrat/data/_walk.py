@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Mapping
 
 import numpy as np
 
+from hpcstrat import _world
+
+_drawn = itertools.count()
+
 
 def _fresh_seed() -> int:
-    """The seed of a shuffle that was given none."""
-    return secrets.randbits(63)
+    """The seed of a shuffle that was given none. Ranks that draw in one order draw the same ones."""
+    world = _world.started()
+    if world is None or world.size == 1:
+        return secrets.randbits(63)
+    return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])
 
 
 class Shuffler:

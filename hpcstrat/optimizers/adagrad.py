@@ -36,7 +36,9 @@ class Adagrad(Optimizer):
         name: str = "Adagrad",
     ) -> None:
         if not initial_accumulator_value >= 0:
-            raise ValueError(f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0")
+            raise ValueError(
+                f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0"
+            )
         super().__init__(learning_rate, global_clipnorm, name)
         self.initial_accumulator_value = float(initial_accumulator_value)
         self.epsilon = float(epsilon)

@@ -68,7 +68,8 @@ class Optimizer(abc.ABC):
     def learning_rate(self, value: LearningRate) -> None:
         if callable(value):
             takes_step = bool(inspect.signature(value).parameters)
-            self._current_rate = (lambda: value(self._iterations)) if takes_step else value  # type: ignore
+            rate: Any = value
+            self._current_rate: Callable[[], float] = (lambda: rate(self._iterations)) if takes_step else rate
         else:
             number = float(value)
             self._current_rate = lambda: number
@@ -147,9 +148,13 @@ class Optimizer(abc.ABC):
             if v._strategy is not strategy:
                 raise ValueError(f"{call}: the variables belong to different strategies")
             if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
-                raise ValueError(f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}; only floats have gradients")
+                raise ValueError(
+                    f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}; only floats have gradients"
+                )
             if v.synchronization is VariableSynchronization.ON_READ:
-                raise ValueError(f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one")
+                raise ValueError(
+                    f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
+                )
 
     def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
         slots = [[slot._block for slot in own] for own in self._slots_of(strategy, variables)]
@@ -202,14 +207,15 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
         raise ValueError(
             f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
-            f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} they are "
-            f"{('k', *variable.shape[1:])} and ('k',), of integers"
+            f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} "
+            f"they are {('k', *variable.shape[1:])} and ('k',), of integers"
         )
     if indices.size and not (0 <= indices.min() and indices.max() < variable.shape[0]):
         raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}")
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into {variable.dtype.name}"
+            f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
+            f"{variable.dtype.name}"
         )
     return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
 

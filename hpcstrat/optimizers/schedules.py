@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ExponentialDecay(NamedTuple):
-    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; with `staircase` of the whole part of the exponent."""
+    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down."""
 
     initial_learning_rate: float
     decay_steps: int
@@ -53,7 +53,7 @@ class PolynomialDecay(NamedTuple):
 
 
 class InverseTimeDecay(NamedTuple):
-    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; with `staircase` of the whole part of step / steps."""
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part."""
 
     initial_learning_rate: float
     decay_steps: int

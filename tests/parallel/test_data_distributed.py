@@ -69,8 +69,8 @@ def test_unseeded_shuffles_agree_and_differ_between_iterations(strategy):
 
 
 def test_it_is_left_early_and_begun_again(strategy):
-    for make in (lambda: Dataset.range(40), lambda: Dataset.range(40).filter(lambda x: x >= 0)):
-        distributed = strategy.experimental_distribute_dataset(make().batch(8))
+    for dataset in (Dataset.range(40), Dataset.range(40).filter(lambda number: number >= 0)):
+        distributed = strategy.experimental_distribute_dataset(dataset.batch(8))
         first = hs.asnumpy(strategy.experimental_local_results(next(iter(distributed)))[0]).tolist()
         for x in distributed:
             assert hs.asnumpy(strategy.experimental_local_results(x)[0]).tolist() == first

@@ -1,0 +1,120 @@
+"""Learns to read handwritten digits, on as many replicas as there are ranks.
+
+    mpirun -n 4 python examples/train.py
+
+Four replicas share each batch out between them and take the same steps as one replica would take alone.
+"""
+
+import argparse
+import itertools
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hpcstrat as hs
+
+LAYERS = 64, 128, 64, 10  # pixels, two hidden layers, digits
+
+
+# ---- the network, in plain NumPy or CuPy: `xp` is either
+
+
+def initial_weights(seed):
+    """w1, b1, w2, b2, w3, b3: random by He et al. (2015) and, for the biases, zero."""
+    random = np.random.default_rng(seed)
+    for inputs, outputs in itertools.pairwise(LAYERS):
+        yield random.normal(0, (2 / inputs) ** 0.5, (inputs, outputs)).astype(np.float32)
+        yield np.zeros(outputs, np.float32)
+
+
+def forward(xp, weights, images):
+    """The outputs of the three layers; the last are the scores of the digits, of shape (n, 10)."""
+    w1, b1, w2, b2, w3, b3 = weights
+    hidden1 = xp.maximum(images @ w1 + b1, 0)
+    hidden2 = xp.maximum(hidden1 @ w2 + b2, 0)
+    return hidden1, hidden2, hidden2 @ w3 + b3
+
+
+def cross_entropy(xp, scores, digits):
+    """Each image's loss, of shape (n,), and its derivative by the scores, of shape (n, 10)."""
+    scores = scores - scores.max(axis=1, keepdims=True)
+    log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
+    true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)
+    return -(true * log_probabilities).sum(axis=1), xp.exp(log_probabilities) - true
+
+
+def backward(weights, images, hidden1, hidden2, d_scores):
+    """The gradients of the weights, summed over the images."""
+    _, _, w2, _, w3, _ = weights
+    d_hidden2 = d_scores @ w3.T * (hidden2 > 0)
+    d_hidden1 = d_hidden2 @ w2.T * (hidden1 > 0)
+    for inputs, d_outputs in (images, d_hidden1), (hidden1, d_hidden2), (hidden2, d_scores):
+        yield inputs.T @ d_outputs
+        yield d_outputs.sum(axis=0)
+
+
+# ---- the data
+
+
+def load_data(seed):
+    """1797 images of 8 x 8 pixels and their digits in random order, as datasets for training and, a fifth, for test."""
+    images, digits = load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32)
+    order = np.random.default_rng(seed).permutation(len(images))
+    train, test = np.split(order, [len(order) * 4 // 5])
+    return [hs.data.Dataset.from_tensor_slices((images[part], digits[part])) for part in (train, test)]
+
+
+# ---- the program
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Learns to read handwritten digits.")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (%(default)s)")
+    options = parser.parse_args()
+
+    strategy = hs.CentralStorageStrategy()  # one replica a rank
+    xp = strategy.xp
+    with strategy.scope():
+        weights = [hs.Variable(value) for value in initial_weights(options.seed)]  # live once, all replicas read them
+        optimizer = hs.optimizers.SGD(options.learning_rate, momentum=0.9)
+        loss, accuracy = hs.metrics.Mean(), hs.metrics.Accuracy()
+
+    def train_step(images, digits):  # each replica runs it on its part of the batch, which may be empty
+        values = [weight.value() for weight in weights]
+        hidden1, hidden2, scores = forward(xp, values, images)
+        losses, d_scores = cross_entropy(xp, scores, digits)
+        # All replicas divide by the same number, so that their sums add up to what one replica has for the whole batch.
+        gradients = backward(values, images, hidden1, hidden2, d_scores / options.batch_size)
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))  # sums over replicas, updates once
+        loss.update_state(losses)
+        accuracy.update_state(digits, scores.argmax(axis=1))
+
+    def test_step(images, digits):
+        *_, scores = forward(xp, [weight.value() for weight in weights], images)
+        accuracy.update_state(digits, scores.argmax(axis=1))
+
+    train, test = load_data(options.seed)
+    print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}")
+
+    train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)  # the last batch is smaller
+    train_batches = strategy.experimental_distribute_dataset(train)
+    for epoch in range(1, options.epochs + 1):
+        loss.reset_state()
+        accuracy.reset_state()
+        for batch in hs.progress(train_batches, desc=f"epoch {epoch}", total=len(train), leave=False):
+            strategy.run(train_step, args=batch)
+        print(f"epoch {epoch:2}: loss {loss.result():.6f}, accuracy {accuracy.result():.4f}")
+
+    accuracy.reset_state()
+    test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size))
+    for batch in test_batches:
+        strategy.run(test_step, args=batch)
+    print(f"test accuracy: {accuracy.result():.4f}")
+
+
+if __name__ == "__main__":
+    main()
