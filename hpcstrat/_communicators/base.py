@@ -133,9 +133,9 @@ class Communicator(abc.ABC):
             if op is ReduceOp.MEAN and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
             arrays = [dtypes.native(array) for array in arrays]
-        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+            form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+            out = np.empty(form.nbytes, np.uint8)
         agreed = signature(call, op.name, *[(array.dtype, array.shape) for array in arrays])
-        out = np.empty(form.nbytes, np.uint8)
         self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
         return form.views(out)
 

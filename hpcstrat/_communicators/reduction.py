@@ -46,12 +46,13 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
 
 
 def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
-    """`reduce_chunk` over flat arrays of any length, a chunk at a time."""
-    if out.size <= CHUNK:
-        reduce_chunk(out, parts, op)
-        return
-    for start in range(0, out.size, CHUNK):
-        reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
+    """`reduce_chunk` over flat arrays of any length, a chunk at a time.
+
+    An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
+    """
+    with np.errstate(all="ignore"):
+        for start in range(0, out.size, CHUNK):
+            reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
 
 
 def slice_of(count: int, rank: int, size: int) -> slice:

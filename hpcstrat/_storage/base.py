@@ -5,7 +5,10 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 
+import numpy as np
+
 from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Array as Array
 from hpcstrat._storage.plan import Plan
@@ -34,7 +37,6 @@ class Storage(abc.ABC):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
-    @abc.abstractmethod
     def update(
         self,
         call: str,
@@ -57,16 +59,20 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
+        agreed = plan.signature(call, op)
+        if numbers:
+            agreed = agreed.with_numbers(numbers)
+        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
+        with np.errstate(all="ignore"):
+            self._update(agreed, plan, values, op, rule)
 
     @abc.abstractmethod
+    def _update(
+        self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule
+    ) -> None: ...
+
     def update_rows(
-        self,
-        call: str,
-        variable: Block,
-        slots: Sequence[Block],
-        rows: Array,
-        gradient: Array,
-        rule: Rule,
+        self, call: str, variable: Block, slots: Sequence[Block], rows: Array, gradient: Array, rule: Rule
     ) -> None:
         """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
 
@@ -78,3 +84,19 @@ class Storage(abc.ABC):
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
             rule: how they change.
         """
+        self.communicator.exchange(signature(call, variable.number, rows.shape))
+        with np.errstate(all="ignore"):
+            self._update_rows((variable, *slots), rows, gradient, rule)
+
+    @abc.abstractmethod
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None: ...
+
+
+def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
+    values = [block.array[rows] for block in blocks]
+    flat = [value.reshape(-1) for value in values]
+    gradient = gradient.reshape(-1).copy()
+    rule(flat[0], gradient, flat[1:], np.empty_like(gradient))
+    for block, value in zip(blocks, values, strict=True):
+        block.array[rows] = value

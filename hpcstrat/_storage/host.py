@@ -10,12 +10,12 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Rule, Storage
+from hpcstrat._storage.base import Array, Rule, Storage, update_rows
 from hpcstrat._storage.memory import Block, size_of
-from hpcstrat._storage.plan import Plan, update_rows
+from hpcstrat._storage.plan import Plan
 from hpcstrat._types import ReduceOp
 
 
@@ -93,49 +93,26 @@ class HostStorage(Storage):
         communicator = self._communicator
         return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
 
-    def update(
-        self,
-        call: str,
-        plan: Plan,
-        values: Sequence[Array],
-        op: ReduceOp | None,
-        rule: Rule,
-        numbers: tuple[float, ...] = (),
-    ) -> None:
-        """See `Storage.update`."""
+    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
         communicator = self._communicator
-        agreed = plan.signature(call, op)
-        if numbers:
-            agreed = agreed.with_numbers(numbers)
-        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
-        with np.errstate(all="ignore"):
-            if op is not None or communicator.rank == 0:
-                messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
-            else:
-                messages = communicator.exchange(agreed)
-            try:
-                for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
-                    gradient, work = plan.scratch(chunk)
-                    reduce_chunk(gradient, parts, op or ReduceOp.SUM)
-                    rule(chunk.value, gradient, chunk.slots, work)
-            finally:
-                communicator.sync()
+        if op is not None or communicator.rank == 0:
+            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
+        else:
+            messages = communicator.exchange(agreed)
+        try:
+            for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
+                gradient, work = plan.scratch(chunk)
+                reduce_chunk(gradient, parts, op or ReduceOp.SUM)
+                rule(chunk.value, gradient, chunk.slots, work)
+        finally:
+            communicator.sync()
 
-    def update_rows(
-        self,
-        call: str,
-        variable: Block,
-        slots: Sequence[Block],
-        rows: Array,
-        gradient: Array,
-        rule: Rule,
-    ) -> None:
-        """See `Storage.update_rows`. Each rank updates its share of the rows."""
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+        """Each rank updates its share of the rows."""
         communicator = self._communicator
         share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
-        communicator.exchange(signature(call, variable.number, rows.shape))
         try:
-            update_rows(variable, slots, rows[share], gradient[share], rule)
+            update_rows(blocks, rows[share], gradient[share], rule)
         finally:
             communicator.sync()
 

@@ -8,10 +8,10 @@ from typing import final
 import numpy as np
 
 from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.records import signature
-from hpcstrat._storage.base import Array, Rule, Storage
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._storage.base import Array, Rule, Storage, update_rows
 from hpcstrat._storage.memory import Block, private_memory
-from hpcstrat._storage.plan import Plan, update_rows
+from hpcstrat._storage.plan import Plan
 from hpcstrat._types import ReduceOp
 
 
@@ -52,49 +52,25 @@ class MirroredStorage(Storage):
         """See `Storage.plan`. Each rank's has all elements."""
         return Plan(private_memory().segment, variables, slots, 0, 1)
 
-    def update(
-        self,
-        call: str,
-        plan: Plan,
-        values: Sequence[Array],
-        op: ReduceOp | None,
-        rule: Rule,
-        numbers: tuple[float, ...] = (),
-    ) -> None:
-        """See `Storage.update`."""
+    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
         communicator = self._communicator
-        agreed = plan.signature(call, op)
-        if numbers:
-            agreed = agreed.with_numbers(numbers)
 
         def write(message: Array) -> None:
             plan.write(message, values)
 
-        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
-        with np.errstate(all="ignore"):
-            if op is not None:
-                if self._sum.size < plan.form.nbytes:
-                    self._sum = np.empty(plan.form.nbytes, np.uint8)
-                reduced = self._sum
-                communicator.reduce_message(agreed, plan.form, write, op, reduced)
-            elif communicator.rank == 0:
-                reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
-            else:
-                reduced = communicator.exchange(agreed)[0]
-            for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
-                gradient, work = plan.scratch(chunk)
-                gradient[...] = part
-                rule(chunk.value, gradient, chunk.slots, work)
+        if op is not None:
+            if self._sum.size < plan.form.nbytes:
+                self._sum = np.empty(plan.form.nbytes, np.uint8)
+            reduced = self._sum
+            communicator.reduce_message(agreed, plan.form, write, op, reduced)
+        elif communicator.rank == 0:
+            reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
+        else:
+            reduced = communicator.exchange(agreed)[0]
+        for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
+            gradient, work = plan.scratch(chunk)
+            gradient[...] = part
+            rule(chunk.value, gradient, chunk.slots, work)
 
-    def update_rows(
-        self,
-        call: str,
-        variable: Block,
-        slots: Sequence[Block],
-        rows: Array,
-        gradient: Array,
-        rule: Rule,
-    ) -> None:
-        """See `Storage.update_rows`. Each rank updates all rows."""
-        self._communicator.exchange(signature(call, variable.number, rows.shape))
-        update_rows(variable, slots, rows, gradient, rule)
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+        update_rows(blocks, rows, gradient, rule)

@@ -136,14 +136,3 @@ def _ranges(
         else:
             ranges.append((place, count, begins))
     return ranges
-
-
-def update_rows(variable: Block, slots: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
-    """Applies a rule to these rows of a variable and its slots."""
-    values = [block.array[rows] for block in (variable, *slots)]
-    flat = [value.reshape(-1) for value in values]
-    gradient = gradient.reshape(-1).copy()
-    with np.errstate(all="ignore"):
-        rule(flat[0], gradient, flat[1:], np.empty_like(gradient))
-    for block, value in zip((variable, *slots), values, strict=True):
-        block.array[rows] = value
