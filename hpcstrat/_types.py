@@ -59,9 +59,9 @@ class TensorSpec:
     __slots__ = ("dtype", "name", "shape")
 
     def __init__(self, shape: Sequence[int | None], dtype: npt.DTypeLike = np.float32, name: str | None = None) -> None:
-        self.shape = tuple(shape)
-        self.dtype = np.dtype(dtype)
-        self.name = name
+        self.shape: tuple[int | None, ...] = tuple(shape)
+        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.name: str | None = name
 
     def _key(self) -> tuple[Any, ...]:
         return (type(self), self.shape, self.dtype, self.name)
@@ -94,9 +94,9 @@ class IndexedSlices:
     __slots__ = ("dense_shape", "indices", "values")
 
     def __init__(self, values: Array, indices: Array, dense_shape: Array | None = None) -> None:
-        self.values = values
-        self.indices = indices
-        self.dense_shape = dense_shape
+        self.values: Array = values
+        self.indices: Array = indices
+        self.dense_shape: Array | None = dense_shape
 
     @property
     def shape(self) -> tuple[int, ...] | None:

@@ -154,11 +154,15 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
                 "Variable was made inside an update, which one rank runs; make it under strategy.scope()"
             )
         with strategy._communicator.joint("Variable"):
-            self.synchronization = parse_choice(VariableSynchronization, synchronization, "Variable", "synchronization")
-            self.aggregation = parse_choice(VariableAggregation, aggregation, "Variable", "aggregation")
+            self.synchronization: VariableSynchronization = parse_choice(
+                VariableSynchronization, synchronization, "Variable", "synchronization"
+            )
+            self.aggregation: VariableAggregation = parse_choice(
+                VariableAggregation, aggregation, "Variable", "aggregation"
+            )
             on_read = self.synchronization is VariableSynchronization.ON_READ
-            self.trainable = not on_read if trainable is None else bool(trainable)
-            self.name = "Variable" if name is None else str(name)
+            self.trainable: bool = not on_read if trainable is None else bool(trainable)
+            self.name: str = "Variable" if name is None else str(name)
             initial = _initial(initial_value, dtype, shape)
         storage = strategy._replica_storage if on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)

@@ -50,7 +50,7 @@ class Communicator(abc.ABC):
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self.number = 0  # of calls made
+        self.number: int = 0  # of calls made
         self._faults = 0
         self._fault: BaseException | None = None
 

@@ -52,7 +52,7 @@ class Layout:
                     self._entries[i] = (begin, end, shape, dtype)
             self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize))
         self.nbytes = end
-        self.starts = [entry[0] for entry in self._entries]
+        self.starts: list[int] = [entry[0] for entry in self._entries]
 
     def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The arrays of a message of bytes, as views of it."""

@@ -28,11 +28,11 @@ class Block:
     __slots__ = ("__weakref__", "array", "number", "start", "stop", "view")
 
     def __init__(self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> None:
-        self.number = number
-        self.start = start
-        self.stop = start + size_of(shape, dtype)
+        self.number: int = number
+        self.start: int = start
+        self.stop: int = start + size_of(shape, dtype)
         self.array: np.ndarray[Any, Any] = segment.array[start : self.stop].view(dtype).reshape(shape)
-        self.view = self.array.view()
+        self.view: np.ndarray[Any, Any] = self.array.view()
         self.view.flags.writeable = False
 
 

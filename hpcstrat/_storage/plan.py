@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK, slice_of
 from hpcstrat._communicators.segment import Segment
@@ -55,7 +55,7 @@ class Plan:
         # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
-        self.form = layout(
+        self.form: Layout = layout(
             tuple([block.array.shape for block in variables]), tuple([block.array.dtype for block in variables])
         )
         self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]

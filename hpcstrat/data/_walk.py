@@ -34,8 +34,8 @@ class Shuffler:
 
     def __init__(self, seed: int | None, reshuffle: bool) -> None:
         self.seed = None if seed is None else seed % 2**64
-        self.next_round = 0
-        self.reshuffle = reshuffle
+        self.next_round: int = 0
+        self.reshuffle: bool = reshuffle
 
     def state(self) -> tuple[int, int]:
         """The seed, drawn if there was none yet, and the next round: equal states give equal orders."""

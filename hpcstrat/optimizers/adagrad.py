@@ -40,8 +40,8 @@ class Adagrad(Optimizer):
                 f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0"
             )
         super().__init__(learning_rate, global_clipnorm, name)
-        self.initial_accumulator_value = float(initial_accumulator_value)
-        self.epsilon = float(epsilon)
+        self.initial_accumulator_value: float = float(initial_accumulator_value)
+        self.epsilon: float = float(epsilon)
 
     @property
     def _slot_values(self) -> dict[str, float]:

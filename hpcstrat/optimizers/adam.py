@@ -29,9 +29,9 @@ class _Adam(Optimizer):
             if not 0 <= value < 1:
                 raise ValueError(f"{name}: {argument} is {value!r}; it must be at least 0 and less than 1")
         super().__init__(learning_rate, global_clipnorm, name)
-        self.beta_1 = float(beta_1)
-        self.beta_2 = float(beta_2)
-        self.epsilon = float(epsilon)
+        self.beta_1: float = float(beta_1)
+        self.beta_2: float = float(beta_2)
+        self.epsilon: float = float(epsilon)
         self._decay = float(weight_decay)
 
     @property

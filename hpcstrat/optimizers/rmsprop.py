@@ -46,10 +46,10 @@ class RMSprop(Optimizer):
             if not 0 <= value <= 1:
                 raise ValueError(f"RMSprop: {argument} is {value!r}; it must be from 0 to 1")
         super().__init__(learning_rate, global_clipnorm, name)
-        self.rho = float(rho)
-        self.momentum = float(momentum)
-        self.epsilon = float(epsilon)
-        self.centered = bool(centered)
+        self.rho: float = float(rho)
+        self.momentum: float = float(momentum)
+        self.epsilon: float = float(epsilon)
+        self.centered: bool = bool(centered)
 
     @property
     def _slot_values(self) -> dict[str, float]:

@@ -41,8 +41,8 @@ class SGD(Optimizer):
         if not 0 <= momentum <= 1:
             raise ValueError(f"SGD: momentum is {momentum!r}; it must be from 0 to 1")
         super().__init__(learning_rate, global_clipnorm, name)
-        self.momentum = float(momentum)
-        self.nesterov = bool(nesterov)
+        self.momentum: float = float(momentum)
+        self.nesterov: bool = bool(nesterov)
 
     @property
     def _slot_values(self) -> dict[str, float]:

@@ -139,8 +139,15 @@ def test_importing_starts_nothing(launch):
 
 
 def test_starting_costs_little(launch):
-    bare = "    import numpy\n    from mpi4py import MPI\n    MPI.COMM_WORLD.Barrier()\n"
-    ours = "    from hpcstrat import _world\n    _world.start()\n"
-    env = {"OMPI_MCA_btl": "^ofi"}
-    seconds = [min(launch(text, 4, env=env).seconds for _ in range(3)) for text in (bare, ours)]
-    assert seconds[1] < seconds[0] + 0.5, seconds  # usually 0.05; the margin is a busy machine's
+    program = """
+    import time
+    from hpcstrat import _world
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    begin = time.perf_counter()
+    _world.start()
+    print(time.perf_counter() - begin)
+"""
+    seconds = [float(launch(program, 4).stdout) for _ in range(3)]
+    assert min(seconds) < 0.2, seconds  # beyond MPI's own start; usually 0.02, the margin is a busy machine's
