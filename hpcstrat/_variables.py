@@ -2,112 +2,33 @@
 
 from __future__ import annotations
 
-import enum
-import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _context
-from hpcstrat._communicators.dtypes import check_reducible, native
+from hpcstrat._communicators.dtypes import check_reducible
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Array
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import ReduceOp, parse_choice
-from hpcstrat._values import DistributedValues
+from hpcstrat._variable_creators import VariableType
+from hpcstrat._variable_values import (
+    OPERATIONS,
+    RULES,
+    VariableAggregation,
+    VariableSynchronization,
+    initial_array,
+    written_array,
+)
 
 if TYPE_CHECKING:
     from hpcstrat._strategies.base import Strategy
 
 
-class VariableSynchronization(enum.Enum):
-    """When replicas' writes to a variable come together."""
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
-
-
-class VariableAggregation(enum.Enum):
-    """How values that replicas write to a variable become one."""
-
-    NONE = "NONE"
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
-
-
-_OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA: None,
-}
-
-
-def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
-    value[...] = new
-
-
-def _assign_add(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
-    np.add(value, new, out=value)
-
-
-def _assign_sub(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
-    np.subtract(value, new, out=value)
-
-
-_RULES = {"assign": _assign, "assign_add": _assign_add, "assign_sub": _assign_sub}
-_numbers = itertools.count()
-_creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
-
-
-@contextmanager
-def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every variable is made by `variable_creator(next_creator, **kwargs)`.
-
-    `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the arguments of `Variable`.
-    """
-    token = _creators.set((*_creators.get(), variable_creator))
-    try:
-        yield
-    finally:
-        _creators.reset(token)
-
-
-class _VariableType(type):
-    """Lets the creators of `variable_creator_scope` have a hand in `Variable(...)`."""
-
-    def __call__(
-        cls,
-        initial_value: Any = None,
-        trainable: bool | None = None,
-        name: str | None = None,
-        dtype: npt.DTypeLike | None = None,
-        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
-        shape: Sequence[int] | None = None,
-    ) -> Any:
-        make: Callable[..., Any] = super().__call__
-        for creator in _creators.get():
-            make = functools.partial(creator, make)
-        return make(
-            initial_value=initial_value,
-            trainable=trainable,
-            name=name,
-            dtype=dtype,
-            synchronization=synchronization,
-            aggregation=aggregation,
-            shape=shape,
-        )
-
-
-class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
     """Numbers that live in the strategy's storage. In arithmetic a variable acts as its array.
 
     Making one is collective under a strategy: all ranks do it, and the parameter rank's initial value counts.
@@ -163,7 +84,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
             on_read = self.synchronization is VariableSynchronization.ON_READ
             self.trainable: bool = not on_read if trainable is None else bool(trainable)
             self.name: str = "Variable" if name is None else str(name)
-            initial = _initial(initial_value, dtype, shape)
+            initial = initial_array(initial_value, dtype, shape)
         storage = strategy._replica_storage if on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)
         self._plan: Plan | None = None
@@ -238,9 +159,10 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
         return array.astype(dtype or array.dtype, copy=True)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if "out" in kwargs and any(isinstance(out, Variable) for out in kwargs["out"]):
+        written = inputs[:1] if method == "at" else kwargs.get("out", ())  # NumPy's `at` writes read-only arrays too
+        if any(isinstance(out, Variable) for out in written):
             raise TypeError(
-                f"{ufunc.__name__}: a variable cannot be written by `out=`; use assign, assign_add or assign_sub"
+                f"{ufunc.__name__}: a variable cannot be written by `out=` or `at`; use assign, assign_add or assign_sub"
             )
         arrays = [x._readable() if isinstance(x, Variable) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
@@ -260,6 +182,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
 
     def __float__(self) -> float:
         return float(self._readable())
+
+    def __complex__(self) -> complex:
+        return complex(self._readable())
 
     def __index__(self) -> int:
         return self._readable().__index__()
@@ -307,7 +232,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
         if isinstance(context, UpdateContext):
             if not any(self is one for one in context.variables):
                 raise RuntimeError(f"{call}: this update may write only the variables that were passed to it")
-            _RULES[verb](self._block.array, self._checked(call, verb, value, self.dtype), (), self._block.array)
+            RULES[verb](self._block.array, self._checked(call, verb, value), (), self._block.array)
             return self
         if context is not None and context.strategy is not strategy and not self._is_plain_here(context):
             raise RuntimeError(self._foreign(call, context))
@@ -317,30 +242,30 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
             self._write_aggregated(call, verb, value)
         else:
             with strategy._communicator.joint(call):
-                new = self._checked(call, verb, value, self.dtype)
+                new = self._checked(call, verb, value)
             self._update(call, new, None, verb)
         return self
 
     def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
         communicator, aggregation = self._strategy._communicator, self.aggregation
-        is_number = isinstance(value, (bool, int, float, complex))
+        is_number = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
         with communicator.joint(call):
             if aggregation is VariableAggregation.NONE:
                 raise ValueError(
                     f"{call} in a replica context: it is not said how the replicas' values become one. Make the "
                     "variable with aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
                 )
-            op = _OPERATIONS[aggregation]
+            op = OPERATIONS[aggregation]
             if op is not None:
                 check_reducible(call, self.dtype, op)
-            new = self._checked(call, verb, value, self.dtype)
+            new = self._checked(call, verb, value)
             if op is ReduceOp.MEAN and self.dtype.kind in "iu":
                 raise ValueError(
                     f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
                     "make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
                 )
-        if aggregation is VariableAggregation.SUM and communicator.size > 1:
+        if aggregation is VariableAggregation.SUM:
             numbers = communicator.all_gather_obj(call, value if is_number else None)
             if None not in numbers and len(set(numbers)) == 1:
                 raise ValueError(
@@ -353,7 +278,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
         """A write to an ON_READ variable: each replica has its own."""
         strategy = self._strategy
         if isinstance(_context.context(), ReplicaContext) or strategy.num_replicas_in_sync == 1:
-            _RULES[verb](self._block.array, self._checked(call, verb, value, self.dtype), (), self._block.array)
+            RULES[verb](self._block.array, self._checked(call, verb, value), (), self._block.array)
             return
         is_sum = self.aggregation is VariableAggregation.SUM
         with strategy._communicator.joint(call):
@@ -362,17 +287,17 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
                     f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "
                     "defined in the cross-replica context; use assign, or write it in a replica context"
                 )
-            new = self._checked(call, verb, value, self.dtype)
+            new = self._checked(call, verb, value)
             if is_sum:
                 share = new / strategy.num_replicas_in_sync
-                new = self._checked(call, verb, share, self.dtype)
-        _RULES[verb](self._block.array, strategy._communicator.broadcast_obj(call, new), (), self._block.array)
+                new = self._checked(call, verb, share)
+        RULES[verb](self._block.array, strategy._communicator.broadcast_obj(call, new), (), self._block.array)
 
     def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
         storage = self._strategy._storage
         if self._plan is None:
             self._plan = storage.plan([self._block], [()])
-        storage.update(call, self._plan, [new], op, _RULES[verb])
+        storage.update(call, self._plan, [new], op, RULES[verb])
 
     # ---- help
 
@@ -401,40 +326,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
                 f"{call} of {self.name!r}: it is not said how the replicas' values become one. Make the variable with "
                 "aggregation=VariableAggregation.SUM, MEAN or ONLY_FIRST_REPLICA"
             )
-        op = _OPERATIONS[self.aggregation]
+        op = OPERATIONS[self.aggregation]
         strategy._require_cross_replica(call)
         if op is None:
             return strategy._communicator.broadcast_obj(call, array)
         return strategy._communicator.all_reduce(call, [array], op)[0]
 
-    def _checked(self, call: str, verb: str, value: Any, dtype: np.dtype[Any]) -> Array:
-        """`value` as an array that can be written to the variable."""
-        if isinstance(value, DistributedValues):
-            raise ValueError(
-                f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
-                "strategy.reduce(ReduceOp.SUM, value, axis=None)"
-            )
-        if isinstance(value, Variable):
-            value = value._readable()
-        array = np.asarray(value)
-        if array.shape != self.shape:
-            raise ValueError(
-                f"{call}: the value has shape {array.shape} and the variable {self.shape}; nothing is broadcast into a "
-                "variable, so pass an array of exactly its shape"
-            )
-        from_python = not hasattr(value, "dtype")
-        if array.dtype.kind in "iu" and dtype.kind in "iu" and from_python:
-            fits = _fits(array, dtype)
-        else:
-            fits = _casts(array, dtype)
-        if not fits:
-            raise ValueError(
-                f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without "
-                f"loss; cast it first: value.astype({dtype.name!r})"
-            )
-        if dtype.kind == "b" and verb != "assign":
-            raise ValueError(f"{call}: booleans are neither added nor subtracted; use assign")
-        return array
+    def _checked(self, call: str, verb: str, value: Any) -> Array:
+        return written_array(call, verb, value, self.shape, self.dtype)
 
     def _is_plain_here(self, context: CrossReplicaContext | ReplicaContext) -> bool:
         """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""
@@ -455,44 +354,3 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=_VariableType):  #
 def _in_replica_of(strategy: Strategy) -> bool:
     context = _context.current.get()
     return type(context) is ReplicaContext and context._strategy is strategy
-
-
-def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
-    return np.can_cast(array.dtype, dtype, "same_kind")
-
-
-def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether these integers are all in the range of an integer dtype."""
-    bounds = np.iinfo(dtype)
-    return array.size == 0 or (array.min() >= bounds.min and array.max() <= bounds.max)
-
-
-def _initial(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None) -> Array:
-    """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers."""
-    if callable(value) and not isinstance(value, Variable):
-        value = value()
-    if isinstance(value, Variable):
-        value = value.read_value()
-    if isinstance(value, DistributedValues):
-        raise ValueError("Variable: the initial value is one value a replica; reduce it first")
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.kind in "USmM":
-        raise TypeError(
-            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
-            "callable without arguments that gives one"
-        )
-    if dtype is None and not hasattr(value, "dtype"):
-        dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
-    if dtype is not None:
-        dtype = np.dtype(dtype)
-        if not (
-            _casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)
-        ):
-            raise ValueError(
-                f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
-            )
-        array = array.astype(dtype)
-    array = native(array)
-    if shape is not None and tuple(shape) != array.shape:
-        raise ValueError(f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for")
-    return array

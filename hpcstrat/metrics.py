@@ -9,7 +9,8 @@ import numpy as np
 from hpcstrat import _context
 from hpcstrat._context import ReplicaContext
 from hpcstrat._types import ReduceOp
-from hpcstrat._variables import Variable, VariableAggregation, VariableSynchronization
+from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
+from hpcstrat._variables import Variable
 
 
 class Metric:

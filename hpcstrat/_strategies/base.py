@@ -14,19 +14,18 @@ from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Storage
-from hpcstrat._strategies import logical_devices, reduction
+from hpcstrat._strategies import reduction
 from hpcstrat._strategies.extended import StrategyExtended
+from hpcstrat._strategies.input import InputMethods
+from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, select
 from hpcstrat._variables import Variable
-from hpcstrat.data import distributed
-from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.distributed import DistributedDataset
-from hpcstrat.data.options import InputContext, InputOptions, RunOptions, ValueContext
+from hpcstrat.data.options import RunOptions, ValueContext
 
 
-class Strategy:
+class Strategy(InputMethods, LogicalDeviceMethods):
     """Runs one program on several replicas: one a rank, each on its own device.
 
     Make one of its subclasses. Methods marked collective are called by all ranks, in one order; the script's own level
@@ -135,6 +134,16 @@ class Strategy:
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
+
+        Example, as one replica prints it:
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> dataset = strategy.experimental_distribute_dataset(hs.data.Dataset.range(5).batch(2))
+            >>> for x in dataset:
+            ...     print(strategy.run(lambda value: value + 1, args=(x,)))
+            [1 2]
+            [3 4]
+            [5]
         """
         del options
         self._require_cross_replica("Strategy.run")
@@ -205,6 +214,18 @@ class Strategy:
             TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
             ValueError: an axis that is not there, or the sum of a plain value over several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
+
+        Example, as one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are `[4 6 8 10]` and 28:
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(8)):
+            ...     result = strategy.run(lambda value: value, args=(x,))
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=None))
+            [0 1 2 3 4 5 6 7]
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=0))
+            28
+            >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
+            3.5
         """
         self._require_cross_replica("Strategy.reduce")
         return reduction.reduce(self._communicator, "Strategy.reduce", reduce_op, value, axis)
@@ -224,6 +245,18 @@ class Strategy:
             RuntimeError: called inside a replica function or the scope of another strategy.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not fit; every replica's is named.
+
+        Example, as one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+            >>> import numpy as np
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.array([[[0, 1, 2], [3, 4, 5]]]) + context.replica_id_in_sync_group)
+            >>> for axis in (0, 1, 2):
+            ...     print(strategy.gather(value, axis).shape)
+            (1, 2, 3)
+            (1, 2, 3)
+            (1, 2, 3)
         """
         self._require_cross_replica("Strategy.gather")
         return reduction.gather(self._communicator, "Strategy.gather", value, axis)
@@ -277,6 +310,22 @@ class Strategy:
 
         Raises:
             TypeError: the value is no array of numbers and does not become one.
+
+        Example, as one replica prints it: a constant, an element of an array by the replica's index, a computed value:
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> constant = strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+            >>> strategy.experimental_local_results(constant)
+            (1.0,)
+            >>> values = [3.0, 2.0, 1.0, 0.0]
+            >>> by_index = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: values[context.replica_id_in_sync_group])
+            >>> strategy.experimental_local_results(by_index)
+            (3.0,)
+            >>> computed = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: context.num_replicas_in_sync)
+            >>> strategy.experimental_local_results(computed)
+            (1,)
         """
         call = "Strategy.experimental_distribute_values_from_function"
         self._require_cross_replica(call)
@@ -288,86 +337,6 @@ class Strategy:
                 value = value if isinstance(value, (bool, int, float, complex)) else array
             communicator.barrier(call)
         return value if communicator.size == 1 else PerReplica(value, communicator.rank)
-
-    # ---- data
-
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        """Spreads the batches of a dataset over the replicas. Collective, and so is iterating.
-
-        Args:
-            dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
-                arrays, whose batches are split evenly. With N replicas and a batch of B, replica r gets the next
-                `B // N + (1 if r < B % N else 0)` elements; a short last batch fills the replicas in order, and those
-                left without elements get an empty batch.
-            options: see `InputOptions`.
-
-        Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica.
-
-        Raises:
-            ValueError: the dataset is not batched, and there are several replicas.
-            TypeError: it is nothing that can be iterated.
-        """
-        self._require_cross_replica("Strategy.experimental_distribute_dataset")
-        return distributed.distribute_dataset(dataset, self._communicator, options)
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Deals the elements of `dataset_fn(InputContext)` out to the replicas. Collective, and so is iterating.
-
-        Args:
-            dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank, which must
-                all get the same elements. In step t replica r of N takes element `t * N + r`.
-            options: see `InputOptions`.
-
-        Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. Where the elements run out within a
-            step, the replicas without one get an empty batch.
-
-        Raises:
-            TypeError: `dataset_fn` does not give a dataset.
-        """
-        self._require_cross_replica("Strategy.distribute_datasets_from_function")
-        return distributed.distribute_from_function(dataset_fn, self._communicator, options)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """The older name of `distribute_datasets_from_function`."""
-        warn_renamed("experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
-        return Dataset.from_tensor_slices(numpy_input)
-
-    # ---- logical devices
-
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, which is on the replica's one logical device, number 0, already.
-
-        Raises:
-            ValueError: another number.
-        """
-        return logical_devices.assign(tensor, logical_device_id)
-
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-        """`tensor`, in one part for the replica's one logical device.
-
-        Args:
-            tensor: an array.
-            partition_dimensions: for each dimension the number of parts along it; all of them are 1.
-
-        Raises:
-            ValueError: another number of entries than the tensor has dimensions, a product that is not the number of
-                logical devices, or one that does not divide the shape.
-        """
-        return logical_devices.split(tensor, partition_dimensions)
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, which is on every logical device of the replica already."""
-        return tensor
 
     # ---- help
 

@@ -1,4 +1,4 @@
-"""Checks of the methods for replicas of several devices. Here a replica has one, so a tensor comes back as it is."""
+"""The methods of a strategy for replicas of several devices. Here a replica has one, and tensors stay as they are."""
 
 from __future__ import annotations
 
@@ -11,25 +11,48 @@ import numpy as np
 _DEVICES = 1  # logical devices of a replica
 
 
-def assign(tensor: Any, logical_device_id: int) -> Any:
-    """See `Strategy.experimental_assign_to_logical_device`."""
-    if not 0 <= logical_device_id < _DEVICES:
-        raise ValueError(
-            f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
-            "a replica has one, number 0"
-        )
-    return tensor
+class LogicalDeviceMethods:
+    """A part of `Strategy`."""
 
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor`, which is on the replica's one logical device, number 0, already.
 
-def split(tensor: Any, partition_dimensions: Sequence[int]) -> Any:
-    """See `Strategy.experimental_split_to_logical_devices`."""
-    call = "Strategy.experimental_split_to_logical_devices"
-    shape = np.shape(tensor)
-    parts = list(partition_dimensions)
-    if len(parts) != len(shape):
-        raise ValueError(f"{call}: {parts} has {len(parts)} entries, and a tensor of shape {shape} needs {len(shape)}")
-    if math.prod(parts) != _DEVICES:
-        raise ValueError(f"{call}: {parts} makes {math.prod(parts)} parts, and a replica has {_DEVICES} logical device")
-    if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-        raise ValueError(f"{call}: {parts} does not divide the shape {shape}")
-    return tensor
+        Raises:
+            ValueError: another number.
+        """
+        if not 0 <= logical_device_id < _DEVICES:
+            raise ValueError(
+                f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
+                "a replica has one, number 0"
+            )
+        return tensor
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """`tensor`, in one part for the replica's one logical device.
+
+        Args:
+            tensor: an array.
+            partition_dimensions: for each dimension the number of parts along it; all of them are 1.
+
+        Raises:
+            ValueError: another number of entries than the tensor has dimensions, a product that is not the number of
+                logical devices, or one that does not divide the shape.
+        """
+        call = "Strategy.experimental_split_to_logical_devices"
+        shape = np.shape(tensor)
+        parts = list(partition_dimensions)
+        if len(parts) != len(shape):
+            raise ValueError(
+                f"{call}: {parts} has {len(parts)} entries, and a tensor of shape {shape} needs {len(shape)}"
+            )
+        if math.prod(parts) != _DEVICES:
+            raise ValueError(
+                f"{call}: {parts} makes {math.prod(parts)} parts, and a replica has {_DEVICES} logical device"
+            )
+        if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+            raise ValueError(f"{call}: {parts} does not divide the shape {shape}")
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, which is on every logical device of the replica already."""
+        return tensor

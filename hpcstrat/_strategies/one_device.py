@@ -20,6 +20,15 @@ class OneDeviceStrategy(Strategy):
     Raises:
         ValueError: a string that names no device.
         RuntimeError: there are several ranks, or the device is not there.
+
+    Example:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.OneDeviceStrategy("CPU:0")
+        >>> result = 0
+        >>> for i in range(10):
+        ...     result += strategy.run(lambda x: 2 * x, args=(i,))
+        >>> result
+        90
     """
 
     def __init__(self, device: str) -> None:

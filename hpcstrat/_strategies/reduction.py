@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import check_gatherable
-from hpcstrat._communicators.dtypes import accumulator, check_reducible
+from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
@@ -25,7 +25,7 @@ def as_numbers(call: str, value: Any) -> Array:
         TypeError: it is no such thing.
     """
     array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.kind in "USmM":
+    if not is_number(array.dtype):
         raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one")
     return array
 

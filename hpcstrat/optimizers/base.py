@@ -16,7 +16,8 @@ from hpcstrat._context import ReplicaContext
 from hpcstrat._storage.base import Array, Rule
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import IndexedSlices, ReduceOp
-from hpcstrat._variables import Variable, VariableSynchronization
+from hpcstrat._variable_values import VariableSynchronization
+from hpcstrat._variables import Variable
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 

@@ -1,5 +1,6 @@
 """Tests that start programs under `mpirun`, each with a time limit, and look at what they leave behind."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -17,7 +18,7 @@ import pytest
 _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_SHARED_MEMORY = pathlib.Path("/dev/shm")
+_LOOK_SECONDS = 0.03
 _SETTLE_SECONDS = 3
 
 
@@ -30,7 +31,7 @@ class Launched:
         stdout: what all ranks printed.
         stderr: the same of standard error.
         seconds: how long it ran.
-        leftovers: processes of the job that are still there, and new files in shared memory that nobody has open.
+        leftovers: processes of the job that are still there, and files in shared memory that its processes mapped.
     """
 
     status: int
@@ -71,11 +72,10 @@ class Launcher:
             path.write_text(textwrap.dedent(program))
         else:
             path = program
-        mark = uuid.uuid4().hex
+        job = _Job()
         command = [sys.executable, path, *arguments]
         if ranks is not None:
             command = [*self.mpirun, *options, "-n", str(ranks), *command]
-        files_before = _shared_files()
         begin = time.monotonic()
         with open(self.folder / "stdout", "w+b") as stdout, open(self.folder / "stderr", "w+b") as stderr:
             process = subprocess.Popen(
@@ -83,17 +83,20 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=_environment(env or {}) | {_MARK: mark},
+                env=_environment(env or {}) | {_MARK: job.mark},
                 cwd=self.folder,
                 start_new_session=True,
             )
-            try:
-                status = process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                status = None
+            status = None
+            while status is None and time.monotonic() - begin < timeout:
+                job.look()
+                try:
+                    status = process.wait(_LOOK_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
             seconds = time.monotonic() - begin
-            leftovers = _leftovers(mark, files_before, 0 if status is None else _SETTLE_SECONDS)
-            _kill(mark)
+            leftovers = job.leftovers(0 if status is None else _SETTLE_SECONDS)
+            job.kill()
             process.wait()
             stdout.seek(0)
             stderr.seek(0)
@@ -122,54 +125,54 @@ def _environment(changes):
     return {name: value for name, value in (kept | changes).items() if value is not None}
 
 
-def _processes(mark):
-    """The processes whose environment carries the mark."""
-    for folder in pathlib.Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                found = f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes()
-            except OSError:  # gone, or another user's
-                continue
-            if found:
-                yield int(folder.name)
+class _Job:
+    """The processes of one job, known by a mark in their environment, and the files in shared memory that they map."""
+
+    def __init__(self):
+        self.mark = uuid.uuid4().hex
+        self.known = {}  # process -> whether it is the job's
+        self.files = set()
+
+    def processes(self):
+        """The job's processes that are there now."""
+        found = []
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self.known = {process: ours for process, ours in self.known.items() if process in there and ours}
+        for process in there:
+            if process not in self.known:
+                environment = _read(process, "environ")
+                self.known[process] = f"{_MARK}={self.mark}".encode() in environment
+            if self.known[process]:
+                found.append(process)
+        return found
+
+    def look(self):
+        """Notes the files that the job's processes map; they are mapped for as long as MPI runs."""
+        for process in self.processes():
+            maps = _read(process, "maps").decode(errors="replace")
+            self.files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+
+    def leftovers(self, patience):
+        """What is still there of the job when it has had some seconds to go."""
+        deadline = time.monotonic() + patience
+        while True:
+            found = [
+                f"process {process}: {_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
+                for process in self.processes()
+            ]
+            found += [path for path in sorted(self.files) if os.path.exists(path)]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(_LOOK_SECONDS)
+
+    def kill(self):
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
-def _kill(mark):
-    for process in _processes(mark):
-        try:
-            os.kill(process, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def _shared_files():
-    return {path.name for path in _SHARED_MEMORY.iterdir()} if _SHARED_MEMORY.exists() else set()
-
-
-def _open_by_nobody(name):
-    """Whether no process has the file in shared memory mapped: then it is not of a job that still runs."""
-    for maps in pathlib.Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"{_SHARED_MEMORY / name}\n" in maps.read_text():
-                return False
-        except OSError:
-            continue
-    return True
-
-
-def _leftovers(mark, files_before, patience):
-    """What is still there of a job when it has had some seconds to go."""
-    deadline = time.monotonic() + patience
-    while True:
-        found = [f"process {process}: {_command_line(process)}" for process in _processes(mark)]
-        found += [f"/dev/shm/{name}" for name in sorted(_shared_files() - files_before) if _open_by_nobody(name)]
-        if not found or time.monotonic() > deadline:
-            return found
-        time.sleep(0.05)
-
-
-def _command_line(process):
+def _read(process, name):
     try:
-        return pathlib.Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return "(gone meanwhile)"
+        return pathlib.Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:  # gone, or another user's
+        return b""

@@ -45,7 +45,7 @@ def group(request, monkeypatch):
 
 def transport(name, monkeypatch):
     if name == "MPI in pieces":  # an odd number of bytes, so that pieces cut elements
-        monkeypatch.setattr(HostCommunicator, "PIECE", 1001)
+        monkeypatch.setattr(HostCommunicator, "PIECE", 5003)
     if name == "solo":
         return SoloCommunicator()
     world = _world.start()

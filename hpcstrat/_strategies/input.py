@@ -1,0 +1,97 @@
+"""The methods of a strategy that bring data to the replicas."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat._communicators import Communicator
+from hpcstrat._strategies.renamed import warn_renamed
+from hpcstrat.data import distributed
+from hpcstrat.data.dataset import Dataset
+from hpcstrat.data.distributed import DistributedDataset
+from hpcstrat.data.options import InputContext, InputOptions
+
+
+class InputMethods(abc.ABC):
+    """A part of `Strategy`."""
+
+    _communicator: Communicator
+
+    @abc.abstractmethod
+    def _require_cross_replica(self, call: str) -> None: ...
+
+    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+        """Spreads the batches of a dataset over the replicas. Collective, and so is iterating.
+
+        Args:
+            dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
+                arrays, whose batches are split evenly. With N replicas and a batch of B, replica r gets the next
+                `B // N + (1 if r < B % N else 0)` elements; a short last batch fills the replicas in order, and those
+                left without elements get an empty batch.
+            options: see `InputOptions`.
+
+        Returns:
+            A re-iterable of nests of `PerReplica`; plain values with one replica.
+
+        Raises:
+            ValueError: the dataset is not batched, and there are several replicas.
+            TypeError: it is nothing that can be iterated.
+
+        Example, as one replica prints it; two get one element each:
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(10).batch(2)):
+            ...     print(strategy.experimental_local_results(x))
+            (array([0, 1]),)
+            (array([2, 3]),)
+            (array([4, 5]),)
+            (array([6, 7]),)
+            (array([8, 9]),)
+        """
+        self._require_cross_replica("Strategy.experimental_distribute_dataset")
+        return distributed.distribute_dataset(dataset, self._communicator, options)
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Deals the elements of `dataset_fn(InputContext)` out to the replicas. Collective, and so is iterating.
+
+        Args:
+            dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank, which must
+                all get the same elements. In step t replica r of N takes element `t * N + r`.
+            options: see `InputOptions`.
+
+        Returns:
+            A re-iterable of nests of `PerReplica`; plain values with one replica. Where the elements run out within a
+            step, the replicas without one get an empty batch.
+
+        Raises:
+            TypeError: `dataset_fn` does not give a dataset.
+
+        Example, with a batch of 4 for each replica:
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def dataset_fn(context):
+            ...     batch_size = context.get_per_replica_batch_size(4 * context.num_replicas_in_sync)
+            ...     dataset = hs.data.Dataset.from_tensors(1.0).repeat()
+            ...     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+            ...     return dataset.batch(batch_size)
+            >>> iterator = iter(strategy.distribute_datasets_from_function(dataset_fn))
+            >>> strategy.experimental_local_results(next(iterator))[0]
+            array([1., 1., 1., 1.], dtype=float32)
+        """
+        self._require_cross_replica("Strategy.distribute_datasets_from_function")
+        return distributed.distribute_from_function(dataset_fn, self._communicator, options)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """The older name of `distribute_datasets_from_function`."""
+        warn_renamed("experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+        """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
+        return Dataset.from_tensor_slices(numpy_input)

@@ -1,0 +1,134 @@
+"""What goes into a variable: how values of replicas come together, and which arrays fit."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcstrat._communicators.dtypes import is_number, native
+from hpcstrat._storage.base import Array
+from hpcstrat._types import ReduceOp
+from hpcstrat._values import DistributedValues
+
+
+class VariableSynchronization(enum.Enum):
+    """When replicas' writes to a variable come together."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values that replicas write to a variable become one."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA: None,
+}
+"""What aggregates values; `None` takes those of the first replica."""
+
+
+def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    value[...] = new
+
+
+def _assign_add(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    np.add(value, new, out=value)
+
+
+def _assign_sub(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
+    np.subtract(value, new, out=value)
+
+
+RULES = {"assign": _assign, "assign_add": _assign_add, "assign_sub": _assign_sub}
+"""How each verb changes a variable, in the form that storage applies."""
+
+
+def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None) -> Array:
+    """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
+
+    Raises:
+        TypeError: it is no array of numbers and does not become one.
+        ValueError: it has another shape than `shape`, or does not go into `dtype`.
+    """
+    if callable(value) and not hasattr(value, "__array__"):
+        value = value()
+    if isinstance(value, DistributedValues):
+        raise ValueError("Variable: the initial value is one value a replica; reduce it first")
+    array = np.asarray(value)
+    if not is_number(array.dtype):
+        raise TypeError(
+            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
+            "callable without arguments that gives one"
+        )
+    if dtype is None and not hasattr(value, "dtype"):
+        dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
+    if dtype is not None:
+        dtype = np.dtype(dtype)
+        if not is_number(dtype):
+            raise TypeError(f"Variable: dtype is {dtype}; it must be one of numbers or booleans")
+        if not (
+            _casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)
+        ):
+            raise ValueError(
+                f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
+            )
+        array = array.astype(dtype)
+    array = native(array)
+    if shape is not None and tuple(shape) != array.shape:
+        raise ValueError(f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for")
+    return array
+
+
+def written_array(call: str, verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """`value` as an array that can be written to a variable of this shape and dtype.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(value, DistributedValues):
+        raise ValueError(
+            f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
+            "strategy.reduce(ReduceOp.SUM, value, axis=None)"
+        )
+    array = np.asarray(value)
+    if array.shape != shape:
+        raise ValueError(
+            f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "
+            "variable, so pass an array of exactly its shape"
+        )
+    from_python = not hasattr(value, "dtype")
+    integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    if not ((integers and from_python) or _casts(array, dtype)) or (integers and not _fits(array, dtype)):
+        raise ValueError(
+            f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without "
+            f"loss; cast it first: value.astype({dtype.name!r})"
+        )
+    if dtype.kind == "b" and verb != "assign":
+        raise ValueError(f"{call}: booleans are neither added nor subtracted; use assign")
+    return array
+
+
+def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
+    return np.can_cast(array.dtype, dtype, "same_kind")
+
+
+def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
+    """Whether these integers are all in the range of an integer dtype."""
+    if array.size == 0 or np.can_cast(array.dtype, dtype):
+        return True
+    bounds = np.iinfo(dtype)
+    return bool(array.min() >= bounds.min and array.max() <= bounds.max)
