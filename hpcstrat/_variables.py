@@ -127,7 +127,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         view = self._block.view
         context = _context.current.get()
         if type(context) is ReplicaContext and context._strategy is self._strategy:
-            return view
+            return view.view()  # whose shape and flags the caller may change
         self._check_readable()
         return view.copy()
 
@@ -162,7 +162,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         written = inputs[:1] if method == "at" else kwargs.get("out", ())  # NumPy's `at` writes read-only arrays too
         if any(isinstance(out, Variable) for out in written):
             raise TypeError(
-                f"{ufunc.__name__}: a variable cannot be written by `out=` or `at`; use assign, assign_add or assign_sub"
+                f"{ufunc.__name__}: a variable is not written by `out=` or `at`; use assign, assign_add or assign_sub"
             )
         arrays = [x._readable() if isinstance(x, Variable) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
@@ -201,11 +201,16 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     # ---- writing
 
-    def assign(self, value: Any) -> Variable:
+    def assign(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Sets the variable. Collective: all ranks call it; in a replica context their values are aggregated first.
 
         Args:
             value: an array, a number or a sequence, of exactly the variable's shape, whose dtype casts safely.
+            use_locking: taken for TensorFlow's sake, as the next two.
+            name: not used.
+            read_value: not used; the variable is always returned.
 
         Returns:
             The variable.
@@ -216,14 +221,21 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             RuntimeError: the variable belongs to another strategy than the one this line runs in.
             ReplicaMismatchError: the replicas' calls differ.
         """
+        del use_locking, name, read_value
         return self._write("assign", value)
 
-    def assign_add(self, value: Any) -> Variable:
+    def assign_add(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Adds to the variable, otherwise as `assign`. Collective."""
+        del use_locking, name, read_value
         return self._write("assign_add", value)
 
-    def assign_sub(self, value: Any) -> Variable:
+    def assign_sub(
+        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+    ) -> Variable:
         """Subtracts from the variable, otherwise as `assign`. Collective."""
+        del use_locking, name, read_value
         return self._write("assign_sub", value)
 
     def _write(self, verb: str, value: Any) -> Variable:

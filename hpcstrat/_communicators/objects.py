@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import copyreg
+import io
 import pickle
 import struct
 from typing import Any
@@ -20,7 +23,9 @@ class Message:
 
     def __init__(self, obj: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
+        body = file.getbuffer()
         parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
         counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
         self._parts = [memoryview(counts), *parts]
@@ -32,6 +37,15 @@ class Message:
         for part in self._parts:
             target[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
             start += part.nbytes
+
+
+def _reduce(array: np.ndarray[Any, Any]) -> Any:
+    """As NumPy, but a read-only array is not read-only where it arrives."""
+    return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = collections.ChainMap({np.ndarray: _reduce}, copyreg.dispatch_table)
 
 
 def load(message: np.ndarray[Any, Any]) -> Any:

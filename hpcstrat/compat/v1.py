@@ -9,7 +9,8 @@ from typing import Any, final
 from hpcstrat._strategies import central_storage, mirrored, one_device
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._types import ReduceOp
-from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplicationMode
+from hpcstrat.data import Dataset, DistributedDataset, InputContext
+from hpcstrat.data import InputReplicationMode as InputReplicationMode
 
 
 class DistributedInputIterator:

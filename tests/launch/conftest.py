@@ -18,7 +18,7 @@ import pytest
 _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_LOOK_SECONDS = 0.03
+_LOOK_SECONDS = 0.05
 _SETTLE_SECONDS = 3
 
 
@@ -130,21 +130,21 @@ class _Job:
 
     def __init__(self):
         self.mark = uuid.uuid4().hex
-        self.known = {}  # process -> whether it is the job's
+        self.looks = {}  # process -> how often it was found to be another's; at first it may not have its program yet
+        self.ours = set()
         self.files = set()
 
     def processes(self):
         """The job's processes that are there now."""
-        found = []
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self.known = {process: ours for process, ours in self.known.items() if process in there and ours}
-        for process in there:
-            if process not in self.known:
-                environment = _read(process, "environ")
-                self.known[process] = f"{_MARK}={self.mark}".encode() in environment
-            if self.known[process]:
-                found.append(process)
-        return found
+        self.ours &= there
+        self.looks = {process: looks for process, looks in self.looks.items() if process in there}
+        for process in there - self.ours:
+            if self.looks.setdefault(process, 0) < 3:
+                if f"{_MARK}={self.mark}".encode() in _read(process, "environ"):
+                    self.ours.add(process)
+                self.looks[process] += 1
+        return sorted(self.ours)
 
     def look(self):
         """Notes the files that the job's processes map; they are mapped for as long as MPI runs."""

@@ -127,12 +127,12 @@ def test_importing_starts_nothing(launch):
     import sys
     import time
     import numpy
-    begin = time.perf_counter()
+    begin = time.process_time()
     import hpcstrat
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     for name in ("mpi4py.MPI", "cupy", "tqdm", "torch"):
         assert name not in sys.modules, name
-    assert seconds < 0.3, seconds  # usually below 0.06; the margin is a busy machine's and a first compilation's
+    assert seconds < 0.3, seconds  # usually 0.06; the margin is a first compilation's
 """
     result = launch(program)
     assert (result.status, result.stdout, result.stderr) == (0, "", "")

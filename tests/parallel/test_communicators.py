@@ -361,13 +361,17 @@ def test_objects_of_all_ranks(communicator):
 
 
 def test_arrays_in_objects_are_fresh_and_may_be_written(communicator):
-    mine = np.full(30_000, communicator.rank)
-    found = communicator.all_gather_obj("test", mine)
-    for array in found:
-        array += 1000
-    assert (mine == communicator.rank).all()
+    mine = [np.full(shape, communicator.rank) for shape in [(), (3,), (300, 100), (30, 10)]]
+    mine[2] = mine[2].T
+    mine[3].flags.writeable = False
+    found = communicator.all_gather_obj("test", [*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))])
+    for arrays in found:
+        for array in arrays:
+            array += 1000
+    assert all((array == communicator.rank).all() for array in mine)
     communicator.all_gather_obj("test", mine)
-    assert [set(array.tolist()) for array in found] == [{1000 + rank} for rank in range(communicator.size)]
+    for rank, arrays in enumerate(found):
+        assert [set(array.ravel().tolist()) for array in arrays] == [{1000 + rank}] * 6
 
 
 def test_broadcast_from_every_root(communicator):

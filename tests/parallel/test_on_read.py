@@ -1,0 +1,195 @@
+"""ON_READ variables: one number a replica, brought together when it is read."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+SHAPES = [(), (3,), (300, 70)]
+several = pytest.mark.skipif(N == 1, reason="with one replica there is nothing to bring together")
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made:
+        yield made
+
+
+def make(strategy, initial, aggregation, **kwargs):
+    with strategy.scope():
+        return hs.Variable(initial, synchronization="ON_READ", aggregation=aggregation, **kwargs)
+
+
+def brought_together(aggregation, parts):
+    if aggregation == "ONLY_FIRST_REPLICA":
+        return parts[0]
+    return sum(parts) / (1 if aggregation == "SUM" else N)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_replicas_write_their_own(strategy, shape, aggregation):
+    v = make(strategy, np.full(shape, 2.0), aggregation)
+
+    def replica():
+        v.assign_add(np.full(shape, 3.0 * RANK))
+        v.assign_sub(np.full(shape, 1.0))
+        assert np.array_equal(v.value(), np.full(shape, 1.0 + 3 * RANK))
+        assert np.array_equal(v.numpy(), np.full(shape, 1.0 + 3 * RANK))
+        assert np.array_equal(v + 1, np.full(shape, 2.0 + 3 * RANK))
+
+    strategy.run(replica)
+    expected = brought_together(aggregation, [np.full(shape, 1.0 + 3 * rank) for rank in range(N)])
+    for found in (v.read_value(), v.numpy(), strategy.extended.read_var(v)):
+        assert np.array_equal(found, expected) and found.dtype == np.float64
+        assert len(set(COMM.allgather(found.tobytes()))) == 1
+        found[...] = -1  # a copy
+    assert np.array_equal(v.numpy(), expected)
+    strategy.run(lambda: v.assign(np.full(shape, float(RANK))))
+    assert np.array_equal(v.numpy(), brought_together(aggregation, [np.full(shape, float(r)) for r in range(N)]))
+
+
+def test_an_initial_value_is_every_replicas(strategy):
+    """So a sum reads as many times what it was made with; TensorFlow does the same."""
+    assert make(strategy, 2.0 + RANK, "SUM").numpy() == 2 * N
+    assert make(strategy, 2.0 + RANK, "MEAN").numpy() == 2
+    assert make(strategy, 2.0 + RANK, "ONLY_FIRST_REPLICA").numpy() == 2
+
+
+def test_writes_and_reads_of_a_replica_never_communicate(strategy):
+    v = make(strategy, np.zeros(3), "SUM")
+
+    def replica():
+        before = strategy._communicator.number
+        for _ in range(RANK):
+            v.assign_add(np.ones(3))
+            v.read_value(), v.numpy(), v.value(), v[0], v + 1, len(v), repr(v)
+        assert strategy._communicator.number == before
+
+    strategy.run(replica)
+    assert v.numpy().tolist() == [N * (N - 1) / 2] * 3
+
+
+def test_views_of_a_replica_are_read_only_and_copied_on_the_way_out(strategy):
+    v = make(strategy, np.arange(4.0), "MEAN")
+
+    def replica():
+        with pytest.raises(ValueError, match="read-only"):
+            v.value()[0] = 1
+        v.assign(v.value()[::-1] + RANK)
+        v.assign_add(v.value()[::-1])
+        kept = v.read_value()
+        out = v.value()
+        return kept, out
+
+    kept, out = strategy.run(replica)
+    strategy.run(lambda: v.assign(np.zeros(4)))
+    for one in (kept, out):
+        for rank, found in enumerate(strategy.experimental_local_results(one)):
+            assert found.tolist() == [3 + 2 * rank] * 4
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_assign_across_replicas_reads_back(strategy, shape, aggregation):
+    v = make(strategy, np.zeros(shape), aggregation)
+    with strategy.scope():
+        assert v.assign(np.full(shape, 12.0)) is v
+    assert np.array_equal(v.numpy(), np.full(shape, 12.0))
+    own = strategy.run(v.read_value)
+    for found in strategy.experimental_local_results(own):
+        assert np.array_equal(found, np.full(shape, 12 / N if aggregation == "SUM" else 12.0))
+
+
+@pytest.mark.parametrize("aggregation", ["MEAN", "ONLY_FIRST_REPLICA"])
+def test_changes_across_replicas_change_all(strategy, aggregation):
+    v = make(strategy, np.zeros(3), aggregation)
+    strategy.run(lambda: v.assign(np.full(3, float(RANK))))
+    v.assign_add(np.full(3, 10.0))
+    v.assign_sub([1.0, 1.0, 1.0])
+    for rank, found in enumerate(strategy.experimental_local_results(strategy.run(v.read_value))):
+        assert found.tolist() == [rank + 9] * 3
+
+
+@several
+@pytest.mark.parametrize("verb", ["assign_add", "assign_sub"])
+def test_changes_of_a_sum_across_replicas_are_refused(strategy, verb):
+    v = make(strategy, np.zeros(3), "SUM", name="total")
+    with pytest.raises(ValueError, match=rf"Variable.{verb} of 'total': .*ON_READ variable that sums"):
+        getattr(v, verb)(np.ones(3))
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
+@several
+def test_it_is_no_array_across_replicas(strategy):
+    v = make(strategy, np.arange(3.0), "SUM", name="total")
+    i = make(strategy, 3, "SUM", name="total")
+    with strategy.scope():
+        for fn in (
+            lambda: v + 1,
+            lambda: 1 + v,
+            lambda: v == v,
+            lambda: np.sum(v),
+            lambda: np.asarray(v),
+            lambda: v[0],
+            lambda: v.value(),
+            lambda: bool(i),
+            lambda: int(i),
+            lambda: float(i),
+            lambda: complex(i),
+            lambda: range(i),
+            lambda: list(v),
+            lambda: np.from_dlpack(v),
+        ):
+            before = strategy._communicator.number
+            with pytest.raises(RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"):
+                fn()
+            assert strategy._communicator.number == before
+        assert repr(v) == "Variable('total', shape=(3,), dtype=float64, one value a replica)"
+        assert (len(v), v.shape, v.ndim, v.size, v.dtype) == (3, (3,), 1, 3, np.float64)
+
+
+@several
+def test_no_aggregation_cannot_be_read(strategy):
+    v = make(strategy, np.zeros(3), "NONE", name="total")
+    strategy.run(lambda: v.assign_add(np.full(3, float(RANK))))
+    for read in (v.read_value, v.numpy):
+        with pytest.raises(ValueError, match=r"of 'total': it is not said .*aggregation=VariableAggregation.SUM"):
+            read()
+    own = strategy.experimental_local_results(strategy.run(v.read_value))
+    assert [found.tolist() for found in own] == [[rank] * 3 for rank in range(N)]
+
+
+@pytest.mark.skipif(N > 1, reason="what is special of one replica")
+def test_with_one_replica_it_is_an_array(strategy):
+    v = make(strategy, np.arange(3.0), "SUM")
+    v.assign_add(np.ones(3))
+    assert (v + 1).tolist() == [2, 3, 4]
+    assert v.value().tolist() == [1, 2, 3]
+
+
+def test_wrong_writes_change_nothing(strategy):
+    v = make(strategy, np.zeros(3, np.int32), "ONLY_FIRST_REPLICA")
+    with pytest.raises(ValueError, match=r"has shape \(2,\) and the variable \(3,\)"):
+        v.assign([1, 2])
+    with pytest.raises(ValueError, match="float64 does not go into a variable of int32"):
+        v.assign_add([1.5, 2, 3])
+    for fn in (lambda: v.assign([1, 2]), lambda: v.assign_sub([1.5, 2, 3])):
+        with pytest.raises(ValueError, match="the variable|a variable of int32"):
+            strategy.run(fn)
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
+def test_a_write_that_is_wrong_on_one_rank_raises_on_all(strategy):
+    v = make(strategy, np.zeros(3), "MEAN")
+    for wrong in range(N):
+        with pytest.raises(ValueError, match=r"has shape \(2,\)"):
+            v.assign(np.ones(2 if RANK == wrong else 3))
+    assert v.numpy().tolist() == [0, 0, 0]
+    v.assign(np.full(3, 2.0))
+    assert v.numpy().tolist() == [2, 2, 2]
