@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception to be reported first
-_LEAD_DELAY = 0.1  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
+_LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
+_FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
 
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
 _rank = 0
@@ -100,5 +101,6 @@ def _abort(status: int) -> NoReturn:
     if _mpi is not None and _ends_job():
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:
+            time.sleep(_FORWARD_DELAY)
             _mpi.COMM_WORLD.Abort(status)
     os._exit(status)  # which makes the launcher end the others

@@ -45,6 +45,11 @@ class Metric:
         self._sums.assign(np.zeros(2))
 
     def _add(self, total: Any, count: Any) -> None:
+        if self._sums._is_divided():
+            raise RuntimeError(
+                f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
+                "for itself; call it inside the function of Strategy.run"
+            )
         self._sums.assign_add(np.array([total, count], np.float64))
 
     def _combine(self, total: Any, count: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import copyreg
 import io
 import pickle
 import struct
@@ -39,13 +37,12 @@ class Message:
             start += part.nbytes
 
 
-def _reduce(array: np.ndarray[Any, Any]) -> Any:
-    """As NumPy, but a read-only array is not read-only where it arrives."""
-    return (array if array.flags.writeable else array.copy("K")).__reduce_ex__(5)
-
-
 class _Pickler(pickle.Pickler):
-    dispatch_table = collections.ChainMap({np.ndarray: _reduce}, copyreg.dispatch_table)
+    def reducer_override(self, obj: Any) -> Any:
+        """As NumPy has it, but a read-only array is not read-only where it arrives."""
+        if type(obj) is np.ndarray and not obj.flags.writeable:
+            return obj.copy("K").__reduce_ex__(5)
+        return NotImplemented
 
 
 def load(message: np.ndarray[Any, Any]) -> Any:

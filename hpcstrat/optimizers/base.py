@@ -16,6 +16,7 @@ from hpcstrat._context import ReplicaContext
 from hpcstrat._storage.base import Array, Rule
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import IndexedSlices, ReduceOp
+from hpcstrat._values import DistributedValues
 from hpcstrat._variable_values import VariableSynchronization
 from hpcstrat._variables import Variable
 
@@ -198,9 +199,14 @@ def _clipped(
     most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
 ) -> tuple[list[Array], list[tuple[Array, Array]]]:
     """All gradients, scaled down together so that their norm is at most `most`."""
-    norm = math.sqrt(sum(float(np.vdot(g, g).real) for g in (*gradients, *(values for _, values in rows))))
-    scale = most / norm if norm > most else 1.0
-    return [g * g.dtype.type(scale) for g in gradients], [(i, values * values.dtype.type(scale)) for i, values in rows]
+    arrays = [*gradients, *(values for _, values in rows)]
+    with np.errstate(all="ignore"):  # as in the update: infinite gradients are no reason to stop on one rank
+        # In float64, where the squares of large float32 numbers do not overflow.
+        norm = math.sqrt(sum(float(np.sum(np.abs(g).astype(np.float64) ** 2)) for g in arrays))
+        scale = most / norm if norm > most else 1.0
+        if not math.isfinite(norm):
+            scale = math.nan
+        return [g * g.dtype.type(scale) for g in gradients], [(i, v * v.dtype.type(scale)) for i, v in rows]
 
 
 def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
@@ -222,6 +228,11 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
 
 
 def _checked(call: str, gradient: Any, variable: Variable) -> Array:
+    if isinstance(gradient, DistributedValues):
+        raise ValueError(
+            f"{call}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; apply it "
+            "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
+        )
     view = variable._block.view
     array = gradient if type(gradient) is np.ndarray else np.asarray(gradient)
     if array.shape != view.shape:

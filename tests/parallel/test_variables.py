@@ -638,16 +638,16 @@ def test_a_variable_is_written_by_its_methods_only(strategy, within):
         v = hs.Variable(np.arange(3.0))
 
     def body():
-        with pytest.raises(TypeError, match="add: a variable cannot be written by `out=` or `at`; use assign"):
+        with pytest.raises(TypeError, match="add: .* `out=` or `at`; use assign"):
             np.add(1, 2, out=v)
-        with pytest.raises(TypeError, match="a variable cannot be written by `out=`"):
+        with pytest.raises(TypeError, match="`out=` or `at`; use assign"):
             np.divmod(np.ones(3), 2, out=(np.ones(3), v))
         alias = v
-        with pytest.raises(TypeError, match="multiply: a variable cannot be written"):
+        with pytest.raises(TypeError, match="multiply: .* `out=` or `at`"):
             alias *= 2
-        with pytest.raises(TypeError, match="matmul: a variable cannot be written"):
+        with pytest.raises(TypeError, match="matmul: .* `out=` or `at`"):
             alias @= np.ones((3, 3))
-        with pytest.raises(TypeError, match="cannot be written"):
+        with pytest.raises(TypeError, match="add: .* `out=` or `at`"):
             np.add.at(v, [0], 1.0)
         with pytest.raises(TypeError, match="item assignment"):
             v[0] = 1.0  # pyright: ignore[reportIndexIssue]

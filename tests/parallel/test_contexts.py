@@ -1,0 +1,325 @@
+"""Scopes, replica contexts, and what a line can ask about where it runs."""
+
+import contextvars
+import copy
+import functools
+import threading
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+STRATEGIES = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
+if N == 1:
+    STRATEGIES["one device"] = functools.partial(hs.OneDeviceStrategy, "/cpu:0")
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    with STRATEGIES[request.param]() as made:
+        yield made
+
+
+def facts():
+    return hs.get_strategy(), hs.has_strategy(), hs.in_cross_replica_context(), hs.get_replica_context()
+
+
+def test_outside_of_every_scope():
+    default, has, cross, replica = facts()
+    assert (has, cross) == (False, False)
+    assert default is hs.get_strategy()
+    assert default.num_replicas_in_sync == 1
+    assert default.extended.worker_devices == (CPU,)
+    assert replica is not None
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
+    assert replica.all_reduce("sum", float(RANK + 1)) == RANK + 1  # alone, and so without the others
+    assert replica.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2
+    assert replica.merge_call(lambda s, x: (s is default, hs.in_cross_replica_context(), x), (3,)) == (True, True, 3)
+
+
+def test_in_a_scope(strategy):
+    outside = facts()
+    with strategy.scope() as entered:
+        assert entered is strategy
+        assert facts() == (strategy, True, True, None)
+        with strategy.scope():  # a strategy's own again
+            assert facts() == (strategy, True, True, None)
+        assert facts() == (strategy, True, True, None)
+    assert facts() == outside
+    with pytest.raises(KeyError):
+        with strategy.scope():
+            raise KeyError
+    assert facts() == outside
+
+
+def test_in_a_replica(strategy):
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        assert facts() == (strategy, True, False, context)
+        assert context.strategy is strategy
+        assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (RANK, N)
+        assert context.devices == (CPU,)
+        assert repr(context) == f"ReplicaContext(replica {RANK} of {N})"
+        return context.replica_id_in_sync_group
+
+    outside = facts()
+    found = strategy.run(replica)
+    assert facts() == outside
+    assert strategy.experimental_local_results(found) == tuple(range(N))
+    with strategy.scope():
+        strategy.run(replica)
+        assert facts() == (strategy, True, True, None)
+
+
+def test_an_exception_of_all_replicas_can_be_caught(strategy):
+    def replica():
+        raise KeyError(RANK)
+
+    outside = facts()
+    for _ in range(3):
+        with pytest.raises(KeyError, match=str(RANK)):
+            strategy.run(replica)
+    assert facts() == outside
+    assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
+
+
+def test_facts_of_strategies(strategy):
+    assert strategy.num_replicas_in_sync == N
+    assert strategy.cluster_resolver is None
+    assert strategy.xp is np
+    assert strategy.extended.worker_devices == (CPU,) * N
+    assert strategy.extended.parameter_devices == (CPU,)
+
+
+def test_devices_in_any_form():
+    for form in ["CPU:0", "cpu:0", "/cpu:0", "/device:CPU:0", CPU]:
+        with hs.CentralStorageStrategy([form] * N, form) as strategy:
+            assert strategy.extended.worker_devices == (CPU,) * N
+            assert strategy.extended.parameter_devices == (CPU,)
+        with hs.MirroredStrategy([form] * N) as strategy:
+            assert strategy.extended.worker_devices == (CPU,) * N
+
+
+# ---- merge_call
+
+
+def test_merge_call(strategy):
+    def merge(given, value, nest, *, keyword):
+        assert given is strategy
+        assert facts() == (strategy, True, True, None)
+        assert strategy.experimental_local_results(value) == tuple(range(N))
+        total = strategy.reduce("SUM", {"v": value, "k": keyword}, axis=None)
+        inner = strategy.run(lambda x: x * 2, args=(nest["a"][0],))  # run is legal here
+        return {"total": total, "own": value, "inner": inner, "plain": "text", "none": None}
+
+    def replica():
+        context = hs.get_replica_context()
+        found = context.merge_call(merge, args=(RANK, {"a": [RANK + 10]}), kwargs={"keyword": 1.0})
+        assert hs.get_replica_context() is context
+        assert found == {
+            "total": {"v": N * (N - 1) // 2, "k": N},
+            "own": RANK,
+            "inner": 2 * (RANK + 10),
+            "plain": "text",
+            "none": None,
+        }
+        return found["own"]
+
+    assert strategy.experimental_local_results(strategy.run(replica)) == tuple(range(N))
+
+
+def test_merge_call_hands_variables_on_as_they_are(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(3))
+
+    def merge(strategy, variable):
+        assert variable is v
+        variable.assign_add(np.ones(3))  # across replicas: once
+        return variable
+
+    def replica():
+        assert hs.get_replica_context().merge_call(merge, (v,)) is v
+        return v
+
+    assert strategy.run(replica) is v
+    assert v.numpy().tolist() == [1, 1, 1]
+
+
+def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
+    def merge(strategy):
+        raise ValueError("in merge")
+
+    def replica():
+        context = hs.get_replica_context()
+        with pytest.raises(ValueError, match="in merge"):
+            context.merge_call(merge)
+        assert hs.get_replica_context() is context
+        return context.all_reduce("SUM", 1)
+
+    assert strategy.experimental_local_results(strategy.run(replica)) == (N,) * N
+
+
+@pytest.mark.skipif(N == 1, reason="one replica cannot differ from another")
+def test_merge_calls_that_differ(strategy):
+    def replica():
+        args = (1, 2) if RANK == 0 else ([1, 2],)
+        hs.get_replica_context().merge_call(lambda strategy, *args: None, args)
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: ReplicaContext.merge_call\((.|\n)*rank 1: "):
+        strategy.run(replica)
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
+
+
+# ---- communication in a replica
+
+
+def test_all_reduce_of_a_nest(strategy):
+    def replica():
+        value = {
+            "array": np.full((2, 3), RANK, np.float32),
+            "none": None,
+            "number": RANK + 1,
+            "list": [np.arange(4) * RANK, (True,)],
+        }
+        context = hs.get_replica_context()
+        return context.all_reduce(hs.ReduceOp.MAX, value), context.all_reduce("mean", value["array"])
+
+    for most, mean in strategy.experimental_local_results(strategy.run(replica)):
+        assert most["array"].tolist() == [[N - 1] * 3] * 2 and most["array"].dtype == np.float32
+        assert (most["none"], most["number"]) == (None, N)
+        assert most["list"][0].tolist() == [0, N - 1, 2 * N - 2, 3 * N - 3]
+        assert most["list"][1] == (True,)
+        assert mean.tolist() == [[(N - 1) / 2] * 3] * 2 and mean.dtype == np.float32
+
+
+def test_all_gather_of_a_nest(strategy):
+    def replica():
+        value = [np.full((RANK + 1, 2), RANK), {"x": np.full((1, RANK), 1.0)}]
+        context = hs.get_replica_context()
+        return context.all_gather(value[0], axis=0), context.all_gather(value[1], axis=-1)
+
+    for rows, columns in strategy.experimental_local_results(strategy.run(replica)):
+        assert rows[:, 0].tolist() == [rank for rank in range(N) for _ in range(rank + 1)]
+        assert columns["x"].tolist() == [[1.0] * (N * (N - 1) // 2)]
+
+
+def test_all_reduce_of_slices(strategy):
+    def replica(op):
+        slices = hs.IndexedSlices(np.full((2, 3), RANK + 1.0), np.array([RANK, 7]), (10, 3))
+        return hs.get_replica_context().all_reduce(op, slices)
+
+    for op, scale in [("SUM", 1), ("MEAN", N)]:
+        for found in strategy.experimental_local_results(strategy.run(replica, (op,))):
+            dense = np.zeros((10, 3))
+            np.add.at(dense, found.indices, found.values)
+            expected = np.zeros((10, 3))
+            for rank in range(N):
+                expected[[rank, 7]] += (rank + 1) / scale
+            np.testing.assert_allclose(dense, expected, rtol=1e-15)
+            assert found.shape == (10, 3)
+
+
+def test_a_variable_is_reduced_as_its_array(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+    found = strategy.run(lambda: hs.get_replica_context().all_reduce("SUM", v))
+    for one in strategy.experimental_local_results(found):
+        assert one.tolist() == [0, N, 2 * N]
+
+
+def test_random_generators_are_each_replicas_own(strategy):
+    def replica(seed):
+        return hs.get_replica_context().random_generator(seed).random(4)
+
+    first, again, other = (
+        strategy.experimental_local_results(strategy.run(replica, (seed,))) for seed in (1, 1, 2)
+    )
+    assert np.array_equal(first, again)
+    assert len({one.tobytes() for one in (*first, *other)}) == 2 * N
+
+
+# ---- another way into a context
+
+
+def test_experimental_set_strategy(strategy):
+    outside = facts()
+    hs.experimental_set_strategy(strategy)
+    try:
+        assert facts() == (strategy, True, True, None)
+        v = hs.Variable(np.zeros(2), aggregation="SUM")
+        assert strategy.extended.variable_created_in_scope(v)
+        strategy.run(lambda: v.assign(np.ones(2)))
+        assert v.numpy().tolist() == [1 if isinstance(strategy, hs.OneDeviceStrategy) else N] * 2
+        assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
+        with strategy.extended.colocate_vars_with(v):
+            hs.Variable(1.0)
+        with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy was called inside"):
+            hs.experimental_set_strategy(None)
+    finally:
+        hs.experimental_set_strategy(None)
+    assert facts() == outside
+
+
+def test_a_thread_starts_outside_and_may_take_a_context_along(strategy):
+    seen = []
+    with strategy.scope():
+        context = contextvars.copy_context()
+        for target in (lambda: seen.append(hs.has_strategy()), lambda: context.run(lambda: seen.append(facts()))):
+            thread = threading.Thread(target=target)
+            thread.start()
+            thread.join()
+    assert seen == [False, (strategy, True, True, None)]
+
+
+# ---- life
+
+
+def test_close(strategy):
+    with strategy.scope():
+        v = hs.Variable([1.0, 2.0])
+    strategy.close()
+    strategy.close()
+    assert v.numpy().tolist() == [1, 2]
+
+
+def test_as_a_context_manager():
+    with hs.CentralStorageStrategy() as strategy:
+        before = strategy._communicator.number
+    assert strategy._communicator.number == before + (1 if N > 1 else strategy._communicator.number - before)
+    with pytest.raises(KeyError):
+        with strategy as again:
+            assert again is strategy
+            raise KeyError
+
+
+def test_a_deep_copy(strategy):
+    other = copy.deepcopy(strategy)
+    assert other is not strategy
+    assert other.extended is not strategy.extended
+    assert other.extended.variable_created_in_scope
+    assert other._communicator is strategy._communicator
+    with other.scope():
+        assert hs.get_strategy() is other
+        v = hs.Variable(np.zeros(2), aggregation="MEAN")
+    assert other.extended.variable_created_in_scope(v)
+    assert not strategy.extended.variable_created_in_scope(v)
+    other.run(lambda: v.assign(np.full(2, 3.0)))
+    assert v.numpy().tolist() == [3, 3]
+    assert hs.get_strategy() is not other
+    found = copy.deepcopy({"strategy": strategy, "again": strategy})
+    assert found["strategy"] is found["again"] is not strategy
+
+
+def test_many_strategies_one_communicator():
+    made = [hs.CentralStorageStrategy() for _ in range(20)] + [hs.MirroredStrategy() for _ in range(20)]
+    assert len({id(one._communicator) for one in made}) == 1
+    for one in made:
+        assert one.reduce("SUM", one.run(lambda: 1), axis=None) == N
+        one.close()

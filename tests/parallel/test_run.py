@@ -1,0 +1,226 @@
+"""Strategy.run and what it takes and returns; local results; values from functions; old names."""
+
+import collections
+import dataclasses
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+from hpcstrat._strategies import renamed
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made:
+        yield made
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Any
+    second: Any
+
+    def __post_init__(self):
+        assert not isinstance(self.first, str), "made anew through its checks"
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inner: Any
+    label: str = "label"
+
+
+def per_replica(strategy):
+    """A value of each replica: its number."""
+    return strategy.run(lambda: RANK)
+
+
+def test_arguments_are_each_replicas_component(strategy):
+    mine = per_replica(strategy)
+    plain = object()
+
+    def replica(a, nest, *rest, keyword, fixed):
+        assert a == RANK
+        assert nest["list"][0] == RANK and nest["point"] == Point(RANK, 7) and nest["none"] is None
+        assert nest["pair"].first == RANK and nest["frozen"].inner == [RANK]
+        assert rest == (1, "text", plain)
+        assert (keyword, fixed) == ({"k": (RANK,)}, 5)
+        return True
+
+    nest = {
+        "list": [mine],
+        "point": Point(mine, 7),
+        "none": None,
+        "pair": Pair(mine, 2),
+        "frozen": Frozen([mine]),
+    }
+    done = strategy.run(replica, (mine, nest, 1, "text", plain), {"keyword": {"k": (mine,)}, "fixed": 5})
+    assert strategy.experimental_local_results(done) == (True,) * N
+    assert isinstance(nest["point"].x, int if N == 1 else hs.PerReplica)  # what was passed is as it was
+
+
+def test_plain_arguments_are_passed_on_and_not_copied(strategy):
+    array, items = np.ones(3), [1, 2]
+
+    def replica(a, b, c):
+        assert a is array and b is items
+        assert next(c) == 0
+
+    strategy.run(replica, [array, items, iter(range(3))])
+
+
+def test_what_comes_back(strategy):
+    with strategy.scope():
+        v = hs.Variable(1.0)
+
+    def replica():
+        return {
+            "number": RANK,
+            "array": np.full(2, RANK),
+            "none": None,
+            "variable": v,
+            "point": Point(RANK, [float(RANK)]),
+            "pair": Pair(RANK, None),
+            "text": "text",
+            "empty": [],
+        }
+
+    found = strategy.run(replica)
+    assert found["none"] is None and found["variable"] is v and found["pair"].second is None
+    assert isinstance(found["point"], Point) and isinstance(found["pair"], Pair) and found["empty"] == []
+    leaves = [found["number"], found["array"], found["point"].x, found["point"].y[0], found["pair"].first, found["text"]]
+    if N == 1:
+        assert not any(isinstance(leaf, hs.DistributedValues) for leaf in leaves)
+        assert found["number"] == 0
+    else:
+        assert all(type(leaf) is hs.PerReplica for leaf in leaves)
+    assert strategy.experimental_local_results(found["number"]) == tuple(range(N))
+    assert strategy.experimental_local_results(found["text"]) == ("text",) * N
+    assert strategy.run(lambda: None) is None
+    assert strategy.run(lambda: v) is v
+    assert strategy.run(lambda: (None, v)) == (None, v)
+
+
+def test_results_go_into_the_next_run(strategy):
+    found = per_replica(strategy)
+    for step in range(3):
+        found = strategy.run(lambda x, step: {"x": [x + 1]} if step % 2 else x + 1, (found, 0))
+    assert strategy.experimental_local_results(found) == tuple(rank + 3 for rank in range(N))
+
+
+def test_run_is_legal_outside_of_scopes_and_takes_options(strategy):
+    assert strategy.run(fn=lambda: None, args=(), kwargs=None, options=hs.RunOptions()) is None
+    with strategy.scope():
+        assert strategy.experimental_local_results(strategy.run(lambda x: x, args=[4])) == (4,) * N
+
+
+@pytest.mark.skipif(N == 1, reason="plain values with one replica")
+def test_a_distributed_value_is_no_number(strategy):
+    found = per_replica(strategy)
+    assert repr(found) == f"PerReplica({{{RANK}: {RANK}}})"
+    assert isinstance(found, hs.DistributedValues)
+    before = strategy._communicator.number
+    for wrong in (lambda: found + 1, lambda: found[0], lambda: float(found), lambda: found < 2, lambda: len(found)):
+        with pytest.raises(TypeError):
+            wrong()
+    assert strategy._communicator.number == before
+
+
+# ---- experimental_local_results
+
+
+def test_local_results_of_arrays_of_different_shapes(strategy):
+    found = strategy.run(lambda: np.full((RANK, 3), RANK, np.float32))
+    everyones = strategy.experimental_local_results(found)
+    assert isinstance(everyones, tuple) and len(everyones) == N
+    for rank, one in enumerate(everyones):
+        assert one.shape == (rank, 3) and one.dtype == np.float32 and (one == rank).all()
+    digests = COMM.allgather([one.tobytes() for one in everyones])
+    assert digests == [digests[0]] * N
+
+
+def test_local_results_of_a_nest(strategy):
+    found = strategy.run(lambda: {"a": RANK, "b": [np.full(2, RANK)]})
+    everyones = strategy.experimental_local_results(found)
+    assert len(everyones) == N
+    for rank, one in enumerate(everyones):
+        assert one["a"] == rank and one["b"][0].tolist() == [rank] * 2
+
+
+def test_local_results_of_anything_else(strategy):
+    before = strategy._communicator.number
+    array = np.ones(3)
+    for value in (5, "text", None, [1, 2], {"a": None}):
+        assert strategy.experimental_local_results(value) == (value,)
+    assert strategy.experimental_local_results(array)[0] is array
+    with strategy.scope():
+        v = hs.Variable(1.0)
+    made = strategy._communicator.number
+    assert strategy.experimental_local_results(v) == (v,)
+    assert strategy._communicator.number == made >= before
+
+
+def test_local_results_of_what_cannot_travel(strategy):
+    found = strategy.run(lambda: (lambda: 0) if RANK == N - 1 else 0)
+    if N == 1:
+        assert len(strategy.experimental_local_results(found)) == 1
+        return
+    with pytest.raises(TypeError, match=r"Strategy.experimental_local_results: .* cannot travel between ranks"):
+        strategy.experimental_local_results(found)
+    assert strategy.experimental_local_results(per_replica(strategy)) == tuple(range(N))
+
+
+# ---- experimental_distribute_values_from_function
+
+
+def test_values_from_a_function(strategy):
+    contexts = []
+
+    def value_fn(context):
+        contexts.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
+        return np.full((RANK + 1, 2), context.replica_id_in_sync_group)
+
+    found = strategy.experimental_distribute_values_from_function(value_fn)
+    assert contexts == [(RANK, N)]
+    assert isinstance(found, np.ndarray if N == 1 else hs.PerReplica)
+    for rank, one in enumerate(strategy.experimental_local_results(found)):
+        assert one.tolist() == [[rank] * 2] * (rank + 1)
+    assert strategy.reduce("SUM", found, axis=(0, 1)) == sum(2 * rank * (rank + 1) for rank in range(N))
+    for number in (3, 2.5, True, np.float32(1), [1, 2]):
+        found = strategy.experimental_distribute_values_from_function(lambda _, number=number: number)
+        for one in strategy.experimental_local_results(found):
+            assert np.array_equal(one, number)
+
+
+# ---- old names
+
+
+def test_old_names_warn_once_a_process(strategy, monkeypatch):
+    monkeypatch.setattr(renamed, "_warned", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert strategy.experimental_local_results(strategy.experimental_run_v2(lambda x: x + RANK, (1,), {})) == (
+                tuple(1 + rank for rank in range(N))
+            )
+            strategy.experimental_distribute_datasets_from_function(lambda context: hs.data.Dataset.range(4).batch(1))
+    assert [(one.category, str(one.message)) for one in caught] == [
+        (DeprecationWarning, "Strategy.experimental_run_v2 is now called Strategy.run"),
+        (
+            DeprecationWarning,
+            "Strategy.experimental_distribute_datasets_from_function is now called "
+            "Strategy.distribute_datasets_from_function",
+        ),
+    ]
+    assert all(one.filename == __file__ for one in caught)
