@@ -207,7 +207,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise RuntimeError(
             "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
         )
-    _set_by_user = None if strategy is None else CrossReplicaContext(strategy)
+    _set_by_user = None if strategy is None else strategy._cross_context
 
 
 def _shows() -> bool | None:

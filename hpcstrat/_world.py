@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -103,7 +102,7 @@ def _connect() -> World:
     if comm.size > 1:
         _failure.end_all_ranks_on_error(comm.rank, mpi)
     shares = host_comm.allgather((comm.rank, _blas.cores()))
-    own = np.array([shares[0][0], secrets.randbits(64)], np.uint64)
+    own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
     if host_comm.rank == 0:  # by now every rank has mapped it
@@ -137,7 +136,7 @@ def _world_of_one(launcher: _launcher.Launcher | None) -> World:
         local_size=1,
         hosts=(0,),
         launcher=launcher,
-        seed=secrets.randbits(64),
+        seed=int.from_bytes(os.urandom(8), "little"),
     )
 
 

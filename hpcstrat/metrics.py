@@ -128,4 +128,5 @@ class MeanSquaredError(Metric):
             ValueError: the shapes differ.
         """
         true, predicted = _pair("MeanSquaredError.update_state", y_true, y_pred)
-        self._add(*_weighted((true - predicted) ** 2, sample_weight))
+        errors = true.astype(np.float64) - predicted  # first, because unsigned integers have no negative differences
+        self._add(*_weighted(errors**2, sample_weight))

@@ -51,6 +51,7 @@ class Communicator(abc.ABC):
         self.rank = rank
         self.size = size
         self.number: int = 0  # of calls made
+        self.paused: str | None = None  # the call that not all ranks are in, during which none may be made
         self._faults = 0
         self._fault: BaseException | None = None
 
@@ -78,14 +79,23 @@ class Communicator(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks call different things.
             Exception: what another rank's `joint` block raised.
+            RuntimeError: not all ranks are here, but in the function of an update.
         """
-        self.number += 1
+        self._count(agreed)
         head = records.common(self.number, self._faults, records.OK, agreed.digest)
         posted = self._post(head, nbytes, write)
         for record in posted:
             if record[: records.COMMON] != head:
                 self._disagree(posted, str(agreed), None)
         return self._messages([records.message_size(record) for record in posted], write)
+
+    def _count(self, agreed: Signature) -> None:
+        if self.paused is not None:
+            raise RuntimeError(
+                f"{agreed.text.partition('(')[0]} was called inside the function of {self.paused}, an update, which one "
+                "rank runs: nothing may communicate there"
+            )
+        self.number += 1
 
     def joint(self, call: str) -> Joint:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.

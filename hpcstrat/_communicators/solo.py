@@ -34,5 +34,5 @@ class SoloCommunicator(Communicator):
 
     def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """The message is the result."""
-        self.number += 1
+        self._count(agreed)
         write(out)

@@ -123,9 +123,12 @@ class StrategyExtended:
     def _check_destinations(self, call: str, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
+        alone = self._strategy.num_replicas_in_sync == 1
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
                 _devices.parse(one, call)
+            elif alone and isinstance(one, (int, float, complex)):
+                continue  # what a single replica returned
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
                 raise ValueError(
                     f"{call}: destinations is {destinations!r}; pass a variable, a device string or a distributed value"
@@ -204,9 +207,11 @@ class StrategyExtended:
         with communicator.joint(call):
             if communicator.rank == 0 or strategy._updates_everywhere:
                 token = _context.current.set(UpdateContext(strategy, variables))
+                communicator.paused = call
                 try:
                     results, form = _nest.flatten(fn(*args, **kwargs))
                 finally:
+                    communicator.paused = None
                     _context.current.reset(token)
                 if strategy._updates_everywhere:
                     communicator.barrier(call)

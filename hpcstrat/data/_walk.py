@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import secrets
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,7 +17,7 @@ def _fresh_seed() -> int:
     """The seed of a shuffle that was given none. Ranks that draw in one order draw the same ones."""
     world = _world.started()
     if world is None or world.size == 1:
-        return secrets.randbits(63)
+        return int.from_bytes(os.urandom(7), "little")
     return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])
 
 

@@ -99,7 +99,14 @@ def test_what_comes_back(strategy):
     found = strategy.run(replica)
     assert found["none"] is None and found["variable"] is v and found["pair"].second is None
     assert isinstance(found["point"], Point) and isinstance(found["pair"], Pair) and found["empty"] == []
-    leaves = [found["number"], found["array"], found["point"].x, found["point"].y[0], found["pair"].first, found["text"]]
+    leaves = [
+        found["number"],
+        found["array"],
+        found["point"].x,
+        found["point"].y[0],
+        found["pair"].first,
+        found["text"],
+    ]
     if N == 1:
         assert not any(isinstance(leaf, hs.DistributedValues) for leaf in leaves)
         assert found["number"] == 0

@@ -39,7 +39,9 @@ def public_names():
                 for method in dir(thing):
                     inner = inspect.getattr_static(thing, method)
                     inner = getattr(inner, "__func__", inner)
-                    is_ours = str(getattr(inner, "__module__", "")).startswith("hpcstrat") or isinstance(inner, property)
+                    is_ours = str(getattr(inner, "__module__", "")).startswith("hpcstrat") or isinstance(
+                        inner, property
+                    )
                     if not method.startswith("_") and is_ours:
                         found[f"{module.__name__}.{name}.{method}"] = inner
     return found

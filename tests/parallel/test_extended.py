@@ -1,0 +1,257 @@
+"""StrategyExtended: updates where a variable lives, reductions to a place, facts."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made, made.scope():
+        yield made
+
+
+def ran_on(flag):
+    """The ranks on which the flag is set."""
+    return [rank for rank, one in enumerate(COMM.allgather(bool(flag))) if one]
+
+
+def where_updates_run(strategy):
+    return [0] if isinstance(strategy, hs.CentralStorageStrategy) else list(range(N))
+
+
+def test_facts(strategy):
+    extended = strategy.extended
+    v = hs.Variable([1.0, 2.0])
+    assert extended.non_slot_devices([v]) == (CPU,)
+    assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
+    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (False, False)
+    assert extended.value_container(v) is v
+    assert extended.read_var(v).tolist() == [1, 2]
+    with extended.colocate_vars_with(v):
+        w = hs.Variable(1.0)
+    assert extended.variable_created_in_scope(w)
+
+
+def test_call_for_each_replica(strategy):
+    found = strategy.extended.call_for_each_replica(lambda x, y: x + y + RANK, (1,), {"y": 2})
+    assert strategy.experimental_local_results(found) == tuple(3 + rank for rank in range(N))
+
+
+# ---- reduce_to and friends
+
+
+def test_reduce_to(strategy):
+    value = strategy.run(lambda: np.full(3, RANK + 1.0))
+    v = hs.Variable(np.zeros(3))
+    total = [N * (N + 1) / 2] * 3
+    for destinations in (v, "CPU:0", [CPU], np.zeros(3)):
+        assert strategy.extended.reduce_to("SUM", value, destinations).tolist() == total
+    everywhere = strategy.extended.reduce_to(hs.ReduceOp.SUM, value, destinations=value)
+    assert isinstance(everywhere, np.ndarray if N == 1 else hs.Mirrored)
+    for one in strategy.experimental_local_results(everywhere):
+        assert one.tolist() == total
+    assert strategy.run(lambda x: x.tolist() == total, (everywhere,)) is not None
+    assert (
+        strategy.experimental_local_results(strategy.run(lambda x: x.tolist() == total, (everywhere,))) == (True,) * N
+    )
+    assert strategy.extended.reduce_to("MEAN", 4.0, v) == 4
+
+
+def test_batch_reduce_to_is_one_message(strategy):
+    v, w = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((), np.int32))
+    first, second = strategy.run(lambda: (np.full(3, RANK + 1.0), np.int32(RANK)))
+    before = strategy._communicator.number
+    found = strategy.extended.batch_reduce_to("SUM", [(first, v), (second, w), (first, "CPU:0")])
+    assert strategy._communicator.number == before + 1
+    assert isinstance(found, list)
+    total = [N * (N + 1) / 2] * 3
+    assert (found[0].tolist(), found[1], found[2].tolist()) == (total, N * (N - 1) / 2, total)
+    assert found[1].dtype == np.int32
+    assert strategy.extended.batch_reduce_to("SUM", []) == []
+
+
+def test_broadcast_to(strategy):
+    found = strategy.extended.broadcast_to({"a": np.full(3, RANK + 5), "n": None}, CPU)
+    assert found["a"].tolist() == [5, 5, 5] and found["n"] is None
+    everywhere = strategy.run(lambda: RANK)
+    found = strategy.extended.broadcast_to(RANK + 7, everywhere)
+    assert strategy.experimental_local_results(found) == (7,) * N
+
+
+# ---- update
+
+
+def test_update_runs_where_the_variable_lives(strategy):
+    v = hs.Variable(np.zeros(3))
+    ran = []
+
+    def fn(var, value, *, scale):
+        assert var is v
+        assert hs.in_cross_replica_context() and hs.get_strategy() is strategy
+        ran.append(RANK)
+        var.assign_add(value * scale)
+        assert var.value().tolist() == [2, 4, 6]
+        return {"sum": np.sum(var), "none": None, "variable": var, "text": "done"}
+
+    result = strategy.extended.update(v, fn, args=(np.array([1.0, 2.0, 3.0]),), kwargs={"scale": 2})
+    assert ran_on(ran) == where_updates_run(strategy)
+    assert result == {"sum": 12, "none": None, "variable": v, "text": "done"}
+    assert result["variable"] is v
+    assert v.numpy().tolist() == [2, 4, 6]
+    grouped = strategy.extended.update(v, lambda var: [1, {"a": 2}], group=False)
+    assert grouped == [(1,), {"a": (2,)}]
+
+
+def test_update_takes_what_reduce_to_gives(strategy):
+    v = hs.Variable(np.zeros(2))
+    gradient = strategy.run(lambda: np.full(2, float(RANK)))
+    total = strategy.extended.reduce_to("SUM", gradient, gradient)
+    strategy.extended.update(v, lambda var, g: var.assign_sub(g), (total,))
+    assert v.numpy().tolist() == [-N * (N - 1) / 2] * 2
+
+
+def test_an_updates_large_result_is_the_same_everywhere(strategy):
+    v = hs.Variable(np.zeros(3))
+    result = strategy.extended.update(v, lambda var: np.full(50_000, 3.5))
+    assert (result == 3.5).all() and result.flags.writeable
+    assert len(set(COMM.allgather(result.tobytes()))) == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero")], ids=repr)
+def test_an_updates_exception_reaches_every_rank(strategy, error):
+    v = hs.Variable(np.zeros(3))
+
+    def fn(var):
+        var.assign(np.ones(3))
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        strategy.extended.update(v, fn)
+    assert str(error) in str(caught.value)
+    assert hs.get_strategy() is strategy
+    assert v.numpy().tolist() == [1, 1, 1]  # what was written is written
+    strategy.extended.update(v, lambda var: var.assign(np.zeros(3)))
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
+def test_an_updates_result_that_cannot_travel(strategy):
+    v = hs.Variable(np.zeros(3))
+    if where_updates_run(strategy) == [0] and N > 1:
+        with pytest.raises(TypeError, match="StrategyExtended.update: .*cannot travel"):
+            strategy.extended.update(v, lambda var: lambda: 0)
+    else:
+        assert callable(strategy.extended.update(v, lambda var: lambda: 0))
+    assert strategy.extended.update(v, lambda var: 5) == 5
+
+
+def test_an_update_writes_the_variables_passed_to_it_only(strategy):
+    v, passed, other = (hs.Variable(np.zeros(2), name=name) for name in ("v", "passed", "other"))
+
+    def fn(var, nest, key=None):
+        for one in (var, nest["list"][0], key):
+            one.assign_add(np.ones(2))
+        assert other.numpy().tolist() == [0, 0]  # reading is free
+        assert (other + 1).tolist() == [1, 1]
+
+    strategy.extended.update(v, fn, ({"list": [passed]},), {"key": v})
+    assert (v.numpy().tolist(), passed.numpy().tolist()) == ([2, 2], [1, 1])
+    with pytest.raises(RuntimeError, match="Variable.assign of 'other': this update may write only the variables"):
+        strategy.extended.update(v, lambda var: other.assign(np.ones(2)))
+    assert other.numpy().tolist() == [0, 0]
+
+
+def test_wrong_values_in_an_update(strategy):
+    v = hs.Variable(np.zeros(2))
+    for value, message in [(np.ones(3), r"has shape \(3,\)"), (np.array([1j, 2]), "complex128 does not go into")]:
+        with pytest.raises(ValueError, match=message):
+            strategy.extended.update(v, lambda var, value=value: var.assign(value))
+    assert v.numpy().tolist() == [0, 0]
+
+
+def collectives(strategy):
+    ready = strategy.run(lambda: np.full(2, float(RANK)))
+    on_read = hs.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+    w = hs.Variable(np.zeros(2), aggregation="SUM")
+    metric = hs.metrics.Mean()
+    optimizer = hs.optimizers.SGD(0.1)
+    dataset = strategy.experimental_distribute_dataset(hs.data.Dataset.from_generator(lambda: iter(range(8))).batch(4))
+    return {
+        "reduce": lambda v: strategy.reduce("SUM", ready, None),
+        "gather": lambda v: strategy.gather(ready, 0),
+        "run": lambda v: strategy.run(lambda: 0),
+        "scope": lambda v: strategy.scope().__enter__(),
+        "local results": lambda v: strategy.experimental_local_results(ready) if N > 1 else strategy.run(lambda: 0),
+        "values from function": lambda v: strategy.experimental_distribute_values_from_function(lambda c: 1),
+        "reduce_to": lambda v: strategy.extended.reduce_to("SUM", ready, v),
+        "broadcast_to": lambda v: strategy.extended.broadcast_to(1, v),
+        "update": lambda v: strategy.extended.update(v, lambda var: None),
+        "update_non_slot": lambda v: strategy.extended.update_non_slot(CPU, lambda: None),
+        "read of ON_READ": lambda v: on_read.read_value() if N > 1 else strategy.run(lambda: 0),
+        "metric": lambda v: metric.result() if N > 1 else strategy.run(lambda: 0),
+        "new variable": lambda v: hs.Variable(1.0),
+        "optimizer": lambda v: optimizer.apply_gradients([(np.ones(2), w)]),
+        "dataset": lambda v: list(dataset),
+        "barrier": lambda v: hs.barrier(),
+        "agree": lambda v: hs.agree(True),
+        "broadcast_object": lambda v: hs.broadcast_object(1),
+        "close": lambda v: strategy.close(),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "reduce", "gather", "run", "scope", "local results", "values from function", "reduce_to", "broadcast_to", "update",
+    "update_non_slot", "read of ON_READ", "metric", "new variable", "optimizer", "dataset", "barrier", "agree",
+    "broadcast_object", "close",
+])  # fmt: skip
+def test_nothing_communicates_in_an_update(strategy, name):
+    v = hs.Variable(np.zeros(2))
+    call = collectives(strategy)[name]
+    with pytest.raises(RuntimeError, match="update"):
+        strategy.extended.update(v, call)
+    assert hs.get_strategy() is strategy
+    v.assign(np.ones(2))
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
+    assert v.numpy().tolist() == [1, 1]
+
+
+def test_update_non_slot(strategy):
+    v = hs.Variable(np.zeros(2))
+    state = {"steps": 0}
+    ran = []
+
+    def fn(variable, *, add):
+        ran.append(RANK)
+        state["steps"] += add
+        variable.assign_add(np.ones(2))
+        return state["steps"]
+
+    devices = strategy.extended.non_slot_devices([v])
+    assert strategy.extended.update_non_slot(devices, fn, (v,), {"add": 3}) == 3
+    assert strategy.extended.update_non_slot(devices, lambda: 4, group=False) == (4,)
+    assert ran_on(ran) == where_updates_run(strategy)
+    assert v.numpy().tolist() == [1, 1]
+    with pytest.raises(KeyError, match="gone"):
+        strategy.extended.update_non_slot(devices, lambda: {}["gone"])
+
+
+def test_updates_within_merge_call(strategy):
+    v = hs.Variable(np.zeros(2))
+
+    def merge(strategy, gradient):
+        total = strategy.extended.reduce_to("SUM", gradient, v)
+        return strategy.extended.update(v, lambda var, g: var.assign_add(g), (total,))
+
+    def replica():
+        assert hs.get_replica_context().merge_call(merge, (np.full(2, RANK + 1.0),)) is v
+        return v.value()
+
+    for one in strategy.experimental_local_results(strategy.run(replica)):
+        assert one.tolist() == [N * (N + 1) / 2] * 2

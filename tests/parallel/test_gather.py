@@ -1,0 +1,98 @@
+"""Strategy.gather: the replicas' arrays, one after the other."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+
+
+@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made:
+        yield made
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3, np.int64(1)])
+@pytest.mark.parametrize("dtype", [np.float32, np.int16, bool, np.complex128])
+def test_uneven_parts_in_replica_order(strategy, axis, dtype):
+    parts = []
+    for rank in range(N):
+        shape = [2, 3, 4]
+        shape[axis] = 2 * rank
+        parts.append((np.arange(np.prod(shape)) % 7 + rank).astype(dtype).reshape(shape))
+    found = strategy.gather(strategy.run(lambda: parts[RANK]), axis=axis)
+    expected = np.concatenate(parts, axis)
+    assert isinstance(found, np.ndarray) and found.dtype == dtype
+    assert np.array_equal(found, expected) and found.shape == expected.shape
+    assert len(set(COMM.allgather(found.tobytes()))) == 1
+    found[...] = 0
+    assert np.array_equal(strategy.gather(strategy.run(lambda: parts[RANK]), axis=axis), expected)
+
+
+def test_large_parts(strategy):
+    value = strategy.run(lambda: np.full((30_000 * (N - RANK), 3), RANK, np.float32))
+    found = strategy.gather(value, 0)
+    assert found.shape == (30_000 * N * (N + 1) // 2, 3)
+    start = 0
+    for rank in range(N):
+        stop = start + 30_000 * (N - rank)
+        assert (found[start:stop] == rank).all()
+        start = stop
+
+
+def test_a_nest(strategy):
+    value = strategy.run(lambda: {"a": np.full((RANK, 2), RANK), "b": (np.ones((1, 1)), [np.array([RANK, True])])})
+    before = strategy._communicator.number
+    found = strategy.gather(value, 0)
+    assert strategy._communicator.number == before + (N > 1)
+    assert found["a"].tolist() == [[rank] * 2 for rank in range(N) for _ in range(rank)]
+    assert found["b"][0].shape == (N, 1)
+    assert found["b"][1][0].tolist() == [x for rank in range(N) for x in (rank, 1)]
+
+
+def test_a_plain_array_is_returned_as_it_is(strategy):
+    array = np.ones((2, 3))
+    assert strategy.gather(array, 1) is array
+    found = strategy.gather([array, strategy.run(lambda: np.full((1, 3), RANK))], 0)
+    assert found[0] is array and found[1].shape == (N, 3)
+
+
+def test_a_variable_that_a_replica_returns(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+    found = strategy.gather(strategy.run(v.value), 0)
+    assert found.tolist() == [0, 1, 2] * N
+
+
+def test_arrays_without_dimensions(strategy):
+    with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on rank 0"):
+        strategy.gather(strategy.run(lambda: np.array(1.0)), 0)
+    with pytest.raises(ValueError, match=r"Strategy.gather: axis 0 does not exist"):
+        strategy.gather(strategy.run(lambda: 2.5), 0)
+
+
+@pytest.mark.parametrize("axis", [2, -3])
+def test_an_axis_that_is_not_there(strategy, axis):
+    with pytest.raises(ValueError, match=f"Strategy.gather: axis {axis} does not exist") as caught:
+        strategy.gather(strategy.run(lambda: np.zeros((RANK, 2))), axis)
+    for rank in range(N):
+        assert f"({rank}, 2) on rank {rank}" in str(caught.value)
+
+
+@pytest.mark.skipif(N == 1, reason="one replica fits itself")
+@pytest.mark.parametrize("unit", [1, 3000])
+def test_shapes_that_do_not_fit(strategy, unit):
+    with pytest.raises(hs.ReplicaMismatchError, match="Strategy.gather: shapes may differ along axis 0 only") as caught:
+        strategy.gather(strategy.run(lambda: np.zeros((2, unit * (RANK + 1)))), 0)
+    for rank in range(N):
+        assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis -2 does not exist"):
+        strategy.gather(strategy.run(lambda: np.zeros((2, 2) if RANK else (2,))), -2)
+    with pytest.raises(hs.ReplicaMismatchError, match="float64(.|\n)*float32"):
+        strategy.gather(strategy.run(lambda: np.zeros(2, np.float32 if RANK else np.float64)), 0)
+    assert strategy.gather(strategy.run(lambda: np.array([RANK])), 0).tolist() == list(range(N))

@@ -1,0 +1,163 @@
+"""Metrics and losses: exact over uneven batches, on any number of replicas."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made:
+        yield made
+
+
+def make(strategy, kind, *args):
+    with strategy.scope():
+        return kind(*args)
+
+
+def batches(rank):
+    """Three batches of a replica; replica 0's second one and replica 2's last one are empty."""
+    sizes = [rank + 1, 3 if rank else 0, 0 if rank == 2 else 2]
+    return [np.random.default_rng([rank, step]).integers(-9, 10, (size, 2)) for step, size in enumerate(sizes)]
+
+
+def everything():
+    return np.concatenate([batch for rank in range(N) for batch in batches(rank)]).astype(np.float64)
+
+
+def feed(strategy, metric, *more):
+    for batch in batches(RANK):
+        strategy.run(lambda batch=batch: metric.update_state(batch, *more))
+
+
+def test_names():
+    names = [metric().name for metric in (hs.metrics.Mean, hs.metrics.Sum, hs.metrics.Accuracy)]
+    assert [*names, hs.metrics.MeanSquaredError().name] == ["mean", "sum", "accuracy", "mean_squared_error"]
+    assert hs.metrics.Mean("loss").name == "loss"
+
+
+def test_mean_and_sum(strategy):
+    mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum, "total")
+    for _ in range(2):
+        assert mean.result() == 0 and total.result() == 0
+        feed(strategy, mean)
+        feed(strategy, total)
+        for _ in range(2):  # reading changes nothing
+            assert mean.result() == pytest.approx(everything().mean(), rel=1e-15)
+            assert total.result() == everything().sum()
+        results = COMM.allgather((float(mean.result()), float(total.result())))
+        assert len(set(results)) == 1
+        assert mean.result().dtype == np.float64
+        mean.reset_state()
+        with strategy.scope():
+            total.reset_state()
+
+
+def test_results_in_a_replica_are_of_all_replicas(strategy):
+    mean = make(strategy, hs.metrics.Mean)
+    feed(strategy, mean)
+    found = strategy.run(mean.result)
+    for one in strategy.experimental_local_results(found):
+        assert one == pytest.approx(everything().mean(), rel=1e-15)
+
+
+def test_update_state_never_communicates(strategy):
+    mean = make(strategy, hs.metrics.Mean)
+
+    def replica():
+        before = strategy._communicator.number
+        for _ in range(RANK + 1):
+            mean.update_state([1.0, 2.0, 6.0])
+        if RANK == 0:
+            mean.reset_state()  # in a replica: this one's
+        assert strategy._communicator.number == before
+
+    strategy.run(replica)
+    assert mean.result() == (3 if N > 1 else 0)
+
+
+def test_weights(strategy):
+    mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum)
+
+    def replica():
+        values = np.arange(6.0).reshape(3, 2) + RANK
+        for metric in (mean, total):
+            metric.update_state(values, np.array([1.0, 0.0, RANK]))  # one weight a row
+            metric.update_state(values, np.ones((3, 2)))
+            metric.update_state(5.0, 2.0)
+
+    strategy.run(replica)
+    sums = counts = 0.0
+    for rank in range(N):
+        values = np.arange(6.0).reshape(3, 2) + rank
+        sums += values[0].sum() + rank * values[2].sum() + values.sum() + 10
+        counts += 2 + 2 * rank + 6 + 2
+    assert total.result() == sums
+    assert mean.result() == pytest.approx(sums / counts, rel=1e-15)
+
+
+def test_accuracy(strategy):
+    accuracy = make(strategy, hs.metrics.Accuracy)
+    strategy.run(lambda: accuracy.update_state(np.arange(4), np.where(np.arange(4) < RANK, np.arange(4), -1)))
+    strategy.run(lambda: accuracy.update_state(np.zeros(0), np.zeros(0)))
+    right = sum(min(rank, 4) for rank in range(N))
+    assert accuracy.result() == right / (4 * N)
+    strategy.run(lambda: accuracy.update_state([1, 1], [1, 0], sample_weight=[3, 1]))
+    assert accuracy.result() == (right + 3 * N) / (4 * N + 4 * N)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.uint8, np.int8, bool])
+def test_squared_errors_of_any_dtype(strategy, dtype):
+    """In their own dtype 0 - 1 is 255 and 100 * 100 is 16 for 8 bits; 300 squared is inf for 16."""
+    metric = make(strategy, hs.metrics.MeanSquaredError)
+    largest = {np.float64: 1e3, np.float16: 300, np.uint8: 200, np.int8: 100, bool: 1}[dtype]
+    true, predicted = np.array([0, largest, 0]).astype(dtype), np.array([largest, 0, 0]).astype(dtype)
+    strategy.run(lambda: metric.update_state(true if RANK % 2 else predicted, predicted if RANK % 2 else true))
+    assert metric.result() == 2 * largest**2 / 3
+
+
+@pytest.mark.parametrize("kind", [hs.metrics.Accuracy, hs.metrics.MeanSquaredError])
+def test_shapes_that_differ(strategy, kind):
+    metric = make(strategy, kind)
+    with pytest.raises(ValueError, match=rf"{kind.__name__}.update_state: y_true has shape \(3,\) and y_pred \(3, 1\)"):
+        strategy.run(lambda: metric.update_state(np.ones(3), np.ones((3, 1))))
+    assert metric.result() == 0
+
+
+@pytest.mark.skipif(N == 1, reason="with one replica the script's own level counts for it")
+def test_the_scripts_own_level_does_not_count(strategy):
+    mean = make(strategy, hs.metrics.Mean)
+    with strategy.scope(), pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"):
+        mean.update_state(3.0)
+    assert mean.result() == 0
+
+
+@pytest.mark.skipif(N == 1, reason="with one replica all is one process's own")
+def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
+    mean = hs.metrics.Mean("loss")
+    with pytest.raises(RuntimeError, match="'loss': the variable was made outside of this strategy's scope"):
+        strategy.run(lambda: mean.update_state(1.0))
+
+
+# ---- losses
+
+
+def test_the_average_loss_of_the_global_batch(strategy):
+    """Uneven parts with the global batch size told: their sum is the mean of all."""
+    losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
+    size = sum(map(len, losses))
+    found = strategy.run(lambda: hs.losses.compute_average_loss(losses[RANK], global_batch_size=size))
+    total = strategy.reduce("SUM", found, None)
+    assert total.dtype == np.float32
+    assert total == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
+    found = strategy.run(lambda: hs.losses.compute_average_loss(np.full((4, 2), RANK + 1.0), np.array([1, 0, 2, 1])))
+    assert strategy.reduce("SUM", found, None) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
+    found = strategy.run(lambda: hs.losses.scale_regularization_loss(np.array([1.0, 5.0])))
+    assert strategy.reduce("SUM", found, None) == pytest.approx(6, rel=1e-15)

@@ -1,0 +1,296 @@
+"""Strategy.reduce: elementwise over replicas, and along axes within them too."""
+
+import hypothesis
+import hypothesis.strategies as st
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param() as made:
+        yield made
+
+
+def each(strategy, values):
+    """The distributed value whose component on replica r is `values[r]`."""
+    return strategy.run(lambda: values[RANK])
+
+
+def same_bits(value):
+    return len(set(COMM.allgather(np.asarray(value).tobytes()))) == 1
+
+
+@pytest.mark.parametrize("op", [hs.ReduceOp.SUM, "SUM", "sum", "Sum"])
+def test_operations_and_their_names(strategy, op):
+    assert strategy.reduce(op, each(strategy, list(range(N))), axis=None) == N * (N - 1) // 2
+
+
+def test_elementwise(strategy):
+    values = [np.array([[r, -r], [2.0, r * r]], np.float32) for r in range(N)]
+    found = {op: strategy.reduce(op, each(strategy, values), None) for op in ("SUM", "MEAN", "MIN", "MAX")}
+    stacked = np.stack(values)
+    assert np.array_equal(found["SUM"], stacked.sum(0))
+    assert np.array_equal(found["MEAN"], stacked.sum(0) / np.float32(N))
+    assert np.array_equal(found["MIN"], stacked.min(0)) and np.array_equal(found["MAX"], stacked.max(0))
+    for one in found.values():
+        assert one.dtype == np.float32 and same_bits(one)
+        one[...] = 0  # fresh
+
+
+def test_dtypes(strategy):
+    """Sums of integers keep their dtype; means along an axis are float64."""
+    for dtype in (np.int8, np.int32, np.uint64, np.float16, BFLOAT16, np.float64, np.complex64):
+        value = each(strategy, [np.full(3, r + 1).astype(dtype) for r in range(N)])
+        total = strategy.reduce("SUM", value, None)
+        assert total.dtype == dtype and total.tolist() == [N * (N + 1) / 2] * 3
+        total = strategy.reduce("SUM", value, 0)
+        assert total.dtype == dtype and total == 3 * N * (N + 1) / 2
+        mean = strategy.reduce("MEAN", value, 0)
+        assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
+        assert mean == np.asarray((N + 1) / 2).astype(mean.dtype)
+        if N > 1:
+            mean = strategy.reduce("MEAN", value, None)
+            assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
+    flags = each(strategy, [np.array([r == 0, True, False]) for r in range(N)])
+    assert strategy.reduce("MIN", flags, None).tolist() == [N == 1, True, False]
+    assert strategy.reduce("MAX", flags, None).tolist() == [True, True, False]
+    assert bool(strategy.reduce("MIN", flags, 0)) is False and bool(strategy.reduce("MAX", flags, 0)) is True
+
+
+def test_the_documented_partial_batch(strategy):
+    """Six elements over two replicas, four and two: TensorFlow's own example, for any number of them."""
+    sizes = [4] + [2] * (N - 1)
+    losses = [np.arange(float(size)) + 10 * r for r, size in enumerate(sizes)]
+    everything = np.concatenate(losses)
+    assert strategy.reduce("MEAN", each(strategy, losses), axis=0) == pytest.approx(everything.mean(), rel=1e-15)
+    assert strategy.reduce("SUM", each(strategy, losses), axis=0) == everything.sum()
+    if N > 1:
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*rank 1: .*\(2,\)"):
+            strategy.reduce("SUM", each(strategy, losses), axis=None)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3, (0, 1), (2, 0), [0, 2], (0, 1, 2), (-1, 0), ()])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
+def test_axes(strategy, axis, op):
+    parts = [(np.arange(24.0).reshape(2, 3, 4) * (r + 1)) % 7 - r for r in range(N)]
+    found = strategy.reduce(op, each(strategy, parts), axis)
+    over = (0, *((a % 3) + 1 for a in (axis if isinstance(axis, (tuple, list)) else (axis,))))
+    fn = {"SUM": np.sum, "MEAN": np.mean, "MIN": np.min, "MAX": np.max}[op]
+    np.testing.assert_allclose(found, fn(np.stack(parts), axis=over), rtol=1e-14)
+    assert same_bits(found)
+
+
+@pytest.mark.parametrize("empty", [[0], [N - 1], list(range(1, N))])
+def test_empty_parts_do_not_count(strategy, empty):
+    parts = [np.zeros((0, 2)) if r in empty and N > 1 else np.full((r + 1, 2), r - 5.0) for r in range(N)]
+    everything = np.concatenate(parts)
+    for op, fn in [("SUM", np.sum), ("MEAN", np.mean), ("MIN", np.min), ("MAX", np.max)]:
+        found = strategy.reduce(op, each(strategy, parts), axis=0)
+        np.testing.assert_allclose(found, fn(everything, axis=0), rtol=1e-14)
+        found = strategy.reduce(op, each(strategy, [part.astype(np.int32) for part in parts]), axis=(0, 1))
+        np.testing.assert_allclose(found, fn(everything), rtol=1e-14)
+
+
+def test_nothing_at_all(strategy):
+    nothing = each(strategy, [np.zeros((0, 3), np.float32)] * N)
+    assert strategy.reduce("SUM", nothing, 0).tolist() == [0, 0, 0]
+    for op in ("MEAN", "MIN", "MAX"):
+        found = strategy.reduce(op, nothing, 0)
+        assert np.isnan(found).all() and found.shape == (3,) and found.dtype == np.float32
+    integers = each(strategy, [np.zeros((0, 3), np.int32)] * N)
+    assert strategy.reduce("SUM", integers, 0).tolist() == [0, 0, 0]
+    assert np.isnan(strategy.reduce("MEAN", integers, 0)).all()
+    for op in ("MIN", "MAX"):
+        with pytest.raises(ValueError, match=f"Strategy.reduce: {op} along an axis that has no elements"):
+            strategy.reduce(op, integers, 0)
+    assert strategy.reduce("MEAN", nothing, 1).shape == (0,)
+
+
+def test_nan_and_inf_come_through(strategy):
+    parts = [np.array([np.nan if r == N - 1 else 1.0, np.inf, 2.0]) for r in range(N)]
+    for op in ("SUM", "MEAN", "MIN", "MAX"):
+        found = strategy.reduce(op, each(strategy, parts), None)
+        assert np.isnan(found[0]) and found[1] == np.inf and np.isfinite(found[2])
+        assert np.isnan(strategy.reduce(op, each(strategy, parts), 0))
+
+
+def test_means_of_16_bit_floats_are_of_all_elements(strategy):
+    """5000 ones sum to 2048 in float16."""
+    found = strategy.reduce("MEAN", each(strategy, [np.ones(5000, np.float16)] * N), 0)
+    assert (found, found.dtype) == (1, np.float16)
+    assert strategy.reduce("MEAN", each(strategy, [np.ones(5000, BFLOAT16)] * N), 0) == 1
+
+
+def test_numbers(strategy):
+    """As programs sum their losses: NumPy's scalars come back, not arrays of no dimensions."""
+    for values in ([float(r) for r in range(N)], list(range(N)), [np.float32(r) for r in range(N)]):
+        found = strategy.reduce("SUM", each(strategy, values), axis=None)
+        assert found == N * (N - 1) / 2 and isinstance(found, np.generic)
+
+
+def test_nests_travel_together(strategy):
+    def replica():
+        return {"loss": float(RANK), "more": [np.full(3, RANK, np.int32), None, {"x": np.ones((2, 2)) * RANK}]}
+
+    value = strategy.run(replica)
+    before = strategy._communicator.number
+    found = strategy.reduce("SUM", value, None)
+    assert strategy._communicator.number == before + 1
+    total = N * (N - 1) / 2
+    assert found["loss"] == total and found["more"][1] is None
+    assert found["more"][0].tolist() == [total] * 3 and found["more"][0].dtype == np.int32
+    assert found["more"][2]["x"].tolist() == [[total] * 2] * 2
+    mean = strategy.reduce("MEAN", value["more"][0] if N == 1 else strategy.run(lambda: np.full(3, RANK)), 0)
+    assert mean == (N - 1) / 2
+
+
+def test_plain_values(strategy):
+    """The mean of what is the same everywhere is itself."""
+    assert strategy.reduce("MEAN", 3.5, None) == 3.5
+    assert strategy.reduce("MEAN", np.array([1.0, 3.0]), 0) == 2
+    assert strategy.reduce("MEAN", np.array([[1, 3], [5, 7]]), (0, 1)) == 4
+    assert strategy.reduce("MAX", np.array([1.0, 3.0]), 0) == 3
+    assert strategy.reduce("SUM", 0, None) == 0
+    assert strategy.reduce("SUM", 0.0, None) == 0
+    assert strategy.reduce("SUM", {"a": 0, "b": each(strategy, list(range(N)))}, None) == {
+        "a": 0,
+        "b": N * (N - 1) // 2,
+    }
+    with strategy.scope():
+        v = hs.Variable([1.0, 2.0])
+    assert strategy.reduce("MEAN", v, None).tolist() == [1, 2]
+    assert strategy.reduce("MEAN", v, 0) == 1.5
+
+
+@pytest.mark.skipif(N == 1, reason="with one replica it is that replica's value")
+@pytest.mark.parametrize("value", [1, 2.5, np.ones(3), np.array([0.0, 1.0])], ids=str)
+def test_the_sum_of_a_plain_value_is_refused(strategy, value):
+    for axis in (None, 0) if np.ndim(value) else (None,):
+        with pytest.raises(ValueError, match=r"Strategy.reduce: SUM of a value that is not distributed"):
+            strategy.reduce("SUM", value, axis)
+    assert strategy.reduce("SUM", each(strategy, [1] * N), None) == N
+
+
+def test_slices(strategy):
+    value = strategy.run(lambda: hs.IndexedSlices(np.full((1, 2), RANK + 1.0), np.array([RANK]), (8, 2)))
+    for op, scale in [("SUM", 1), ("MEAN", N)]:
+        found = strategy.reduce(op, value, None)
+        assert isinstance(found, hs.IndexedSlices) and found.shape == (8, 2)
+        assert found.indices.tolist() == list(range(N))
+        assert found.values[:, 0].tolist() == [(r + 1) / scale for r in range(N)]
+
+
+def test_within_merge_call(strategy):
+    def merge(strategy, value):
+        return strategy.reduce("SUM", value, None)
+
+    found = strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.full(3, RANK),)))
+    for one in strategy.experimental_local_results(found):
+        assert one.tolist() == [N * (N - 1) / 2] * 3
+
+
+# ---- any nest, any shape, any dtype
+
+DTYPES = [np.int32, np.int64, np.uint8, np.float32, np.float64]
+leaf = st.tuples(
+    st.sampled_from(DTYPES), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.integers(0, 1000)
+)
+
+
+def nests(*others):
+    return st.recursive(
+        st.one_of(leaf, *others),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(st.sampled_from("abcd"), inner, max_size=3),
+            st.fixed_dictionaries({"list": st.lists(inner, max_size=2), "x": inner}),
+        ),
+        max_leaves=6,
+    )
+
+
+def build(plan, rank, axis=None):
+    """The nest that `plan` describes, with replica `rank`'s numbers; its size along `axis` differs by rank."""
+    if isinstance(plan, tuple):
+        dtype, shape, seed = plan
+        sizes = list(shape)
+        if axis is not None:
+            sizes[axis] = (sizes[axis] + rank * seed) % 5
+        return np.asarray(np.random.default_rng([seed, rank]).integers(0, 50, sizes)).astype(dtype)
+    if isinstance(plan, list):
+        return [build(one, rank, axis) for one in plan]
+    if isinstance(plan, dict):
+        return {key: build(one, rank, axis) for key, one in plan.items()}
+    return plan
+
+
+def check(found, plan, parts, expected_of):
+    """Compares a nest with what `expected_of` makes of each leaf's parts."""
+    if isinstance(plan, tuple):
+        expected = np.asarray(expected_of(parts))
+        np.testing.assert_allclose(found, expected, rtol=1e-6 if expected.dtype == np.float32 else 1e-12)
+        assert np.shape(found) == expected.shape and found.dtype == expected.dtype
+        assert same_bits(found)
+    elif isinstance(plan, list):
+        assert isinstance(found, list) and len(found) == len(plan)
+        for i, one in enumerate(plan):
+            check(found[i], one, [part[i] for part in parts], expected_of)
+    elif isinstance(plan, dict):
+        assert isinstance(found, dict) and found.keys() == plan.keys()
+        for key, one in plan.items():
+            check(found[key], one, [part[key] for part in parts], expected_of)
+    else:
+        assert found is None
+
+
+ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=60, database=None)
+
+
+@ANY
+@hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MIN", "MAX"]))
+def test_any_nest_elementwise(plan, op):
+    def expected_of(leaves):
+        stacked = np.stack(leaves)
+        if op == "SUM":
+            return stacked.sum(0, dtype=stacked.dtype)
+        return stacked.min(0) if op == "MIN" else stacked.max(0)
+
+    with hs.CentralStorageStrategy() as strategy:
+        parts = [build(plan, rank) for rank in range(N)]
+        found = strategy.reduce(op, strategy.run(lambda: parts[RANK]), None)
+        check(found, plan, parts, expected_of)
+
+
+@ANY
+@hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MEAN"]))
+def test_any_nest_along_its_first_axis(plan, op):
+    def expected_of(leaves):
+        whole = np.concatenate(leaves)
+        if op == "SUM":
+            return whole.sum(0, dtype=whole.dtype)
+        mean = whole.mean(0, dtype=np.float64) if len(whole) else np.full(whole.shape[1:], np.nan)
+        return np.asarray(mean).astype(np.float64 if whole.dtype.kind in "iu" else whole.dtype)
+
+    with hs.CentralStorageStrategy() as strategy:
+        parts = [build(plan, rank, 0) for rank in range(N)]
+        found = strategy.reduce(op, strategy.run(lambda: parts[RANK]), 0)
+        check(found, plan, parts, expected_of)
+
+
+@ANY
+@hypothesis.given(nests(), st.sampled_from([0, -1]))
+def test_any_nest_gathered(plan, axis):
+    with hs.CentralStorageStrategy() as strategy:
+        parts = [build(plan, rank, axis) for rank in range(N)]
+        found = strategy.gather(strategy.run(lambda: parts[RANK]), axis)
+        check(found, plan, parts, lambda leaves: np.concatenate(leaves, axis))
