@@ -92,8 +92,8 @@ class Communicator(abc.ABC):
     def _count(self, agreed: Signature) -> None:
         if self.paused is not None:
             raise RuntimeError(
-                f"{agreed.text.partition('(')[0]} was called inside the function of {self.paused}, an update, which one "
-                "rank runs: nothing may communicate there"
+                f"{agreed.text.partition('(')[0]} was called inside the function of {self.paused}, an update, which "
+                "one rank runs: nothing may communicate there"
             )
         self.number += 1
 

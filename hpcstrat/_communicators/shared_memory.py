@@ -1,4 +1,4 @@
-"""The communicator of ranks on one host: records and mailboxes in one shared segment, MPI for the barrier only."""
+"""The communicator of ranks on one host: records and mailboxes in one shared segment."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from hpcstrat._communicators import records
+from hpcstrat._communicators.barrier import LINE, barrier
 from hpcstrat._communicators.base import SUMMED_BY_ALL, Bytes, Communicator, Write
 from hpcstrat._communicators.heap import Heap
 from hpcstrat._communicators.packing import Layout
@@ -21,8 +22,8 @@ _LARGEST = 1 << 45  # an address space has 47 bits
 class SharedMemoryCommunicator(Communicator):
     """Ranks of one host.
 
-    The segment holds, for each rank, two records that alternate from call to call and one mailbox, and behind them
-    the storage of variables. A rank writes its record and its message, all meet in a barrier, and everyone reads.
+    The segment holds, for each rank, two records that alternate from call to call, a flag and a mailbox, and behind
+    them the storage of variables. A rank writes its record and its message, all meet in a barrier, and everyone reads.
     Records alternate because a fast rank writes the next one while a slow one still reads. A mailbox is written
     again only after another barrier.
 
@@ -33,8 +34,8 @@ class SharedMemoryCommunicator(Communicator):
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
         self._comm = comm
-        self._barrier = comm.Barrier
-        head = -(-2 * self.size * RECORD // 4096) * 4096
+        records_end = 2 * self.size * RECORD
+        head = -(-(records_end + self.size * LINE) // 4096) * 4096
         reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
         self.segment = shared_segment(comm, head + reserve * (self.size + 1))
         self.heap = Heap(head + reserve * self.size, self.segment.size)
@@ -46,6 +47,7 @@ class SharedMemoryCommunicator(Communicator):
         if self.rank == 0:
             self.segment.commit(0, head)
         comm.Barrier()
+        self._barrier = barrier(self.segment.array[records_end : records_end + self.size * LINE], comm)
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
         self._records = [[whole[start : start + RECORD] for start in slot] for slot in starts]
