@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -22,6 +23,12 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
         if type(leaf) not in _leaf_types and _register(type(leaf)):
             return flatten(nest)
     return leaves, structure
+
+
+@functools.lru_cache(maxsize=1024)
+def describe(structure: Structure) -> str:
+    """The structure in words, such as `{'a': *, 'b': [*, *]}`; equal ones have equal descriptions on all ranks."""
+    return str(structure).removeprefix("PyTreeSpec(").partition(", NoneIsLeaf")[0]
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:

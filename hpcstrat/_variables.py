@@ -277,7 +277,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
                     f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
                     "make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
                 )
-        if aggregation is VariableAggregation.SUM:
+        if aggregation is VariableAggregation.SUM and communicator.size > 1:
             numbers = communicator.all_gather_obj(call, value if is_number else None)
             if None not in numbers and len(set(numbers)) == 1:
                 raise ValueError(

@@ -127,15 +127,23 @@ class Communicator(abc.ABC):
         """Waits until every rank has come here. Collective."""
         self.exchange(signature(call))
 
-    def all_reduce(self, call: str, arrays: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> list[np.ndarray[Any, Any]]:
+    def all_reduce(
+        self, call: str, arrays: Sequence[np.ndarray[Any, Any]], op: ReduceOp, *facts: str
+    ) -> list[np.ndarray[Any, Any]]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
         All of them travel together. The results are fresh, C-contiguous and bit-identical on every rank. `MEAN` of
         integers over several ranks is `float64`. Collective.
 
+        Args:
+            call: the user's name of the method.
+            arrays: this rank's.
+            op: how they are reduced.
+            *facts: what else must be equal on all ranks.
+
         Raises:
             TypeError: a dtype that cannot be reduced so.
-            ReplicaMismatchError: shapes, dtypes or `op` differ between ranks.
+            ReplicaMismatchError: shapes, dtypes, `op` or `facts` differ between ranks.
         """
         with self.joint(call):
             for array in arrays:
@@ -145,7 +153,7 @@ class Communicator(abc.ABC):
             arrays = [dtypes.native(array) for array in arrays]
             form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             out = np.empty(form.nbytes, np.uint8)
-        agreed = signature(call, op.name, *[(array.dtype, array.shape) for array in arrays])
+        agreed = signature(call, op.name, *facts, *[(array.dtype, array.shape) for array in arrays])
         self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
         return form.views(out)
 
@@ -153,10 +161,13 @@ class Communicator(abc.ABC):
         for group in form.groups:
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def all_gather(self, call: str, arrays: Sequence[np.ndarray[Any, Any]], axis: int) -> list[np.ndarray[Any, Any]]:
+    def all_gather(
+        self, call: str, arrays: Sequence[np.ndarray[Any, Any]], axis: int, *facts: str
+    ) -> list[np.ndarray[Any, Any]]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
-        Only the sizes along `axis` may differ. The results are fresh and bit-identical on every rank. Collective.
+        Only the sizes along `axis` may differ. The results are fresh and bit-identical on every rank. `facts` are what
+        else must be equal on all ranks. Collective.
 
         Raises:
             TypeError: an array of Python objects.
@@ -176,7 +187,7 @@ class Communicator(abc.ABC):
             for view, array in zip(form.views(message[start:]), arrays, strict=True):
                 view[...] = array
 
-        agreed = signature(call, f"axis={axis}", *[array.dtype for array in arrays])
+        agreed = signature(call, f"axis={axis}", *facts, *[array.dtype for array in arrays])
         messages = self.exchange(agreed, start + form.nbytes, write)
         parts = [_parse(message, [array.dtype for array in arrays]) for message in messages]
         for i in range(len(arrays)):

@@ -35,17 +35,21 @@ def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str,
     with communicator.joint(call):
         op = ReduceOp.parse(reduce_op, call)
         leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_reduce_leaves(communicator, call, op, leaves))
+    return structure.unflatten(_reduce_leaves(communicator, call, op, leaves, _nest.describe(structure)))
 
 
-def _reduce_leaves(communicator: Communicator, call: str, op: ReduceOp, leaves: Sequence[Any]) -> list[Any]:
+def _reduce_leaves(
+    communicator: Communicator, call: str, op: ReduceOp, leaves: Sequence[Any], *facts: str
+) -> list[Any]:
     """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
     if places or not leaves:
         with communicator.joint(call):
             arrays = [as_numbers(call, leaves[i]) for i in places]
-        for i, array in zip(places, communicator.all_reduce(call, arrays, op), strict=True):
+        if len(places) < len(leaves):
+            facts = (*facts, f"arrays at {places}")
+        for i, array in zip(places, communicator.all_reduce(call, arrays, op, *facts), strict=True):
             results[i] = _scalar(array)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, IndexedSlices):
@@ -85,15 +89,21 @@ def reduce(
         inner = [] if axis is None else [_Inner(call, op, leaf, axis) for leaf in own]
     if not places:
         return structure.unflatten(results)
+    # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
+    facts = [_nest.describe(structure), f"axis={axis}"]
+    if len(places) < len(leaves):
+        facts.append(f"distributed at {places}")
     if axis is None:
-        reduced = _reduce_leaves(communicator, call, op, own)
+        reduced = _reduce_leaves(communicator, call, op, own, *facts)
     elif op in (ReduceOp.SUM, ReduceOp.MEAN):
-        sums = communicator.all_reduce(call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM)
+        sums = communicator.all_reduce(
+            call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM, op.name, *facts
+        )
         reduced = [
             one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
     else:
-        extremes = communicator.all_reduce(call, [one.total for one in inner], op)
+        extremes = communicator.all_reduce(call, [one.total for one in inner], op, *facts)
         counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
         reduced = [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
     for i, result in zip(places, reduced, strict=True):
@@ -174,7 +184,7 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
 def all_gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
     """Concatenation over the replicas; `value` is a nest of this replica's values."""
     leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_gather_leaves(communicator, call, leaves, axis))
+    return structure.unflatten(_gather_leaves(communicator, call, leaves, axis, _nest.describe(structure)))
 
 
 def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
@@ -186,16 +196,17 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
             if i not in places:
                 check_gatherable(call, [_gatherable(call, leaf, axis).shape], axis)
     if places:
-        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis)
+        facts = f"{_nest.describe(structure)} distributed at {places}"
+        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis, facts)
         for i, result in zip(places, gathered, strict=True):
             leaves[i] = result
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int) -> list[Array]:
+def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, facts: str) -> list[Array]:
     with communicator.joint(call):
         arrays = [_gatherable(call, leaf, axis) for leaf in leaves]
-    return communicator.all_gather(call, arrays, axis)
+    return communicator.all_gather(call, arrays, axis, facts)
 
 
 def _gatherable(call: str, value: Any, axis: int) -> Array:

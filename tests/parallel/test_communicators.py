@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import types
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from hpcstrat._communicators import SoloCommunicator, connect
 from hpcstrat._communicators.base import SUMMED_BY_ALL
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.records import PAYLOAD
-from hpcstrat._communicators.reduction import CHUNK
+from hpcstrat._communicators.reduction import CHUNK, slice_of
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
 COMM = MPI.COMM_WORLD
@@ -61,7 +62,7 @@ def kind(name):
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def values(shape, dtype, rank):
+def values(shape, dtype, rank) -> Any:
     """Small whole numbers, exact in every dtype, that differ by rank and by place."""
     size = int(np.prod(shape))
     numbers = (np.arange(size) * 5 + 3 * rank + rank * np.arange(size)) % 11
@@ -623,6 +624,20 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator):
         else:
             (found,) = communicator.all_reduce("test", [mine], SUM)
             assert set(found.tolist()) == {step * 10 * n + n * (n - 1) / 2}
+
+
+@pytest.mark.parametrize("difference", [-1, 0, 1])
+def test_pieces_that_just_fit(monkeypatch, difference):
+    """A slice and a part are one piece, or one byte more or less."""
+    communicator: Any = transport("MPI", monkeypatch)
+    n = communicator.size
+    slices = [slice_of(40_000, rank, n) for rank in range(n)]
+    longest = max(one.stop - one.start for one in slices)
+    parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
+    for piece in (n * (longest + difference), longest + difference, 40_000 + difference):
+        monkeypatch.setattr(HostCommunicator, "PIECE", piece)
+        check(communicator.all_reduce("test", [parts[communicator.rank]], SUM)[0], sum(parts))
+        check(communicator.all_gather("test", [parts[communicator.rank]], 0)[0], np.concatenate(parts))
 
 
 def test_a_namespace_travels(communicator):

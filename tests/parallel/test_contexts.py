@@ -4,6 +4,7 @@ import contextvars
 import copy
 import functools
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,10 @@ if N == 1:
 def strategy(request):
     with STRATEGIES[request.param]() as made:
         yield made
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
 
 
 def facts():
@@ -60,7 +65,7 @@ def test_in_a_scope(strategy):
 
 def test_in_a_replica(strategy):
     def replica():
-        context = hs.get_replica_context()
+        context = replica_context()
         assert context is not None
         assert facts() == (strategy, True, False, context)
         assert context.strategy is strategy
@@ -120,7 +125,7 @@ def test_merge_call(strategy):
         return {"total": total, "own": value, "inner": inner, "plain": "text", "none": None}
 
     def replica():
-        context = hs.get_replica_context()
+        context = replica_context()
         found = context.merge_call(merge, args=(RANK, {"a": [RANK + 10]}), kwargs={"keyword": 1.0})
         assert hs.get_replica_context() is context
         assert found == {
@@ -145,7 +150,7 @@ def test_merge_call_hands_variables_on_as_they_are(strategy):
         return variable
 
     def replica():
-        assert hs.get_replica_context().merge_call(merge, (v,)) is v
+        assert replica_context().merge_call(merge, (v,)) is v
         return v
 
     assert strategy.run(replica) is v
@@ -157,7 +162,7 @@ def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
         raise ValueError("in merge")
 
     def replica():
-        context = hs.get_replica_context()
+        context = replica_context()
         with pytest.raises(ValueError, match="in merge"):
             context.merge_call(merge)
         assert hs.get_replica_context() is context
@@ -170,7 +175,7 @@ def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
 def test_merge_calls_that_differ(strategy):
     def replica():
         args = (1, 2) if RANK == 0 else ([1, 2],)
-        hs.get_replica_context().merge_call(lambda strategy, *args: None, args)
+        replica_context().merge_call(lambda strategy, *args: None, args)
 
     with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: ReplicaContext.merge_call\((.|\n)*rank 1: "):
         strategy.run(replica)
@@ -188,7 +193,7 @@ def test_all_reduce_of_a_nest(strategy):
             "number": RANK + 1,
             "list": [np.arange(4) * RANK, (True,)],
         }
-        context = hs.get_replica_context()
+        context = replica_context()
         return context.all_reduce(hs.ReduceOp.MAX, value), context.all_reduce("mean", value["array"])
 
     for most, mean in strategy.experimental_local_results(strategy.run(replica)):
@@ -202,7 +207,7 @@ def test_all_reduce_of_a_nest(strategy):
 def test_all_gather_of_a_nest(strategy):
     def replica():
         value = [np.full((RANK + 1, 2), RANK), {"x": np.full((1, RANK), 1.0)}]
-        context = hs.get_replica_context()
+        context = replica_context()
         return context.all_gather(value[0], axis=0), context.all_gather(value[1], axis=-1)
 
     for rows, columns in strategy.experimental_local_results(strategy.run(replica)):
@@ -213,7 +218,7 @@ def test_all_gather_of_a_nest(strategy):
 def test_all_reduce_of_slices(strategy):
     def replica(op):
         slices = hs.IndexedSlices(np.full((2, 3), RANK + 1.0), np.array([RANK, 7]), (10, 3))
-        return hs.get_replica_context().all_reduce(op, slices)
+        return replica_context().all_reduce(op, slices)
 
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         for found in strategy.experimental_local_results(strategy.run(replica, (op,))):
@@ -229,14 +234,14 @@ def test_all_reduce_of_slices(strategy):
 def test_a_variable_is_reduced_as_its_array(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
-    found = strategy.run(lambda: hs.get_replica_context().all_reduce("SUM", v))
+    found = strategy.run(lambda: replica_context().all_reduce("SUM", v))
     for one in strategy.experimental_local_results(found):
         assert one.tolist() == [0, N, 2 * N]
 
 
 def test_random_generators_are_each_replicas_own(strategy):
     def replica(seed):
-        return hs.get_replica_context().random_generator(seed).random(4)
+        return replica_context().random_generator(seed).random(4)
 
     first, again, other = (strategy.experimental_local_results(strategy.run(replica, (seed,))) for seed in (1, 1, 2))
     assert np.array_equal(first, again)

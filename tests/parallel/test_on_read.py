@@ -68,7 +68,7 @@ def test_writes_and_reads_of_a_replica_never_communicate(strategy):
         before = strategy._communicator.number
         for _ in range(RANK):
             v.assign_add(np.ones(3))
-            v.read_value(), v.numpy(), v.value(), v[0], v + 1, len(v), repr(v)
+            assert [v.read_value(), v.numpy(), v.value(), v[0], v + 1, len(v), repr(v)]
         assert strategy._communicator.number == before
 
     strategy.run(replica)

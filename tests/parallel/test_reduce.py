@@ -1,5 +1,7 @@
 """Strategy.reduce: elementwise over replicas, and along axes within them too."""
 
+from typing import Any
+
 import hypothesis
 import hypothesis.strategies as st
 import ml_dtypes
@@ -19,6 +21,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def strategy(request):
     with request.param() as made:
         yield made
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
 
 
 def each(strategy, values):
@@ -194,7 +200,7 @@ def test_within_merge_call(strategy):
     def merge(strategy, value):
         return strategy.reduce("SUM", value, None)
 
-    found = strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.full(3, RANK),)))
+    found = strategy.run(lambda: replica_context().merge_call(merge, (np.full(3, RANK),)))
     for one in strategy.experimental_local_results(found):
         assert one.tolist() == [N * (N - 1) / 2] * 3
 

@@ -2,7 +2,9 @@
 
 import contextvars
 import gc
+import itertools
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -65,7 +67,7 @@ def test_many_come_and_go(strategy):
     for i, v in alive.items():
         assert (v.numpy() == i % 100).all()
     spans = sorted((place(v), place(v) + v.size * v.dtype.itemsize) for v in alive.values() if v.size)
-    assert all(stop <= start for (_, stop), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert all(place(v) % v.dtype.itemsize == 0 for v in alive.values())
 
 
@@ -93,8 +95,9 @@ def test_memory_goes_back_to_the_system(strategy):
 
 def backed(strategy):
     """Bytes of memory behind the segment in which the strategy's variables are."""
+    communicator: Any = strategy._communicator
     shared = isinstance(strategy, hs.CentralStorageStrategy) and N > 1
-    found = strategy._communicator.segment if shared else private_memory().segment
+    found = communicator.segment if shared else private_memory().segment
     return os.fstat(found._file).st_blocks * 512
 
 

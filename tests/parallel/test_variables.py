@@ -2,6 +2,7 @@
 
 import functools
 import operator
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -43,6 +44,10 @@ def within(request, strategy):
                 return fn()
 
     return run
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
 
 
 def numbers(shape, dtype, seed=0):
@@ -294,9 +299,8 @@ def test_values_are_cast_to_the_dtype(strategy):
 def test_numbers_that_differ_and_equal_arrays_are_summed(strategy):
     with strategy.scope():
         v = hs.Variable(0.0, aggregation="SUM")
-    if N > 1:
-        strategy.run(lambda: v.assign(float(RANK)))
-        assert v.numpy() == N * (N - 1) / 2
+    strategy.run(lambda: v.assign(RANK + 0.5))
+    assert v.numpy() == N * (N - 1) / 2 + 0.5 * N
     for one in (np.ones(()), np.float32(1), np.float64(1), np.array(1)):  # NumPy's scalars are no plain numbers
         strategy.run(lambda one=one: v.assign(one))
         assert v.numpy() == N
@@ -491,7 +495,7 @@ def test_a_view_that_goes_into_merge_call_is_copied(strategy):
         v.assign(np.zeros(3))
         return value
 
-    found = strategy.run(lambda: hs.get_replica_context().merge_call(merge, args=(v.value(),)))
+    found = strategy.run(lambda: replica_context().merge_call(merge, args=(v.value(),)))
     for one in strategy.experimental_local_results(found):
         assert one.tolist() == [0, 1, 2]
     assert not v.numpy().any()
@@ -678,10 +682,12 @@ def test_no_read_communicates(strategy):
         s = hs.Variable(2)
 
     def reads():
-        repr(v), str(v), v.name, v.dtype, v.shape, v.device, v.size, v.ndim, len(v), hash(v)
-        v + 1, 1 - v, v @ v.value().T, v == 0, np.sum(v), v[0], v[...], list(v)
-        v.value(), v.read_value(), v.numpy(), np.asarray(v), np.from_dlpack(v), hs.asnumpy(v)
-        int(s), float(s), bool(s), range(s), v.aggregation, v.trainable, v.synchronization
+        return [
+            *(repr(v), str(v), v.name, v.dtype, v.shape, v.device, v.size, v.ndim, len(v), hash(v)),
+            *(v + 1, 1 - v, v @ v.value().T, v == 0, np.sum(v), v[0], v[...], list(v)),
+            *(v.value(), v.read_value(), v.numpy(), np.asarray(v), np.from_dlpack(v), hs.asnumpy(v)),
+            *(int(s), float(s), bool(s), range(s), v.aggregation, v.trainable, v.synchronization),
+        ]
 
     with strategy.scope():
         if RANK == N - 1:

@@ -1,0 +1,719 @@
+"""Wrong uses: each raises the error that is named, at once and on every rank, and the next correct call works."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+HERE = "CPU:0"
+
+
+class Env:
+    """What a case works with."""
+
+    def __init__(self, strategy, other):
+        self.s = strategy
+        self.other = other
+        self.outside = hs.Variable(np.zeros(3, np.float32), name="outside", aggregation="SUM")
+        with other.scope():
+            self.foreign = hs.Variable(np.zeros(3, np.float32), name="foreign", aggregation="SUM")
+        with strategy.scope():
+            self.v = hs.Variable(np.zeros(3, np.float32), name="v", aggregation="SUM")
+            self.large = hs.Variable(np.zeros((300, 100)), name="large", aggregation="MEAN")
+            self.none = hs.Variable(np.zeros(3, np.float32), name="none")
+            self.scalar = hs.Variable(0.0, name="scalar", aggregation="SUM")
+            self.i = hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM")
+            self.mean = hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN")
+            self.b = hs.Variable(np.array([True, False]), name="b", aggregation="ONLY_FIRST_REPLICA")
+            self.own = hs.Variable(np.zeros(3, np.float32), name="own", synchronization="ON_READ", aggregation="SUM")
+        self.all = (self.v, self.large, self.none, self.scalar, self.i, self.mean, self.b)
+        self.before = [v.numpy() for v in self.all]
+        self.context: Any = None
+        strategy.run(self.enter)
+        self.slices = hs.IndexedSlices(np.ones((1, 2)), np.array([0]), (4, 2))
+
+    def enter(self):
+        self.context = hs.get_replica_context()
+
+    def each(self, value):
+        """A value of each replica."""
+        return self.s.run(lambda: value)
+
+    def works(self):
+        """Nothing has changed, and the next calls are right."""
+        for v, before in zip(self.all, self.before, strict=True):
+            assert np.array_equal(v.numpy(), before)
+        assert not hs.has_strategy()
+        assert self.s.reduce("SUM", self.s.run(lambda: RANK), None) == N * (N - 1) // 2
+        assert self.s.gather(self.s.run(lambda: np.full(2, RANK)), 0).tolist() == [r for r in range(N) for _ in "ab"]
+        self.s.run(lambda: self.v.assign_add(np.ones(3)))
+        assert self.v.numpy().tolist() == [N, N, N]
+        with self.s.scope():
+            assert hs.Variable([2.0]).numpy().tolist() == [2]
+
+
+class Case(NamedTuple):
+    """A wrong use.
+
+    Attributes:
+        wrong: makes it.
+        error: what it raises.
+        match: what its message says, a pattern.
+        right: what the other ranks do where one makes the wrong use alone; None where that is no case of its own.
+    """
+
+    wrong: Callable[[Env], Any]
+    error: type[Exception]
+    match: str
+    right: Callable[[Env], Any] | None = None
+
+
+def assigned(name, value, verb="assign"):
+    return lambda e: getattr(getattr(e, name), verb)(value)
+
+
+def made(*args, **kwargs):
+    def make(e):
+        with e.s.scope():
+            return hs.Variable(*args, **kwargs)
+
+    return make
+
+
+def reduced(op, value, axis=None):
+    return lambda e: e.s.reduce(op, e.each(value), axis)
+
+
+def gathered(value, axis):
+    return lambda e: e.s.gather(e.each(value), axis)
+
+
+def central(*args):
+    return lambda e: hs.CentralStorageStrategy(*args)
+
+
+def mirrored(*args):
+    return lambda e: hs.MirroredStrategy(*args)
+
+
+def from_function(value):
+    return lambda e: e.s.experimental_distribute_values_from_function(lambda context: value)
+
+
+def entered(strategy):
+    with strategy.scope():
+        pass
+
+
+def in_scope(strategy, fn):
+    with strategy.scope():
+        return fn()
+
+
+ONES = np.ones(3, np.float32)
+FIVE = np.ones(5, np.float32)
+INT_RANGE = "a value of dtype int64 does not go into a variable of int32"
+NO_ARRAY = "is no array of numbers"
+
+ACROSS = {
+    # strategies
+    "devices: too many": Case(central([HERE] * (N + 1)), ValueError, f"{N + 1} compute devices .*`mpirun -n {N + 1}`"),
+    "devices: none": Case(mirrored([]), ValueError, "MirroredStrategy: 0 compute devices were named"),
+    "devices: one string": Case(
+        central(HERE), TypeError, r"compute_devices is the string 'CPU:0'; pass a list", central()
+    ),
+    "devices: mirrored, one string": Case(mirrored(HERE), TypeError, "MirroredStrategy: compute_devices is the string"),
+    "devices: unknown": Case(central(["XPU:0"] * N), ValueError, "CentralStorageStrategy: 'XPU:0' is not a device"),
+    "devices: no string": Case(mirrored([0] * N), ValueError, "MirroredStrategy: 0 is not a device"),
+    "devices: no number": Case(central(["CPU"] * N), ValueError, "'CPU' is not a device; write 'CPU:0'"),
+    "devices: another job": Case(central(["/job:worker/task:0/device:CPU:0"] * N), ValueError, "is not a device"),
+    "devices: a second CPU": Case(
+        central(["CPU:1"] * N), ValueError, "CentralStorageStrategy: there is no CPU:1", central()
+    ),
+    "devices: parameter device of nobody": Case(
+        central(None, "GPU:7"), ValueError, "parameter_device is .*GPU:7, and no rank computes there", central()
+    ),
+    "devices: parameter device unknown": Case(central(None, "here"), ValueError, "'here' is not a device", central()),
+    # scopes
+    "scope of another": Case(
+        lambda e: in_scope(e.other, lambda: entered(e.s)), RuntimeError, "Strategy.scope .*scope of another strategy"
+    ),
+    "run in another's scope": Case(
+        lambda e: in_scope(e.other, lambda: e.s.run(lambda: 0)),
+        RuntimeError,
+        "Strategy.run .*scope of another strategy",
+    ),
+    "reduce in another's scope": Case(
+        lambda e: in_scope(e.other, lambda: e.s.reduce("MEAN", 1, None)),
+        RuntimeError,
+        "Strategy.reduce .*another strategy",
+    ),
+    "set_strategy in a scope": Case(
+        lambda e: in_scope(e.s, lambda: hs.experimental_set_strategy(None)), RuntimeError, "inside a strategy's scope"
+    ),
+    # run
+    "run: not callable": Case(lambda e: e.s.run(5), TypeError, "not callable"),
+    # reduce
+    "reduce: no operation": Case(
+        reduced("TOTAL", ONES),
+        ValueError,
+        "Strategy.reduce: reduce_op is 'TOTAL'; it must be one",
+        reduced("SUM", ONES),
+    ),
+    "reduce: operation None": Case(reduced(None, ONES), ValueError, "reduce_op is None", reduced("SUM", ONES)),
+    "reduce: axis of another kind": Case(
+        reduced("SUM", ONES, "0"), TypeError, "axis is '0'; it must be None, an int", reduced("SUM", ONES, 0)
+    ),
+    "reduce: axis 1.0": Case(
+        reduced("SUM", ONES, 1.0), TypeError, "Strategy.reduce: axis is 1.0", reduced("SUM", ONES, 0)
+    ),
+    "reduce: axis True": Case(
+        reduced("SUM", np.ones((2, 2)), True), TypeError, "axis is True", reduced("SUM", ONES, 0)
+    ),
+    "reduce: axis out of range": Case(
+        reduced("MEAN", ONES, 1), ValueError, "axis 1 does not exist in a value of 1", reduced("MEAN", ONES, 0)
+    ),
+    "reduce: axis too negative": Case(
+        reduced("MEAN", ONES, -2), ValueError, "axis -2 does not exist", reduced("MEAN", ONES, 0)
+    ),
+    "reduce: axis of a number": Case(
+        reduced("MEAN", 2.5, 0), ValueError, "axis 0 does not exist in a value of 0", reduced("MEAN", ONES, 0)
+    ),
+    "reduce: axis twice": Case(
+        reduced("SUM", np.ones((2, 2)), (0, -2)),
+        ValueError,
+        "names a dimension twice",
+        reduced("SUM", np.ones((2, 2)), (0, 1)),
+    ),
+    "reduce: SUM of bool": Case(
+        reduced("SUM", np.array([True])), TypeError, "Strategy.reduce: SUM of bool is not defined", reduced("SUM", ONES)
+    ),
+    "reduce: MEAN of bool along an axis": Case(
+        reduced("MEAN", np.array([True]), 0), TypeError, "MEAN of bool", reduced("MEAN", ONES, 0)
+    ),
+    "reduce: MAX of complex": Case(
+        reduced("MAX", np.array([1j])), TypeError, "MAX of complex128 is not defined", reduced("MAX", ONES)
+    ),
+    "reduce: int16": Case(
+        reduced("SUM", np.ones(3, np.int16)), TypeError, "dtype int16 cannot be reduced", reduced("SUM", ONES)
+    ),
+    "reduce: text": Case(
+        reduced("SUM", "text"), TypeError, f"Strategy.reduce: 'text' {NO_ARRAY}", reduced("SUM", ONES)
+    ),
+    "reduce: objects": Case(reduced("SUM", {1, 2}), TypeError, NO_ARRAY, reduced("SUM", ONES)),
+    "reduce: dates": Case(reduced("MAX", np.datetime64("2020-01-01")), TypeError, NO_ARRAY, reduced("MAX", ONES)),
+    "reduce: slices along an axis": Case(
+        lambda e: e.s.reduce("SUM", e.each(e.slices), 0), ValueError, "IndexedSlices .*axis=None"
+    ),
+    "reduce: MAX of slices": Case(
+        lambda e: e.s.reduce("MAX", e.each(e.slices), None), ValueError, "SUM or MEAN, not by MAX"
+    ),
+    # gather
+    "gather: number": Case(gathered(2.5, 0), ValueError, "Strategy.gather: axis 0 does not exist"),
+    "gather: axis out of range": Case(gathered(ONES, 1), ValueError, r"axis 1 does not exist .*\(3,\) on rank 0"),
+    "gather: axis of another kind": Case(
+        gathered(ONES, None), TypeError, "Strategy.gather: axis is None; it must be an int", gathered(ONES, 0)
+    ),
+    "gather: axis True": Case(gathered(np.ones((2, 2)), True), TypeError, "axis is True", gathered(ONES, 0)),
+    "gather: slices": Case(
+        lambda e: e.s.gather(e.each(e.slices), 0),
+        NotImplementedError,
+        "Strategy.gather: IndexedSlices cannot be gathered",
+        gathered(ONES, 0),
+    ),
+    "gather: plain slices": Case(
+        lambda e: e.s.gather(e.slices, 0), NotImplementedError, "IndexedSlices cannot be gathered"
+    ),
+    "gather: text": Case(gathered("text", 0), TypeError, NO_ARRAY, gathered(ONES, 0)),
+    # values from a function
+    **{
+        f"values from function: {name}": Case(
+            from_function(value),
+            TypeError,
+            rf"Strategy.experimental_distribute_values_from_function: .*{NO_ARRAY}",
+            from_function(1.0),
+        )
+        for name, value in {"text": "text", "None": None, "function": len, "object": object()}.items()
+    },
+    "values from function: not callable": Case(
+        lambda e: e.s.experimental_distribute_values_from_function(5), TypeError, "not callable", from_function(1.0)
+    ),
+    "values from function: fails": Case(
+        lambda e: e.s.experimental_distribute_values_from_function(lambda c: {}["gone"]),
+        KeyError,
+        "gone",
+        from_function(1.0),
+    ),
+    # one logical device a replica
+    "logical device 1": Case(
+        lambda e: e.s.experimental_assign_to_logical_device(ONES, 1), ValueError, "no logical device 1"
+    ),
+    "logical device -1": Case(
+        lambda e: e.s.experimental_assign_to_logical_device(ONES, -1), ValueError, "no logical device -1"
+    ),
+    "split: too short": Case(
+        lambda e: e.s.experimental_split_to_logical_devices(np.ones((2, 2)), [1]),
+        ValueError,
+        "experimental_split_to_logical_devices",
+    ),
+    "split: in two": Case(
+        lambda e: e.s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1]),
+        ValueError,
+        "experimental_split_to_logical_devices",
+    ),
+    # making variables
+    "variable of None": Case(
+        made(None), TypeError, "Variable: the initial value is None; it must be an array", made(ONES)
+    ),
+    "variable of text": Case(made("text"), TypeError, "the initial value is 'text'", made(ONES)),
+    "variable of a set": Case(made({1, 2}), TypeError, "the initial value is {1, 2}", made(ONES)),
+    "variable of dates": Case(made(np.zeros(2, "M8[s]")), TypeError, "the initial value is", made(ONES)),
+    "variable of records": Case(made(np.zeros(2, [("a", "f4")])), TypeError, "the initial value is", made(ONES)),
+    "variable of a ragged list": Case(made([[1], [2, 3]]), ValueError, "inhomogeneous|setting an array", made(ONES)),
+    "variable of text dtype": Case(
+        made(1.0, dtype=str), TypeError, "Variable: dtype is .*; it must be one of numbers", made(1.0)
+    ),
+    "variable of no dtype": Case(made(1.0, dtype="float31"), TypeError, "float31", made(1.0)),
+    "variable of another shape": Case(
+        made(ONES, shape=(4,)), ValueError, r"shape \(3,\), and shape=\(4,\)", made(ONES, shape=(3,))
+    ),
+    "variable of an int too large": Case(made(2**40), ValueError, "does not go into int32 without loss", made(2)),
+    "variable of a negative uint": Case(
+        made(-1, dtype=np.uint8), ValueError, "does not go into uint8", made(1, dtype=np.uint8)
+    ),
+    "variable of floats as int": Case(
+        made([1.5], dtype=np.int32), ValueError, "does not go into int32", made([1], dtype=np.int32)
+    ),
+    "variable of complex as float": Case(
+        made([1j], dtype=np.float32), ValueError, "does not go into float32", made([1.0])
+    ),
+    "variable of each replica's": Case(
+        lambda e: made(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0))(e),
+        ValueError,
+        "one value a replica; reduce it",
+    ),
+    "variable of no aggregation": Case(
+        made(1.0, aggregation="MOST"), ValueError, "Variable: aggregation is 'MOST'; it must", made(1.0)
+    ),
+    "variable of no synchronization": Case(
+        made(1.0, synchronization=3), ValueError, "Variable: synchronization is 3", made(1.0)
+    ),
+    # writing them in the cross-replica context
+    "assign: shape": Case(
+        assigned("v", FIVE),
+        ValueError,
+        r"Variable.assign of 'v': .*\(5,\) and the variable \(3,\)",
+        assigned("v", ONES * 0),
+    ),
+    "assign: a number": Case(
+        assigned("v", 1.0), ValueError, r"\(\) and the variable \(3,\); nothing is broadcast", assigned("v", ONES * 0)
+    ),
+    "assign: one more dimension": Case(assigned("scalar", [1.0]), ValueError, r"\(1,\) and the variable \(\)"),
+    "assign: large": Case(
+        assigned("large", np.ones((100, 300))), ValueError, r"\(100, 300\) and", assigned("large", np.zeros((300, 100)))
+    ),
+    "assign: floats": Case(
+        assigned("i", np.ones(3)),
+        ValueError,
+        "'i': a value of dtype float64 does not go into .* int32",
+        assigned("i", [0, 0, 0]),
+    ),
+    "assign: Python floats": Case(assigned("i", [1.0, 2.0, 3.0]), ValueError, "float64 does not go into"),
+    "assign: a large array of ints": Case(
+        assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [0, 0, 0])
+    ),
+    "assign: large Python ints": Case(assigned("i", [0, 0, -(2**31) - 1]), ValueError, INT_RANGE),
+    "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into a variable of float32"),
+    "assign: text": Case(assigned("v", ["a", "b", "c"]), ValueError, "does not go into a variable of float32"),
+    "assign: None": Case(assigned("v", None), ValueError, "Variable.assign of 'v'"),
+    "assign: numbers to bool": Case(
+        assigned("b", np.array([1, 0])), ValueError, "int64 does not go into a variable of bool"
+    ),
+    "add to bool": Case(
+        assigned("b", np.array([True, True]), "assign_add"), ValueError, "'b': booleans are neither added"
+    ),
+    "add: shape": Case(
+        assigned("v", FIVE, "assign_add"), ValueError, "Variable.assign_add of 'v': the value has shape"
+    ),
+    "subtract: shape": Case(assigned("v", FIVE, "assign_sub"), ValueError, "Variable.assign_sub of 'v': the value has"),
+    "assign: each replica's": Case(
+        lambda e: e.v.assign(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0)),
+        ValueError,
+        "is a PerReplica, .*reduce it first",
+    ),
+    "assign to another's": Case(
+        lambda e: in_scope(e.s, lambda: e.foreign.assign(ONES)),
+        RuntimeError,
+        "'foreign': the variable belongs to another",
+    ),
+    # StrategyExtended
+    "reduce_to: nowhere": Case(
+        lambda e: e.s.extended.reduce_to("SUM", e.each(ONES), None),
+        ValueError,
+        "StrategyExtended.reduce_to: destinations is None",
+    ),
+    "reduce_to: unknown device": Case(
+        lambda e: e.s.extended.reduce_to("SUM", e.each(ONES), "here"), ValueError, "'here' is not a device"
+    ),
+    "batch_reduce_to: nowhere": Case(
+        lambda e: e.s.extended.batch_reduce_to("SUM", [(e.each(ONES), [])]),
+        ValueError,
+        r"StrategyExtended.batch_reduce_to: destinations is \[\]",
+    ),
+    "broadcast_to: nowhere": Case(
+        lambda e: e.s.extended.broadcast_to(1, None), ValueError, "StrategyExtended.broadcast_to: destinations"
+    ),
+    "update: no variable": Case(
+        lambda e: e.s.extended.update(5, lambda v: 0),
+        ValueError,
+        "StrategyExtended.update: 5 is not a variable",
+        lambda e: e.s.extended.update(e.v, lambda v: 0),
+    ),
+    "update: another's": Case(
+        lambda e: e.s.extended.update(e.foreign, lambda v: 0),
+        ValueError,
+        "StrategyExtended.update: .*is not a variable of this",
+    ),
+    "update: each replica's": Case(
+        lambda e: e.s.extended.update(e.v, lambda v, x: 0, (hs.PerReplica(ONES, RANK),)),
+        ValueError,
+        "StrategyExtended.update: .*reduce it first",
+    ),
+    "colocate: no scope": Case(
+        lambda e: e.s.extended.colocate_vars_with(e.v).__enter__(), RuntimeError, "colocate_vars_with is for use under"
+    ),
+    "colocate: another's": Case(
+        lambda e: in_scope(e.s, lambda: e.s.extended.colocate_vars_with(e.foreign).__enter__()),
+        ValueError,
+        "colocate_vars_with: .*not one of this",
+    ),
+    # a replica's context, kept
+    "all_reduce outside": Case(
+        lambda e: e.context.all_reduce("SUM", 1), RuntimeError, "ReplicaContext.all_reduce was called outside"
+    ),
+    "all_gather outside": Case(
+        lambda e: e.context.all_gather(ONES, 0), RuntimeError, "ReplicaContext.all_gather was called outside"
+    ),
+    "merge_call outside": Case(
+        lambda e: e.context.merge_call(lambda s: 0), RuntimeError, "ReplicaContext.merge_call was called"
+    ),
+    "all_reduce in the scope": Case(
+        lambda e: in_scope(e.s, lambda: e.context.all_reduce("SUM", 1)),
+        RuntimeError,
+        "ReplicaContext.all_reduce was called outside",
+    ),
+}
+if importlib.util.find_spec("cupy") is None:
+    ACROSS["devices: a GPU without CuPy"] = Case(central(["GPU:0"] * N), RuntimeError, "GPU:0 needs CuPy", central())
+if N > 1:
+    ACROSS["OneDeviceStrategy"] = Case(
+        lambda e: hs.OneDeviceStrategy(HERE), RuntimeError, f"one replica, and {N} ranks run; start .* without mpirun"
+    )
+    ACROSS["reduce: sum of a plain value"] = Case(
+        lambda e: e.s.reduce("SUM", [5, e.each(ONES)], None),
+        ValueError,
+        "SUM of a value that is not distributed",
+        reduced("SUM", ONES),
+    )
+    ACROSS["local results that cannot travel"] = Case(
+        lambda e: e.s.experimental_local_results(e.each(lambda: 0)),
+        TypeError,
+        "Strategy.experimental_local_results: .*cannot travel",
+        lambda e: e.s.experimental_local_results(e.each(0)),
+    )
+    ACROSS["ON_READ as an array"] = Case(lambda e: e.own + 1, RuntimeError, "'own' has one value a replica")
+    ACROSS["add to ON_READ"] = Case(
+        assigned("own", ONES, "assign_add"),
+        ValueError,
+        "Variable.assign_add of 'own': .*not defined",
+        assigned("own", ONES),
+    )
+else:
+    ACROSS["OneDeviceStrategy: unknown"] = Case(
+        lambda e: hs.OneDeviceStrategy("here"), ValueError, "OneDeviceStrategy: 'here'"
+    )
+
+
+def context():
+    found: Any = hs.get_replica_context()
+    return found
+
+
+def summed(value, op="SUM"):
+    return lambda e: context().all_reduce(op, value)
+
+
+def gathered_inside(value, axis):
+    return lambda e: context().all_gather(value, axis)
+
+
+INSIDE = {
+    "run": Case(lambda e: e.s.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica function"),
+    "reduce": Case(
+        lambda e: e.s.reduce("SUM", 1, None), RuntimeError, "Strategy.reduce was called inside .*all_reduce"
+    ),
+    "gather": Case(lambda e: e.s.gather(ONES, 0), RuntimeError, "Strategy.gather was called inside a replica function"),
+    "scope": Case(lambda e: entered(e.s), RuntimeError, "Strategy.scope was called inside a replica function"),
+    "another's run": Case(lambda e: e.other.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica"),
+    "values from function": Case(from_function(1), RuntimeError, "values_from_function was called inside a replica"),
+    "distribute_dataset": Case(
+        lambda e: e.s.experimental_distribute_dataset(hs.data.Dataset.range(4).batch(2)),
+        RuntimeError,
+        "distribute_dataset",
+    ),
+    "update": Case(
+        lambda e: e.s.extended.update(e.v, lambda v: 0), RuntimeError, "StrategyExtended.update was called inside"
+    ),
+    "reduce_to": Case(
+        lambda e: e.s.extended.reduce_to("SUM", 1, e.v), RuntimeError, "reduce_to was called inside a replica"
+    ),
+    "call_for_each_replica": Case(
+        lambda e: e.s.extended.call_for_each_replica(lambda: 0), RuntimeError, "call_for_each_replica was called inside"
+    ),
+    "set_strategy": Case(
+        lambda e: hs.experimental_set_strategy(None), RuntimeError, "experimental_set_strategy was called"
+    ),
+    "all_reduce: no operation": Case(
+        summed(1, "AVERAGE"), ValueError, "ReplicaContext.all_reduce: reduce_op is 'AVERAGE'", summed(1)
+    ),
+    "all_reduce: bool": Case(summed(True), TypeError, "ReplicaContext.all_reduce: SUM of bool", summed(1)),
+    "all_reduce: text": Case(
+        summed({"a": "text"}), TypeError, f"ReplicaContext.all_reduce: 'text' {NO_ARRAY}", summed({"a": 1})
+    ),
+    "all_reduce: int16": Case(summed(np.int16(1)), TypeError, "dtype int16 cannot be reduced", summed(1)),
+    "all_reduce: a distributed value": Case(summed(hs.PerReplica(1, RANK)), TypeError, NO_ARRAY, summed(1)),
+    "all_gather: number": Case(gathered_inside(1.0, 0), ValueError, "ReplicaContext.all_gather: axis 0 does not exist"),
+    "all_gather: axis": Case(gathered_inside(ONES, 1), ValueError, "ReplicaContext.all_gather: axis 1 does not exist"),
+    "all_gather: axis None": Case(
+        gathered_inside(ONES, None), TypeError, "all_gather: axis is None", gathered_inside(ONES, 0)
+    ),
+    "all_gather: slices": Case(
+        lambda e: context().all_gather(e.slices, 0),
+        NotImplementedError,
+        "ReplicaContext.all_gather: IndexedSlices",
+        gathered_inside(ONES, 0),
+    ),
+    "merge_call: no function": Case(lambda e: context().merge_call(5), TypeError, "not callable"),
+    "assign: no aggregation": Case(
+        assigned("none", ONES),
+        ValueError,
+        "Variable.assign of 'none' in a replica context: .*aggregation=VariableAggregation.SUM",
+    ),
+    "assign: mean of ints": Case(
+        assigned("mean", np.ones(3, np.int32)), ValueError, "'mean': the mean .*float64 and does not fit int32"
+    ),
+    "assign: shape": Case(
+        assigned("v", FIVE),
+        ValueError,
+        r"Variable.assign of 'v': .*\(5,\) and the variable \(3,\)",
+        assigned("v", ONES),
+    ),
+    "assign: large": Case(
+        assigned("large", FIVE), ValueError, r"of 'large': .*\(5,\)", assigned("large", np.ones((300, 100)))
+    ),
+    "assign: a number": Case(assigned("v", 1.0), ValueError, r"\(\) and the variable \(3,\)", assigned("v", ONES)),
+    "assign: floats": Case(
+        assigned("i", ONES), ValueError, "float32 does not go into a variable of int32", assigned("i", [1, 2, 3])
+    ),
+    "assign: large ints": Case(assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [1, 2, 3])),
+    "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into", assigned("v", ONES)),
+    "assign: a distributed value": Case(
+        lambda e: e.v.assign(hs.PerReplica(ONES, RANK)), ValueError, "is a PerReplica", assigned("v", ONES)
+    ),
+    "add to bool": Case(
+        assigned("b", np.array([True, True]), "assign_add"),
+        ValueError,
+        "neither added",
+        assigned("b", np.array([True, True])),
+    ),
+    "assign to another's": Case(
+        lambda e: e.foreign.assign(ONES), RuntimeError, "'foreign': the variable belongs to another"
+    ),
+    "own: shape": Case(assigned("own", FIVE), ValueError, r"Variable.assign of 'own': .*\(5,\)"),
+    "new variable": Case(
+        lambda e: hs.Variable(None), TypeError, "the initial value is None", lambda e: hs.Variable(1.0)
+    ),
+    "random_generator": Case(lambda e: context().random_generator(-1), ValueError, "non-negative"),
+}
+if N > 1:  # one replica's number differs from no other
+    INSIDE["assign: the same number"] = Case(
+        assigned("scalar", 2.0), ValueError, "'scalar': the sum of the number 2.0, the same on"
+    )
+    INSIDE["add: the same number"] = Case(
+        assigned("scalar", 1, "assign_add"), ValueError, "assign_add of 'scalar': the sum of the number 1"
+    )
+    INSIDE["assign to one of no scope"] = Case(
+        lambda e: e.outside.assign(ONES),
+        RuntimeError,
+        "'outside': the variable was made outside of this strategy's scope",
+    )
+
+KINDS = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def env(request):
+    with KINDS[request.param]() as strategy, KINDS[request.param]() as other:
+        yield Env(strategy, other)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_changed(env):
+    yield
+    env.works()
+    env.v.assign(np.zeros(3))
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_across_replicas(env, name):
+    case = ACROSS[name]
+    with pytest.raises(case.error, match=case.match):
+        case.wrong(env)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_in_a_replica(env, name):
+    case = INSIDE[name]
+    with pytest.raises(case.error, match=case.match):
+        env.s.run(lambda: case.wrong(env))
+
+
+several = pytest.mark.skipif(N == 1, reason="one rank is all of them")
+
+
+@several
+@pytest.mark.parametrize("name", [name for name in ACROSS if ACROSS[name].right is not None])
+def test_across_replicas_on_one_rank_only(env, name):
+    case = ACROSS[name]
+    assert case.right is not None
+    for odd in {0, N - 1}:
+        with pytest.raises(case.error, match=case.match) as caught:
+            (case.wrong if RANK == odd else case.right)(env)
+        assert RANK == odd or f"found by rank {odd}" in str(caught.value)
+
+
+@several
+@pytest.mark.parametrize("name", [name for name in INSIDE if INSIDE[name].right is not None])
+def test_in_a_replica_on_one_rank_only(env, name):
+    case = INSIDE[name]
+    right = case.right
+    assert right is not None
+    for odd in {0, N - 1}:
+        with pytest.raises(case.error, match=case.match) as caught:
+            env.s.run(lambda odd=odd: (case.wrong if RANK == odd else right)(env))
+        assert RANK == odd or f"found by rank {odd}" in str(caught.value)
+
+
+# ---- ranks that pass different things
+
+DIFFERENT = {
+    "reduce: shapes": (lambda e, odd: e.s.reduce("SUM", e.each(FIVE if odd else ONES), None), ("(3,)", "(5,)")),
+    "reduce: dtypes": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones(3) if odd else ONES), None),
+        ("float64", "float32"),
+    ),
+    "reduce: operations": (
+        lambda e, odd: e.s.reduce("MAX" if odd else "SUM", e.each(ONES), None),
+        ("Strategy.reduce(SUM", "Strategy.reduce(MAX"),
+    ),
+    "reduce: dimensions": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3 + odd))), 0), ("(3,)", "(4,)")),
+    "reduce: axes": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3))), int(odd)), ("Strategy.reduce",)),
+    "reduce: axes of a square": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones((3, 3))), int(odd)),
+        ("axis=0", "axis=1"),
+    ),
+    "reduce: operations along an axis": (
+        lambda e, odd: e.s.reduce("SUM" if odd else "MEAN", e.each(np.ones(3)), 0),
+        ("SUM", "MEAN"),
+    ),
+    "reduce: keys": (
+        lambda e, odd: e.s.reduce("SUM", e.each({"a": 1, "c" if odd else "b": 2}), None),
+        ("'b': *", "'c': *"),
+    ),
+    "reduce: None": (lambda e, odd: e.s.reduce("SUM", e.each([1, None] if odd else [None, 1]), None), ("[0]", "[1]")),
+    "reduce: plain or not": (
+        lambda e, odd: e.s.reduce("MEAN", [1, e.each(1)] if odd else [e.each(1), 1], None),
+        ("[0]", "[1]"),
+    ),
+    "gather: keys": (lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0), ("'a': *", "'b': *")),
+    "reduce: leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None), ("Strategy.reduce",)),
+    "reduce or gather": (
+        lambda e, odd: e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None),
+        ("gather",),
+    ),
+    "gather: axes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 2))), int(odd)), ("Strategy.gather",)),
+    "gather: shapes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 3 + odd))), 0), ("(2, 3)", "(2, 4)")),
+    "variables: shapes": (lambda e, odd: made(np.ones(3 + odd))(e), ("(3,)", "(4,)")),
+    "variables: dtypes": (
+        lambda e, odd: made(np.ones(3, np.float32 if odd else np.float64))(e),
+        ("float64", "float32"),
+    ),
+    "assign or add": (lambda e, odd: (e.v.assign_add if odd else e.v.assign)(ONES), ("Variable.assign_add of 'v'",)),
+    "assign: variables": (lambda e, odd: (e.none if odd else e.v).assign(ONES), ("'none'",)),
+    "reduce or close": (lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(), ("barrier",)),
+    "agree or barrier": (lambda e, odd: hs.agree(False) if odd else hs.barrier(), ("agree",)),
+    "strategies": (lambda e, odd: (hs.MirroredStrategy if odd else hs.CentralStorageStrategy)(), ("MirroredStrategy",)),
+}
+DIFFERENT_INSIDE = {
+    "all_reduce: shapes": (lambda e, odd: context().all_reduce("SUM", FIVE if odd else ONES), ("(3,)", "(5,)")),
+    "all_reduce: operations": (
+        lambda e, odd: context().all_reduce("MIN" if odd else "SUM", ONES),
+        ("ReplicaContext.all_reduce(SUM", "ReplicaContext.all_reduce(MIN"),
+    ),
+    "all_reduce: None": (
+        lambda e, odd: context().all_reduce("SUM", [None if odd else ONES, ONES]),
+        ("ReplicaContext.all_reduce",),
+    ),
+    "all_reduce: keys": (lambda e, odd: context().all_reduce("SUM", {"b" if odd else "a": 1}), ("'a': *", "'b': *")),
+    "all_reduce: the other None": (
+        lambda e, odd: context().all_reduce("SUM", [1, None] if odd else [None, 1]),
+        ("[0]", "[1]"),
+    ),
+    "all_gather: keys": (lambda e, odd: context().all_gather({"b" if odd else "a": ONES}, 0), ("'a': *", "'b': *")),
+    "all_reduce or all_gather": (
+        lambda e, odd: context().all_gather(ONES, 0) if odd else context().all_reduce("SUM", ONES),
+        ("all_gather",),
+    ),
+    "all_reduce or merge_call": (
+        lambda e, odd: context().merge_call(lambda s: 0) if odd else context().all_reduce("SUM", ONES),
+        ("merge_call",),
+    ),
+    "assign: variables": (
+        lambda e, odd: e.large.assign(np.ones((300, 100))) if odd else e.v.assign(ONES),
+        ("'large'",),
+    ),
+    "assign or all_reduce": (
+        lambda e, odd: e.v.assign(ONES) if odd else context().all_reduce("SUM", ONES),
+        ("Variable.assign",),
+    ),
+}
+
+
+def check_different(call, env, texts):
+    for odd in range(N):
+        with pytest.raises(hs.ReplicaMismatchError) as caught:
+            call(env, RANK == odd)
+        for text in (*texts, *(f"rank {rank}" for rank in range(N))):
+            assert text in str(caught.value)
+
+
+@several
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_across_replicas(env, name):
+    call, texts = DIFFERENT[name]
+    check_different(call, env, texts)
+
+
+@several
+@pytest.mark.parametrize("name", DIFFERENT_INSIDE)
+def test_ranks_that_differ_in_a_replica(env, name):
+    call, texts = DIFFERENT_INSIDE[name]
+    check_different(lambda env, odd: env.s.run(lambda: call(env, odd)), env, texts)

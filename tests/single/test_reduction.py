@@ -1,0 +1,99 @@
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from hpcstrat import ReduceOp
+from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
+from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, reduce_flat, slice_of
+
+HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [0, 1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+def test_sums_are_in_order(count, size):
+    parts = list(np.random.default_rng(count).standard_normal((count, size)).astype(np.float32))
+    expected = parts[0]
+    for part in parts[1:]:
+        expected = expected + part
+    out = np.full(size, -1, np.float32)
+    reduce_flat(out, parts, ReduceOp.SUM)
+    assert out.tobytes() == expected.tobytes()
+    reduce_flat(out, parts, ReduceOp.MEAN)
+    assert out.tobytes() == (expected / np.float32(count)).tobytes()
+    reduce_flat(out, parts, ReduceOp.MIN)
+    assert out.tobytes() == np.min(parts, 0).tobytes()
+    reduce_flat(out, parts, ReduceOp.MAX)
+    assert out.tobytes() == np.max(parts, 0).tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32, np.complex64, *HALVES], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_result_may_lie_in_any_part(dtype, count):
+    for op in (ReduceOp.SUM, ReduceOp.MAX) if np.dtype(dtype).kind != "c" else (ReduceOp.SUM,):
+        for target in range(count):
+            parts = [(np.arange(9) * (i + 1) % 5).astype(dtype) for i in range(count)]
+            exact = np.real([part.astype(complex) for part in parts])
+            reduce_chunk(parts[target], parts, op)
+            expected = exact.sum(0) if op is ReduceOp.SUM else exact.max(0)
+            assert parts[target].tolist() == expected.astype(dtype).tolist()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_16_bit_floats_are_rounded_once(dtype):
+    big = 2048 if dtype == np.float16 else 256  # adding one 1 in that dtype changes nothing
+    parts = [np.full(3, value).astype(dtype) for value in (big, 1, 1)]
+    out = np.empty(3, dtype)
+    reduce_chunk(out, parts, ReduceOp.SUM)
+    assert out.tolist() == [big + 2] * 3
+    assert accumulator(dtype) == np.float32 and accumulator(np.dtype(np.int8)) == np.int8
+
+
+def test_an_overflow_is_inf():
+    out = np.empty(2, np.float32)
+    with np.errstate(all="raise"):
+        reduce_flat(out, [np.full(2, 3e38, np.float32)] * 2, ReduceOp.SUM)
+    assert np.isinf(out).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 1000, 4096, 1_000_003])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64])
+def test_slices_cover_everything_once(count, size):
+    slices = [slice_of(count, rank, size) for rank in range(size)]
+    assert slices[0].start == 0 and slices[-1].stop == count
+    for one, other in itertools.pairwise(slices):
+        assert one.stop == other.start
+        assert one.stop % 64 == 0 or one.stop == count
+    lengths = [one.stop - one.start for one in slices]
+    assert min(lengths) >= 0 and max(lengths) - min(lengths) <= 128
+
+
+def test_the_table_of_dtypes():
+    numbers = [np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.float32, np.float64, *HALVES]
+    allowed = {np.dtype(dtype): {"SUM", "MEAN", "MIN", "MAX"} for dtype in numbers}
+    allowed |= {np.dtype(dtype): {"SUM", "MEAN"} for dtype in (np.complex64, np.complex128)}
+    allowed |= {np.dtype(bool): {"MIN", "MAX"}}
+    others = [np.int16, np.uint16, np.longdouble, object, "U3", "S3", "M8[s]", "m8[s]", [("a", "f4")]]
+    for dtype in [*allowed, *map(np.dtype, others)]:
+        for op in ReduceOp:
+            if op.name in allowed.get(dtype, ()):
+                check_reducible("call", dtype, op)
+                continue
+            with pytest.raises(TypeError, match="^some_call: .*cast first"):
+                check_reducible("some_call", dtype, op)
+
+
+def test_what_is_a_number():
+    for dtype in (bool, np.int16, np.uint64, np.float16, np.longdouble, np.complex64, ">f4", ml_dtypes.bfloat16):
+        assert is_number(np.dtype(dtype))
+    for dtype in (object, "U3", "S3", "M8[s]", "m8[s]", "V4", [("a", "f4")]):
+        assert not is_number(np.dtype(dtype))
+
+
+def test_this_machines_byte_order():
+    array = np.arange(3, dtype=np.dtype(np.int32).newbyteorder())
+    assert native(array).dtype.isnative and native(array).tolist() == [0, 1, 2]
+    same = np.arange(3)
+    assert native(same) is same
