@@ -50,12 +50,14 @@ def broadcast_object(obj: Any) -> Any:
 
 def agree(flag: Any) -> bool:
     """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
-    own = bool(flag)
+    communicator = connect()
+    with communicator.joint("agree"):
+        own = bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
         message[0] = own
 
-    return any(bool(message[0]) for message in connect().exchange(signature("agree"), 1, write))
+    return any(bool(message[0]) for message in communicator.exchange(signature("agree"), 1, write))
 
 
 def barrier() -> None:

@@ -152,11 +152,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
-        if copy is False:
-            if not _in_replica_of(self._strategy):
-                raise ValueError("a variable is read without a copy in a replica context only: call value() there")
-            return array.astype(dtype or array.dtype, copy=False)
-        return array.astype(dtype or array.dtype, copy=True)
+        in_place = _in_replica_of(self._strategy)
+        if copy is False and not in_place:
+            raise ValueError("a variable is read without a copy in a replica context only: call value() there")
+        array = array.astype(dtype or array.dtype, copy=bool(copy) or not in_place)
+        return array.view() if array is self._block.view else array
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         written = inputs[:1] if method == "at" else kwargs.get("out", ())  # NumPy's `at` writes read-only arrays too

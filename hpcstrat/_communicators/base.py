@@ -105,12 +105,12 @@ class Communicator(abc.ABC):
         """
         return Joint(self, call)
 
-    def note_fault(self, error: BaseException, place: int) -> None:
-        """Notes that an exception leaves `Strategy.run`, of which this was the `place`-th.
+    def note_fault(self, error: BaseException) -> None:
+        """Notes that an exception leaves `Strategy.run`.
 
-        The program may catch it and go on only where every rank raised there; the next call compares.
+        The program may catch it and go on only where every rank raised after the same calls; the next one compares.
         """
-        self._faults = (self._faults * 1_000_003 + place) & 0x7FFF_FFFF_FFFF
+        self._faults = (self._faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
         self._fault = error
 
     def leave(self) -> None:
@@ -194,15 +194,20 @@ class Communicator(abc.ABC):
             check_gatherable(call, [part[i].shape for part in parts], axis)
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
 
-    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
+    def all_gather_obj(self, call: str, obj: Any, *facts: str) -> list[Any]:
         """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
+
+        Args:
+            call: the user's name of the method.
+            obj: this rank's.
+            *facts: what must be equal on all ranks.
 
         Raises:
             TypeError: `obj` cannot be pickled.
         """
         with self.joint(call):
             message = _message(call, obj)
-        return [objects.load(m) for m in self.exchange(signature(call), message.nbytes, message.write)]
+        return [objects.load(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)]
 
     def broadcast_obj(self, call: str, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.

@@ -50,7 +50,6 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._aggregates_nothing = False  # a write in a replica context needs no aggregation
         self._updates_everywhere = True  # StrategyExtended.update runs on every rank, each on its own copy
         self._closed = False
-        self._runs = 0
         self._connect_contexts()
 
     def _connect_contexts(self) -> None:
@@ -147,13 +146,12 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """
         del options
         self._require_cross_replica("Strategy.run")
-        self._runs += 1
         arguments = select((tuple(args), dict(kwargs) if kwargs else {}))
         token = _context.current.set(self._replica_context)
         try:
             result = fn(*arguments[0], **arguments[1])
         except BaseException as error:
-            self._communicator.note_fault(error, self._runs)
+            self._communicator.note_fault(error)
             raise
         finally:
             _context.current.reset(token)
@@ -286,7 +284,10 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             return (value,)
         own = [leaves[i]._component for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            everyones = self._communicator.all_gather_obj("Strategy.experimental_local_results", own)
+            call = "Strategy.experimental_local_results"
+            everyones = self._communicator.all_gather_obj(
+                call, own, _nest.describe(structure), f"distributed at {places}"
+            )
         else:
             everyones = [own] * self._communicator.size
         results = []

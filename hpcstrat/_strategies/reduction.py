@@ -193,7 +193,7 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     with communicator.joint(call):
         for i, leaf in enumerate(leaves):
-            if i not in places:
+            if i not in places and leaf is not None:
                 check_gatherable(call, [_gatherable(call, leaf, axis).shape], axis)
     if places:
         facts = f"{_nest.describe(structure)} distributed at {places}"
@@ -203,10 +203,15 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, facts: str) -> list[Array]:
+def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, facts: str) -> list[Any]:
+    """All leaves in one message. `None` stays `None`."""
+    places = [i for i, leaf in enumerate(leaves) if leaf is not None]
     with communicator.joint(call):
-        arrays = [_gatherable(call, leaf, axis) for leaf in leaves]
-    return communicator.all_gather(call, arrays, axis, facts)
+        arrays = [_gatherable(call, leaves[i], axis) for i in places]
+    results: list[Any] = list(leaves)
+    for i, array in zip(places, communicator.all_gather(call, arrays, axis, facts, f"arrays at {places}"), strict=True):
+        results[i] = array
+    return results
 
 
 def _gatherable(call: str, value: Any, axis: int) -> Array:

@@ -170,7 +170,7 @@ class Optimizer(abc.ABC):
             try:
                 # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
                 kinds = [
-                    [Variable(np.full(v.shape, value, v.dtype), False, f"{v.name}/{name}") for v in new]
+                    [Variable(np.broadcast_to(v.dtype.type(value), v.shape), False, f"{v.name}/{name}") for v in new]
                     for name, value in self._slot_values.items()
                 ]
             finally:

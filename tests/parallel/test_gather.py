@@ -96,3 +96,20 @@ def test_shapes_that_do_not_fit(strategy, unit):
     with pytest.raises(hs.ReplicaMismatchError, match="float64(.|\n)*float32"):
         strategy.gather(strategy.run(lambda: np.zeros(2, np.float32 if RANK else np.float64)), 0)
     assert strategy.gather(strategy.run(lambda: np.array([RANK])), 0).tolist() == list(range(N))
+
+
+def test_none_in_a_nest_stays_none(strategy):
+    value = strategy.run(lambda: {"a": np.full((RANK + 1,), RANK), "b": (None, np.array([RANK]))})
+    found = strategy.gather(value, 0)
+    assert found["b"][0] is None
+    assert found["a"].tolist() == [rank for rank in range(N) for _ in range(rank + 1)]
+    assert found["b"][1].tolist() == list(range(N))
+
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        return context.all_gather([None, np.array([RANK])], 0)
+
+    inside = strategy.run(replica)
+    assert inside[0] is None
+    assert strategy.experimental_local_results(inside[1])[-1].tolist() == list(range(N))

@@ -231,3 +231,31 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
         ),
     ]
     assert all(one.filename == __file__ for one in caught)
+
+
+@pytest.mark.skipif(N == 1, reason="one replica's nest cannot differ from another's")
+@pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]])
+def test_local_results_of_nests_that_differ(strategy, odd):
+    value = strategy.run(lambda: odd if RANK == N - 1 else {"a": 1})
+    with pytest.raises(hs.ReplicaMismatchError, match="Strategy.experimental_local_results"):
+        strategy.experimental_local_results(value)
+    assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
+
+
+def test_a_run_on_one_rank_does_not_count_as_a_fault_later(strategy):
+    def fail():
+        raise KeyError("every replica")
+
+    if RANK == 0:
+        strategy.run(lambda: None)  # it calls nothing that communicates
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            strategy.run(fail)
+        assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
+
+
+def test_agree_fails_on_all_ranks(strategy):
+    with pytest.raises(ValueError, match="truth value"):
+        hs.agree(np.ones(2) if RANK == N - 1 else True)
+    assert hs.agree(RANK == N - 1) is True
+    assert hs.agree(False) is False

@@ -457,13 +457,14 @@ def test_reads_in_a_replica_are_the_array_itself(strategy):
         view = v.value()
         assert np.shares_memory(view, v.value())
         assert np.shares_memory(view, v[1:])
-        for array in (view, v[...], v[1:], view.T):
+        assert np.shares_memory(view, np.asarray(v))
+        for array in (view, v[...], v[1:], view.T, np.asarray(v)):
             assert not array.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 1
-        v.value().shape = (2, 2)
+        v.value().shape = np.asarray(v).shape = (2, 2)
         assert v.shape == v.value().shape == (4,)
-        for array in (v.read_value(), v.numpy(), np.array(v), np.asarray(v)):
+        for array in (v.read_value(), v.numpy(), np.array(v), np.asarray(v, np.float32)):
             assert array.flags.writeable and not np.shares_memory(array, view)
             array[...] = -1
         assert view.tolist() == [0, 1, 2, 3]
