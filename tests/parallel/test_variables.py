@@ -449,6 +449,7 @@ def test_reads_across_replicas_are_snapshots(strategy):
         assert kept.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # by NumPy 2.5, which still does it
 def test_reads_in_a_replica_are_the_array_itself(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(4.0), aggregation="MEAN")
