@@ -23,7 +23,7 @@ class Message:
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
-        body = file.getbuffer()
+        body = file.getvalue()
         parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
         counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
         self._parts = [memoryview(counts), *parts]
