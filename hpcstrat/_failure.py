@@ -56,8 +56,13 @@ def mark_as_consequence(error: BaseException) -> None:
     error.__dict__["_hpcstrat_consequence"] = True
 
 
-def end_job(message: str, status: int = 1) -> NoReturn:
-    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status."""
+def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
+    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
+
+    A consequence of what another rank reports comes after that, and so is not printed if that rank ends the job first.
+    """
+    if consequence:
+        time.sleep(_CONSEQUENCE_DELAY)
     _print_tagged(message)
     _abort(status)
 

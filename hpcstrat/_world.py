@@ -75,9 +75,12 @@ def started() -> World | None:
     return _world
 
 
-def end_job(message: str, status: int = 1) -> NoReturn:
-    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status."""
-    _failure.end_job(message, status)
+def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
+    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
+
+    With `consequence`, the rank whose error it is a consequence of reports first.
+    """
+    _failure.end_job(message, status, consequence)
 
 
 def _connect() -> World:

@@ -61,5 +61,5 @@ class _FlagBarrier:
                 time.sleep(_SLEEP)
             elif polls > _SPINS:
                 os.sched_yield()
-            if polls % _PROGRESS == 0:
+            if polls > _YIELDS or polls % _PROGRESS == 0:
                 self._progress()  # a message that the other rank waits to get rid of moves only in a call of MPI

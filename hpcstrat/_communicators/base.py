@@ -263,13 +263,17 @@ class Communicator(abc.ABC):
     def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:
         gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]
         what = "left the program" if self.rank in gone else f"waits in {text}"
-        _world.end_job(f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others")
+        _world.end_job(
+            f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others",
+            consequence=self.rank in gone,
+        )
 
     def _end_after_fault(self) -> NoReturn:
         if self._fault is None:
             _world.end_job(
                 "hpcstrat: an exception left Strategy.run on another rank and was caught there, but not on this one; "
-                "the ranks no longer make the same calls"
+                "the ranks no longer make the same calls",
+                consequence=True,
             )
         lines = "".join(traceback.format_exception(self._fault))
         _world.end_job(

@@ -61,3 +61,81 @@ def test_a_rank_that_leaves_early_ends_those_that_wait_for_it(launch, status):
     assert result.seconds < 15
     assert "rank 1 left the program before the others" in result.stderr
     assert result.leftovers == []
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["the others go on", "the others wait in the replica function"])
+def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(launch, waiting):
+    program = """
+    import contextlib
+    import sys
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+
+    def replica_fn():
+        if hs.rank() == 1:
+            raise KeyError("of rank 1 alone")
+        if sys.argv[1] == "True":
+            hs.get_replica_context().all_reduce("SUM", 1.0)
+
+    with contextlib.suppress(KeyError):
+        strategy.run(replica_fn)
+    hs.barrier()
+    print("went on")
+"""
+    result = launch(program, 3, str(waiting))
+    assert result.status != 0
+    assert result.seconds < 15
+    assert "KeyError: 'of rank 1 alone'" in "\n".join(result.tagged(1))
+    assert "other ranks did not raise there" in "\n".join(result.tagged(1))
+    assert "went on" not in result.stdout
+    assert result.leftovers == []
+
+
+def test_a_killed_rank_ends_all_and_leaves_nothing(launch):
+    program = """
+    import os
+    import signal
+    import hpcstrat as hs
+    import numpy as np
+
+    strategy = hs.CentralStorageStrategy()
+    with strategy.scope():
+        variable = hs.Variable(np.zeros(1_000_000))
+    if hs.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    variable.assign(np.ones(1_000_000))
+    hs.barrier()
+    print("went on")
+"""
+    result = launch(program, 3)
+    assert result.status != 0
+    assert result.seconds < 15
+    assert "went on" not in result.stdout
+    assert result.leftovers == []
+
+
+def test_a_message_on_its_way_does_not_hold_up_a_barrier(launch):
+    """MPI moves a large message only in calls of MPI, also while a rank waits in one of ours."""
+    program = """
+    import hpcstrat as hs
+    import numpy as np
+    from mpi4py import MPI
+
+    strategy = hs.CentralStorageStrategy()
+    world = MPI.COMM_WORLD
+    data = np.full(20_000_000, world.rank, np.uint8)
+    if world.rank == 0:
+        world.Send(data, dest=1)
+    elif world.rank == 1:
+        request = world.Irecv(data, source=0)
+    hs.barrier()
+    if world.rank == 1:
+        request.Wait()
+        print(hs.agree(False), data.max())
+    else:
+        hs.agree(False)
+"""
+    result = launch(program, 3, env={"HPCSTRAT_OUTPUT": "all"})
+    assert result.status == 0
+    assert result.stdout.split() == ["False", "0"]
