@@ -87,7 +87,7 @@ class Communicator(abc.ABC):
         for record in posted:
             if record[: records.COMMON] != head:
                 self._disagree(posted, str(agreed), None)
-        return self._messages([records.message_size(record) for record in posted], write)
+        return self._messages(records.message_sizes(posted), write)
 
     def _count(self, agreed: Signature) -> None:
         if self.paused is not None:
@@ -257,8 +257,7 @@ class Communicator(abc.ABC):
         message = objects.Message(obj)
         self.number += 1
         posted = self._post(records.common(self.number, 0, records.OK, bytes(16)), message.nbytes, message.write)
-        sizes = [records.message_size(record) for record in posted]
-        return [objects.load(m) for m in self._messages(sizes, message.write)]
+        return [objects.load(m) for m in self._messages(records.message_sizes(posted), message.write)]
 
     def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:
         gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -70,9 +71,10 @@ def pack(head: bytes, nbytes: int) -> bytes:
     return head + _SIZE.pack(nbytes)
 
 
-def message_size(record: Any) -> int:
-    """Bytes of the message that this record announces."""
-    return _SIZE.unpack_from(record, COMMON)[0]
+def message_sizes(posted: Sequence[Any]) -> list[int]:
+    """Bytes of the messages that these records announce."""
+    unpack = _SIZE.unpack_from
+    return [unpack(record, COMMON)[0] for record in posted]
 
 
 def read(record: Any) -> tuple[int, int, int, bytes]:

@@ -59,9 +59,7 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
-        agreed = plan.signature(call, op)
-        if numbers:
-            agreed = agreed.with_numbers(numbers)
+        agreed = plan.signature(call, op, numbers)
         # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
         with np.errstate(all="ignore"):
             self._update(agreed, plan, values, op, rule)

@@ -79,12 +79,15 @@ class Plan:
             group.dtype: (np.empty(longest, group.dtype), np.empty(longest, group.dtype)) for group in self.form.groups
         }
 
-    def signature(self, call: str, op: ReduceOp | None) -> Signature:
+    def signature(self, call: str, op: ReduceOp | None, numbers: tuple[float, ...]) -> Signature:
         """What the ranks must agree on for an update."""
         found = self._signatures.get((call, op))
-        if found is None:
+        if found is None or found.numbers != numbers:
             name = "ONLY_FIRST_REPLICA" if op is None else op.name
-            found = self._signatures[call, op] = signature(call, name, *self._facts)
+            found = signature(call, name, *self._facts)
+            if numbers:
+                found = found.with_numbers(numbers)
+            self._signatures[call, op] = found
         return found
 
     def write(self, message: Array, values: Sequence[Array]) -> None:

@@ -99,20 +99,17 @@ class Optimizer(abc.ABC):
             RuntimeError: the variables belong to another strategy than the one this line runs in.
         """
         call = f"{self.name}.apply_gradients"
-        pairs = [(gradient, variable) for gradient, variable in grads_and_vars]
+        pairs = list(grads_and_vars)
         strategy = self._strategy_of(call, pairs)
         communicator = strategy._communicator
         with communicator.joint(call):
-            present = [(gradient, variable) for gradient, variable in pairs if gradient is not None]
-            if not present:
+            gradients, dense, sparse = _sorted(call, pairs)
+            if not gradients and not sparse:
                 communicator.exchange(signature(call, "no gradient"))
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient")
-            sparse = [(g, v) for g, v in present if isinstance(g, IndexedSlices)]
-            dense = [v for g, v in present if not isinstance(g, IndexedSlices)]
             key = tuple([id(v) for v in dense])
             if sparse or key not in self._plans:
-                self._check_variables(call, strategy, [v for _, v in present])
-            gradients = [_checked(call, g, v) for g, v in present if not isinstance(g, IndexedSlices)]
+                self._check_variables(call, strategy, [*dense, *(v for _, v in sparse)])
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), ReplicaContext)
         op = None if summed else ReduceOp.SUM
@@ -133,7 +130,7 @@ class Optimizer(abc.ABC):
         self._iterations += 1
 
     def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
-        if not pairs or not all(isinstance(variable, Variable) for _, variable in pairs):
+        if not pairs or not isinstance(pairs[0], (tuple, list)) or not isinstance(pairs[0][-1], Variable):
             raise ValueError(f"{call}: it takes (gradient, variable) pairs, at least one; it got {pairs!r}")
         strategy, context = pairs[0][1]._strategy, _context.context()
         if context is not None and context.strategy is not strategy:
@@ -227,6 +224,30 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
     return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
 
 
+def _sorted(
+    call: str, pairs: Sequence[tuple[Any, Variable]]
+) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
+    """The gradients that are arrays, their variables, and the pairs whose gradients are slices."""
+    gradients: list[Array] = []
+    dense: list[Variable] = []
+    sparse: list[tuple[IndexedSlices, Variable]] = []
+    for pair in pairs:
+        if len(pair) != 2 or not isinstance(pair[1], Variable):
+            raise ValueError(f"{call}: it takes (gradient, variable) pairs; one of them is {pair!r}")
+        gradient, variable = pair
+        if gradient is None:
+            continue
+        if isinstance(gradient, IndexedSlices):
+            sparse.append((gradient, variable))
+            continue
+        view = variable._block.view
+        if type(gradient) is not np.ndarray or gradient.shape != view.shape or gradient.dtype != view.dtype:
+            gradient = _checked(call, gradient, variable)
+        gradients.append(gradient)
+        dense.append(variable)
+    return gradients, dense, sparse
+
+
 def _checked(call: str, gradient: Any, variable: Variable) -> Array:
     if isinstance(gradient, DistributedValues):
         raise ValueError(
@@ -234,7 +255,7 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
             "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     view = variable._block.view
-    array = gradient if type(gradient) is np.ndarray else np.asarray(gradient)
+    array = np.asarray(gradient)
     if array.shape != view.shape:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}"
