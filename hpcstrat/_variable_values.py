@@ -122,6 +122,23 @@ def written_array(call: str, verb: str, value: Any, shape: tuple[int, ...], dtyp
     return array
 
 
+def shared_out(call: str, value: Array, replicas: int) -> Array:
+    """What each of so many replicas gets of a value that they sum up to.
+
+    Raises:
+        ValueError: they are integers that the number of replicas does not divide.
+    """
+    if value.dtype.kind not in "iu":
+        return value / replicas
+    share = value // replicas
+    if (share * replicas != value).any():
+        raise ValueError(
+            f"{call}: the variable sums over {replicas} replicas, and {value!r} cannot be shared out to them in "
+            "integers; assign a multiple, or make the variable a float one"
+        )
+    return share
+
+
 def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
     return np.can_cast(array.dtype, dtype, "same_kind")
 

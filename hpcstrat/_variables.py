@@ -21,6 +21,7 @@ from hpcstrat._variable_values import (
     VariableAggregation,
     VariableSynchronization,
     initial_array,
+    shared_out,
     written_array,
 )
 
@@ -301,8 +302,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
                 )
             new = self._checked(call, verb, value)
             if is_sum:
-                share = new / strategy.num_replicas_in_sync
-                new = self._checked(call, verb, share)
+                new = shared_out(call, new, strategy.num_replicas_in_sync)
         RULES[verb](self._block.array, strategy._communicator.broadcast_obj(call, new), (), self._block.array)
 
     def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:

@@ -173,6 +173,23 @@ def test_with_one_replica_it_is_an_array(strategy):
     assert v.value().tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+def test_a_sum_of_integers_is_shared_out(strategy, dtype):
+    v = make(strategy, np.zeros(3, dtype), "SUM")
+    strategy.run(lambda: v.assign_add(np.arange(3, dtype=dtype)))
+    assert v.numpy().tolist() == [0, N, 2 * N]
+    v.assign([N, 0, 5 * N])
+    own = strategy.experimental_local_results(strategy.run(v.read_value))
+    assert [found.tolist() for found in own] == [[1, 0, 5]] * N
+    assert v.numpy().tolist() == [N, 0, 5 * N]
+    if N > 1:
+        with pytest.raises(ValueError, match=rf"sums over {N} replicas, and .* cannot be shared out to them in"):
+            v.assign([1, 0, 0])
+        assert v.numpy().tolist() == [N, 0, 5 * N]
+    v.assign([0, 0, 0])
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
 def test_wrong_writes_change_nothing(strategy):
     v = make(strategy, np.zeros(3, np.int32), "ONLY_FIRST_REPLICA")
     with pytest.raises(ValueError, match=r"has shape \(2,\) and the variable \(3,\)"):
