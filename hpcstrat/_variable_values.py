@@ -147,7 +147,5 @@ def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
     """Whether these integers are all in the range of an integer dtype."""
     if array.size == 0 or np.can_cast(array.dtype, dtype):
         return True
-    if np.can_cast(array.dtype, dtype):
-        return True
     bounds = np.iinfo(dtype)
     return bool(array.min() >= bounds.min and array.max() <= bounds.max)
