@@ -30,14 +30,12 @@ class Launched:
         status: mpirun's exit status.
         stdout: what all ranks printed.
         stderr: the same of standard error.
-        seconds: how long it ran.
         leftovers: processes of the job that are still there, and files in shared memory that its processes mapped.
     """
 
     status: int
     stdout: str
     stderr: str
-    seconds: float
     leftovers: list[str]
 
     def tagged(self, rank):
@@ -94,7 +92,6 @@ class Launcher:
                     status = process.wait(_LOOK_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
-            seconds = time.monotonic() - begin
             leftovers = job.leftovers(0 if status is None else _SETTLE_SECONDS)
             job.kill()
             process.wait()
@@ -104,7 +101,7 @@ class Launcher:
         if status is None:
             pytest.fail(f"the job gave no result within {timeout} s\n{output}\n{errors}")
         print(output, errors, sep="\n")  # pytest shows it where the test fails
-        return Launched(status, output, errors, seconds, leftovers)
+        return Launched(status, output, errors, leftovers)
 
 
 @pytest.fixture

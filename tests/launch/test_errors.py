@@ -41,7 +41,6 @@ def test_an_uncaught_exception_ends_all_ranks(launch, ranks, thread):
         thread,
     )
     assert result.status != 0
-    assert result.seconds < 15
     lines = result.tagged(ranks - 1)
     assert "Traceback (most recent call last):" in lines
     assert lines[-2:] == ["ValueError: the cause", "in two lines"]

@@ -125,29 +125,9 @@ def test_mpi_finalised_already(launch):
 def test_importing_starts_nothing(launch):
     program = """
     import sys
-    import time
-    import numpy
-    begin = time.process_time()
     import hpcstrat
-    seconds = time.process_time() - begin
     for name in ("mpi4py.MPI", "cupy", "tqdm", "torch"):
         assert name not in sys.modules, name
-    assert seconds < 0.3, seconds  # usually 0.06; the margin is a first compilation's
 """
     result = launch(program)
     assert (result.status, result.stdout, result.stderr) == (0, "", "")
-
-
-def test_starting_costs_little(launch):
-    program = """
-    import time
-    from hpcstrat import _world
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Barrier()
-    begin = time.perf_counter()
-    _world.start()
-    print(time.perf_counter() - begin)
-"""
-    seconds = [float(launch(program, 4).stdout) for _ in range(3)]
-    assert min(seconds) < 0.2, seconds  # beyond MPI's own start; usually 0.02, the margin is a busy machine's

@@ -40,7 +40,6 @@ def test_it_prints_as_one_program(launch, ranks):
 def test_one_replicas_exception_ends_all(launch, failing):
     result = launch(PROGRAM, 3, str(failing))
     assert result.status != 0
-    assert result.seconds < 15
     assert result.tagged(failing)[-1] == "ValueError: in the replica"
     assert result.leftovers == []
 
@@ -58,7 +57,6 @@ def test_a_rank_that_leaves_early_ends_those_that_wait_for_it(launch, status):
 """
     result = launch(program, 3, str(status))
     assert result.status != 0
-    assert result.seconds < 15
     assert "rank 1 left the program before the others" in result.stderr
     assert result.leftovers == []
 
@@ -85,7 +83,6 @@ def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(laun
 """
     result = launch(program, 3, str(waiting))
     assert result.status != 0
-    assert result.seconds < 15
     assert "KeyError: 'of rank 1 alone'" in "\n".join(result.tagged(1))
     assert "other ranks did not raise there" in "\n".join(result.tagged(1))
     assert "went on" not in result.stdout
@@ -110,7 +107,6 @@ def test_a_killed_rank_ends_all_and_leaves_nothing(launch):
 """
     result = launch(program, 3)
     assert result.status != 0
-    assert result.seconds < 15
     assert "went on" not in result.stdout
     assert result.leftovers == []
 
