@@ -16,6 +16,7 @@ from hpcstrat._communicators.segment import physical_memory, shared_segment
 from hpcstrat._types import ReduceOp
 
 _LARGEST = 1 << 45  # an address space has 47 bits
+_DOUBLED = 1 << 26  # bytes up to which mailboxes double, so that they seldom grow; beyond, memory counts for more
 
 
 @final
@@ -87,7 +88,7 @@ class SharedMemoryCommunicator(Communicator):
 
     def _grow(self, wanted: int) -> None:
         """Gives every mailbox room for `wanted` bytes. All ranks have seen the same sizes and come here together."""
-        capacity = min(max(wanted, 2 * self._capacity), self._reserve)
+        capacity = min(max(wanted, min(2 * self._capacity, _DOUBLED)), self._reserve)
         problem = ""
         try:
             if wanted > capacity:

@@ -20,17 +20,15 @@ class SoloCommunicator(Communicator):
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
-        self._buffer: Bytes = np.empty(0, np.uint8)
 
     def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         return [memoryview(records.pack(head, nbytes))]
 
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        if self._buffer.size < sizes[0]:
-            self._buffer = np.empty(max(sizes[0], 2 * self._buffer.size), np.uint8)
+        message = np.empty(sizes[0], np.uint8)  # a fresh one, because several threads may each be here
         if write is not None:
-            write(self._buffer)
-        return [self._buffer[: sizes[0]]]
+            write(message)
+        return [message]
 
     def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """The message is the result."""

@@ -70,7 +70,14 @@ class Storage(abc.ABC):
     ) -> None: ...
 
     def update_rows(
-        self, call: str, variable: Block, slots: Sequence[Block], rows: Array, gradient: Array, rule: Rule
+        self,
+        call: str,
+        variable: Block,
+        slots: Sequence[Block],
+        rows: Array,
+        gradient: Array,
+        rule: Rule,
+        numbers: tuple[float, ...],
     ) -> None:
         """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
 
@@ -81,8 +88,12 @@ class Storage(abc.ABC):
             rows: integers of shape `(k,)`, all different and the same on every rank.
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
             rule: how they change.
+            numbers: arguments of the rule; they must be equal on all ranks.
+
+        Raises:
+            ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
-        self.communicator.exchange(signature(call, variable.number, rows.shape))
+        self.communicator.exchange(signature(call, variable.number, rows.shape).with_numbers(numbers))
         with np.errstate(all="ignore"):
             self._update_rows((variable, *slots), rows, gradient, rule)
 

@@ -15,7 +15,7 @@ from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._storage.base import Array, Rule, Storage, update_rows
 from hpcstrat._storage.memory import Block, size_of
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
 
 
@@ -33,6 +33,7 @@ class HostStorage(Storage):
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         self._communicator = communicator
+        self._scratch = Scratch()
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet told
         self._reports: dict[int, int] = {}  # number of a block -> ranks that told
@@ -101,7 +102,7 @@ class HostStorage(Storage):
             messages = communicator.exchange(agreed)
         try:
             for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
-                gradient, work = plan.scratch(chunk)
+                gradient, work = self._scratch.of(chunk)
                 reduce_chunk(gradient, parts, op or ReduceOp.SUM)
                 rule(chunk.value, gradient, chunk.slots, work)
         finally:

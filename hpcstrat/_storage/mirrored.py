@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import final
 
@@ -11,7 +12,7 @@ from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.base import Array, Rule, Storage, update_rows
 from hpcstrat._storage.memory import Block, private_memory
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
 
 
@@ -22,6 +23,9 @@ class MirroredStorage(Storage):
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
+        self._scratch = Scratch()
+        # Several threads may write variables made outside of every scope; what they work in is shared.
+        self._lock = threading.Lock()
         self._created = 0
 
     @property
@@ -58,19 +62,20 @@ class MirroredStorage(Storage):
         def write(message: Array) -> None:
             plan.write(message, values)
 
-        if op is not None:
-            if self._sum.size < plan.form.nbytes:
-                self._sum = np.empty(plan.form.nbytes, np.uint8)
-            reduced = self._sum
-            communicator.reduce_message(agreed, plan.form, write, op, reduced)
-        elif communicator.rank == 0:
-            reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
-        else:
-            reduced = communicator.exchange(agreed)[0]
-        for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
-            gradient, work = plan.scratch(chunk)
-            gradient[...] = part
-            rule(chunk.value, gradient, chunk.slots, work)
+        with self._lock:
+            if op is not None or communicator.size == 1:
+                if self._sum.size < plan.form.nbytes:
+                    self._sum = np.empty(plan.form.nbytes, np.uint8)
+                reduced = self._sum
+                communicator.reduce_message(agreed, plan.form, write, op or ReduceOp.SUM, reduced)
+            elif communicator.rank == 0:
+                reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
+            else:
+                reduced = communicator.exchange(agreed)[0]
+            for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
+                gradient, work = self._scratch.of(chunk)
+                gradient[...] = part
+                rule(chunk.value, gradient, chunk.slots, work)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         update_rows(blocks, rows, gradient, rule)

@@ -74,10 +74,6 @@ class Plan:
                         for start in starts
                     ]
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
-        longest = max((chunk.value.size for chunk in self.chunks), default=0)
-        self._scratch = {
-            group.dtype: (np.empty(longest, group.dtype), np.empty(longest, group.dtype)) for group in self.form.groups
-        }
 
     def signature(self, call: str, op: ReduceOp | None, numbers: tuple[float, ...]) -> Signature:
         """What the ranks must agree on for an update."""
@@ -112,11 +108,20 @@ class Plan:
             kept = self._parts[id(messages[0])] = (messages[0], parts)
         return kept[1]
 
-    def scratch(self, chunk: Chunk) -> tuple[Array, Array]:
+
+class Scratch:
+    """Memory to work in, the same for all plans of a storage."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[np.dtype[Any], tuple[Array, Array]] = {}
+
+    def of(self, chunk: Chunk) -> tuple[Array, Array]:
         """Two arrays of the size of a chunk: one for the reduced gradient, one for the rule to work in."""
-        first, second = self._scratch[chunk.value.dtype]
-        n = chunk.value.size
-        return (first, second) if n == first.size else (first[:n], second[:n])
+        dtype, n = chunk.value.dtype, chunk.value.size
+        if dtype not in self._pairs:
+            self._pairs[dtype] = (np.empty(CHUNK, dtype), np.empty(CHUNK, dtype))
+        first, second = self._pairs[dtype]
+        return first[:n], second[:n]
 
 
 def _ranges(

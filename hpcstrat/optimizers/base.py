@@ -20,6 +20,8 @@ from hpcstrat._values import DistributedValues
 from hpcstrat._variable_values import VariableSynchronization
 from hpcstrat._variables import Variable
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
 
@@ -69,7 +71,11 @@ class Optimizer(abc.ABC):
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
         if callable(value):
-            takes_step = bool(inspect.signature(value).parameters)
+            # A parameter with a default is the callable's own, such as a factor, and not the step.
+            takes_step = any(
+                parameter.default is parameter.empty and parameter.kind in _POSITIONAL
+                for parameter in inspect.signature(value).parameters.values()
+            )
             rate: Any = value
             self._current_rate: Callable[[], float] = (lambda: rate(self._iterations)) if takes_step else rate
         else:
@@ -126,7 +132,7 @@ class Optimizer(abc.ABC):
             strategy._storage.update(call, plan, gradients, op, rule, numbers)
         for (_, v), (indices, values) in zip(sparse, rows, strict=True):
             slots = [slot._block for slot in self._slots_of(strategy, [v])[0]]
-            strategy._storage.update_rows(call, v._block, slots, indices, values, rule)
+            strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
         self._iterations += 1
 
     def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
