@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from hpcstrat import _gpu
 
 _FORMS = re.compile(
     r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.IGNORECASE
@@ -33,9 +34,7 @@ class Device(NamedTuple):
     @property
     def array_module(self) -> ModuleType:
         """`numpy`, or `cupy` for a GPU."""
-        if self.kind == "CPU":
-            return np
-        return _cupy(str(self))
+        return np if self.kind == "CPU" else _gpu.load_cupy(str(self))
 
 
 CPU = Device("CPU", 0)
@@ -56,15 +55,15 @@ def parse(text: Any, call: str) -> Device:
     return Device(match["kind"].upper(), int(match["index"]))
 
 
-def place(compute_devices: Sequence[str] | None, size: int, call: str) -> list[Device]:
-    """The device of each of `size` ranks of one host, in rank order. `None` places them on the CPU.
+def named(compute_devices: Sequence[str] | None, size: int, call: str) -> list[Device] | None:
+    """The devices that the user named for `size` ranks, in rank order; `None` for none.
 
     Raises:
         TypeError: `compute_devices` is a single string.
         ValueError: it has another length, or names something that is no device.
     """
     if compute_devices is None:
-        return [CPU] * size
+        return None
     if isinstance(compute_devices, str):
         raise TypeError(
             f"{call}: compute_devices is the string {compute_devices!r}; pass a list with one device a rank, "
@@ -78,29 +77,84 @@ def place(compute_devices: Sequence[str] | None, size: int, call: str) -> list[D
     return [parse(text, call) for text in compute_devices]
 
 
-def check_present(device: Device, call: str) -> None:
-    """Checks that this process can compute there.
+def place(devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: bool, call: str) -> list[Device]:
+    """The device of each rank of one host, in rank order: what was named, or GPU i for rank i, or the CPU.
+
+    Args:
+        devices: those that the user named.
+        seen: for each rank the unique ids of the GPUs that its process sees.
+        shares: whether several ranks may compute on one GPU.
+        call: the user's name of the method.
+
+    Raises:
+        RuntimeError: more ranks than GPUs.
+    """
+    if devices is not None:
+        return devices
+    if not any(seen):
+        return [CPU] * len(seen)
+    if _one_each(seen):
+        return [Device("GPU", rank) for rank in range(len(seen))]
+    placed = []
+    for rank, gpus in enumerate(seen):
+        if rank >= len(gpus) > 0 and not shares:
+            raise RuntimeError(
+                f"{call}: {len(seen)} ranks run on a host with {len(gpus)} GPU{'s' * (len(gpus) > 1)}, one for each "
+                f"rank; start {len(gpus)} rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: "
+                f"`launch/share-gpu mpirun -n {len(seen)} ...`"
+            )
+        placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
+    return placed
+
+
+def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]], call: str) -> int | None:
+    """CUDA's number of a rank's device in its process; `None` for the CPU.
+
+    A process to which its launcher shows another GPU than the other ranks (`CUDA_VISIBLE_DEVICES` a rank) knows it as
+    number 0, whatever its name here.
+
+    Args:
+        device: the rank's.
+        rank: which rank.
+        seen: for each rank the unique ids of the GPUs that its process sees.
+        call: the user's name of the method.
 
     Raises:
         ValueError: there is no such CPU.
         RuntimeError: there is no such GPU, or no CuPy to use it with.
-        NotImplementedError: there is one; this version computes on CPUs.
     """
     if device.kind == "CPU":
         if device.ordinal > 0:
             raise ValueError(f"{call}: there is no CPU:{device.ordinal}; all cores of a host are 'CPU:0'")
-        return
-    count = _cupy(str(device)).cuda.runtime.getDeviceCount()
-    if device.ordinal >= count:
-        raise RuntimeError(f"{call}: there is no GPU:{device.ordinal}; this process sees {count} GPUs")
-    raise NotImplementedError(f"{call}: GPU:{device.ordinal} is there, but this version computes on CPUs; name 'CPU:0'")
+        return None
+    _gpu.load_cupy(f"{call}: {device}")
+    if device.ordinal < len(seen[rank]):
+        return device.ordinal
+    if _one_each(seen) and device.ordinal == rank:
+        return 0
+    count = len(seen[rank])
+    raise RuntimeError(
+        f"{call}: there is no GPU:{device.ordinal}; this process sees {count or 'no'} GPU{'s' * (count != 1)}. "
+        "CUDA_VISIBLE_DEVICES says which; `nvidia-smi -L` lists the host's"
+    )
 
 
-def _cupy(device: str) -> Any:
-    if importlib.util.find_spec("cupy") is None:
-        raise RuntimeError(
-            f"{device} needs CuPy, which is not installed: `pip install 'hpcstrat[cuda12]'` or `'hpcstrat[cuda13]'`"
-        )
-    import cupy  # pyright: ignore[reportMissingImports]
+def check_shared(gpus: Sequence[str], shares: bool, call: str) -> None:
+    """Checks that ranks share a GPU only where they may. `gpus`: the unique id of each rank's, or nothing.
 
-    return cupy
+    Raises:
+        RuntimeError: they do, and may not.
+    """
+    for gpu in dict.fromkeys(filter(None, gpus)):
+        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        if len(ranks) > 1 and not shares:
+            raise RuntimeError(
+                f"{call}: ranks {', '.join(map(str, ranks))} would compute on one GPU, {len(set(filter(None, gpus)))} "
+                f"for {len(gpus)} ranks; name a GPU for each or start fewer ranks, or let ranks share a GPU: "
+                f"`launch/share-gpu mpirun -n {len(gpus)} ...`"
+            )
+
+
+def _one_each(seen: Sequence[Sequence[str]]) -> bool:
+    """Whether each process sees one GPU, and each another one."""
+    return all(len(gpus) == 1 for gpus in seen) and len({gpus[0] for gpus in seen}) == len(seen)

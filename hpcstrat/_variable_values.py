@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpcstrat import _gpu
 from hpcstrat._communicators.dtypes import is_number, native
-from hpcstrat._storage.base import Array
+from hpcstrat._storage.base import Array, Rule
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues
 
@@ -53,22 +54,22 @@ def _assign_sub(value: Array, new: Array, slots: Sequence[Array], work: Array) -
     np.subtract(value, new, out=value)
 
 
-RULES = {"assign": _assign, "assign_add": _assign_add, "assign_sub": _assign_sub}
+RULES = {"assign": Rule(_assign), "assign_add": Rule(_assign_add), "assign_sub": Rule(_assign_sub)}
 """How each verb changes a variable, in the form that storage applies."""
 
 
-def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None) -> Array:
+def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool) -> Array:
     """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
 
     Raises:
-        TypeError: it is no array of numbers and does not become one.
+        TypeError: it is no array of numbers and does not become one, or is on a GPU and `on_gpu` is false.
         ValueError: it has another shape than `shape`, or does not go into `dtype`.
     """
-    if callable(value) and not hasattr(value, "__array__"):
+    if callable(value) and not hasattr(value, "__array__") and not hasattr(value, "__cuda_array_interface__"):
         value = value()
     if isinstance(value, DistributedValues):
         raise ValueError("Variable: the initial value is one value a replica; reduce it first")
-    array = np.asarray(value)
+    array = as_array("Variable", value, on_gpu)
     if not is_number(array.dtype):
         raise TypeError(
             f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
@@ -93,18 +94,21 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
     return array
 
 
-def written_array(call: str, verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def written_array(
+    call: str, verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
+) -> Array:
     """`value` as an array that can be written to a variable of this shape and dtype.
 
     Raises:
         ValueError: it cannot.
+        TypeError: it is on a GPU and `on_gpu` is false.
     """
     if isinstance(value, DistributedValues):
         raise ValueError(
             f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
             "strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
-    array = np.asarray(value)
+    array = as_array(call, value, on_gpu)
     if array.shape != shape:
         raise ValueError(
             f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "
@@ -137,6 +141,21 @@ def shared_out(call: str, value: Array, replicas: int) -> Array:
             "integers; assign a multiple, or make the variable a float one"
         )
     return share
+
+
+def as_array(call: str, value: Any, on_gpu: bool) -> Array:
+    """`value` as an array for a variable of a replica that computes on a GPU, or on the CPU.
+
+    Raises:
+        TypeError: it is on a GPU, and the replica computes on the CPU.
+    """
+    if not hasattr(value, "__cuda_array_interface__"):
+        return np.asarray(value)
+    if not on_gpu:
+        raise TypeError(
+            f"{call}: the value is on a GPU, and this strategy's replica computes on the CPU; pass hs.asnumpy(value)"
+        )
+    return _gpu.load_cupy(call).asarray(value)
 
 
 def _casts(array: Array, dtype: np.dtype[Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _context
+from hpcstrat import _context, _gpu
 from hpcstrat._communicators.dtypes import check_reducible
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Array
@@ -85,7 +85,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             on_read = self.synchronization is VariableSynchronization.ON_READ
             self.trainable: bool = not on_read if trainable is None else bool(trainable)
             self.name: str = "Variable" if name is None else str(name)
-            initial = initial_array(initial_value, dtype, shape)
+            initial = initial_array(initial_value, dtype, shape, strategy._stream is not None)
         storage = strategy._replica_storage if on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)
         self._plan: Plan | None = None
@@ -147,12 +147,15 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value in host memory. Collective where `read_value` is."""
-        if not self._is_divided():
-            return self._block.view.copy()
-        return self._aggregated("Variable.numpy")
+        value = self._aggregated("Variable.numpy") if self._is_divided() else self._block.view
+        return value.get() if _gpu.is_on_gpu(value) else value.copy()
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
+        if _gpu.is_on_gpu(array):
+            raise TypeError(
+                f"the variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
+            )
         in_place = _in_replica_of(self._strategy)
         if copy is False and not in_place:
             raise ValueError("a variable is read without a copy in a replica context only: call value() there")
@@ -170,7 +173,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     def __getitem__(self, index: Any) -> Array:
         part = self._readable()[index]
-        return part if _in_replica_of(self._strategy) or not isinstance(part, np.ndarray) else part.copy()
+        return part if _in_replica_of(self._strategy) or isinstance(part, np.generic) else part.copy()
 
     def __len__(self) -> int:
         return len(self._block.view)
@@ -192,6 +195,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.value().copy().__dlpack__(**kwargs)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        array = self._readable()
+        if not _gpu.is_on_gpu(array):
+            raise AttributeError(f"the variable {self.name!r} is not on a GPU")
+        # Who takes it works on the stream that is current, with which the strategy's is ordered: nobody has to wait.
+        return {**array.__cuda_array_interface__, "stream": None}
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._block.view.__dlpack_device__()
@@ -245,11 +256,12 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         if isinstance(context, UpdateContext):
             if not any(self is one for one in context.variables):
                 raise RuntimeError(f"{call}: this update may write only the variables that were passed to it")
-            RULES[verb](self._block.array, self._checked(call, verb, value), (), self._block.array)
+            storage = strategy._replica_storage if self._is_on_read else strategy._storage
+            storage.write(self._block, self._checked(call, verb, value), RULES[verb])
             return self
         if context is not None and context.strategy is not strategy and not self._is_plain_here(context):
             raise RuntimeError(self._foreign(call, context))
-        if self.synchronization is VariableSynchronization.ON_READ:
+        if self._is_on_read:
             self._write_own(call, verb, value)
         elif isinstance(context, ReplicaContext) and not strategy._aggregates_nothing:
             self._write_aggregated(call, verb, value)
@@ -291,7 +303,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         """A write to an ON_READ variable: each replica has its own."""
         strategy = self._strategy
         if isinstance(_context.context(), ReplicaContext) or strategy.num_replicas_in_sync == 1:
-            RULES[verb](self._block.array, self._checked(call, verb, value), (), self._block.array)
+            strategy._replica_storage.write(self._block, self._checked(call, verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
         with strategy._communicator.joint(call):
@@ -303,7 +315,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             new = self._checked(call, verb, value)
             if is_sum:
                 new = shared_out(call, new, strategy.num_replicas_in_sync)
-        RULES[verb](self._block.array, strategy._communicator.broadcast_obj(call, new), (), self._block.array)
+        new = strategy._communicator.broadcast_obj(call, _gpu.to_host(new), strategy._root)
+        strategy._replica_storage.write(self._block, new, RULES[verb])
 
     def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
         storage = self._strategy._storage
@@ -325,9 +338,13 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
                 "the cross-replica context call read_value() or numpy(), which bring them together"
             )
 
+    @property
+    def _is_on_read(self) -> bool:
+        return self.synchronization is VariableSynchronization.ON_READ
+
     def _is_divided(self) -> bool:
         """Whether a read here would have to bring several replicas' values together."""
-        if self.synchronization is not VariableSynchronization.ON_READ or self._strategy.num_replicas_in_sync == 1:
+        if not self._is_on_read or self._strategy.num_replicas_in_sync == 1:
             return False
         return not _in_replica_of(self._strategy)
 
@@ -341,11 +358,13 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         op = OPERATIONS[self.aggregation]
         strategy._require_cross_replica(call)
         if op is None:
-            return strategy._communicator.broadcast_obj(call, array)
+            with strategy._on_stream():
+                own = strategy._communicator.broadcast_obj(call, _gpu.to_host(array))
+                return strategy.xp.asarray(own)
         return strategy._communicator.all_reduce(call, [array], op)[0]
 
     def _checked(self, call: str, verb: str, value: Any) -> Array:
-        return written_array(call, verb, value, self.shape, self.dtype)
+        return written_array(call, verb, value, self.shape, self.dtype, self._strategy._stream is not None)
 
     def _is_plain_here(self, context: CrossReplicaContext | ReplicaContext) -> bool:
         """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""

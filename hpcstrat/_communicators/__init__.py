@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import atexit
 import functools
+from typing import TYPE_CHECKING
 
-from hpcstrat import _world
+from hpcstrat import _gpu, _world
 from hpcstrat._communicators.base import Communicator as Communicator
+from hpcstrat._communicators.messages import MessageCommunicator as MessageCommunicator
 from hpcstrat._communicators.solo import SoloCommunicator as SoloCommunicator
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.device import DeviceCommunicator
+
+_connected: dict[tuple[str, ...], DeviceCommunicator] = {}
+_users: dict[DeviceCommunicator, int] = {}
 
 
 @functools.cache
-def connect() -> Communicator:
+def connect() -> MessageCommunicator:
     """The communicator of all ranks of the program, the same for every strategy. Starts MPI. Collective, once.
 
     Raises:
@@ -23,7 +31,7 @@ def connect() -> Communicator:
     if world.local_size == world.size:
         from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
-        communicator: Communicator = SharedMemoryCommunicator(world.comm)
+        communicator: MessageCommunicator = SharedMemoryCommunicator(world.comm)
     else:
         from hpcstrat._communicators.host import HostCommunicator
 
@@ -32,8 +40,60 @@ def connect() -> Communicator:
     return communicator
 
 
-def _leave(communicator: Communicator) -> None:
+def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> DeviceCommunicator:
+    """The communicator of all ranks and their GPUs. Collective.
+
+    Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
+    can wait for each other for ever, and each costs memory on the GPU. Each user gives it back by `disconnect_devices`.
+
+    Args:
+        gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
+        ordinal: CUDA's number of this rank's GPU; `None` where it computes on the CPU.
+        nccl: whether NCCL moves what is on the GPUs.
+
+    Raises:
+        RuntimeError: NCCL does not start, on any rank.
+    """
+    communicator = _connected.get(gpus)
+    if communicator is None:
+        control = connect()
+        with control.joint("connecting the GPUs"):
+            stream = None if ordinal is None else _gpu.Stream(ordinal)
+            control.barrier("connecting the GPUs")
+        if nccl and stream is not None:
+            from hpcstrat._communicators.nccl import NcclCommunicator
+
+            communicator = NcclCommunicator(control, stream)
+        else:
+            from hpcstrat._communicators.staged import StagedCommunicator
+
+            communicator = StagedCommunicator(control, stream)
+        _connected[gpus] = communicator
+        _users[communicator] = 0
+    _users[communicator] += 1
+    return communicator
+
+
+def keep_connected(communicator: DeviceCommunicator) -> None:
+    """Counts one more user of a communicator of `connect_devices`."""
+    _users[communicator] += 1
+
+
+def disconnect_devices(communicator: DeviceCommunicator) -> None:
+    """Gives a communicator of `connect_devices` back. All ranks do, after a barrier; the last user closes it."""
+    _users[communicator] -= 1
+    if not _users[communicator]:
+        del _users[communicator]
+        for gpus in [gpus for gpus, other in _connected.items() if other is communicator]:
+            del _connected[gpus]
+        communicator.close()
+
+
+def _leave(communicator: MessageCommunicator) -> None:
     from mpi4py import MPI
 
     if not MPI.Is_finalized():  # by the program itself
+        # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
         communicator.leave()
+        for device in _users:
+            device.close()

@@ -11,18 +11,15 @@ import numpy as np
 
 from hpcstrat import _failure, _world
 from hpcstrat._communicators import dtypes, objects, records
-from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._types import ReduceOp
 
+Array: TypeAlias = Any
+"""An array of NumPy, or of CuPy where the ranks compute on GPUs."""
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Write: TypeAlias = Callable[[Bytes], None]
 """Writes this rank's message to the first bytes of the array that it is given."""
-
-SUMMED_BY_ALL = 1 << 15
-"""Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -47,13 +44,15 @@ class Communicator(abc.ABC):
     rank: int
     size: int
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, calls: Calls | None = None) -> None:
         self.rank = rank
         self.size = size
-        self.number: int = 0  # of calls made
-        self.paused: str | None = None  # the call that not all ranks are in, during which none may be made
-        self._faults = 0
-        self._fault: BaseException | None = None
+        self._calls: Calls = Calls() if calls is None else calls
+
+    @property
+    def number(self) -> int:
+        """How many calls were made."""
+        return self._calls.number
 
     # ---- what a transport fills in
 
@@ -66,8 +65,12 @@ class Communicator(abc.ABC):
         """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
 
     @abc.abstractmethod
-    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
-        """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
+    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        """`all_reduce` of arrays that are fit for it. `facts` and the arrays' forms must agree."""
+
+    @abc.abstractmethod
+    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        """`all_gather` of arrays that are fit for it, but for their shapes. `facts` and the dtypes must agree."""
 
     # ---- the exchange that every call begins with
 
@@ -82,7 +85,7 @@ class Communicator(abc.ABC):
             RuntimeError: not all ranks are here, but in the function of an update.
         """
         self._count(agreed)
-        head = records.common(self.number, self._faults, records.OK, agreed.digest)
+        head = records.common(self._calls.number, self._calls.faults, records.OK, agreed.digest)
         posted = self._post(head, nbytes, write)
         for record in posted:
             if record[: records.COMMON] != head:
@@ -90,12 +93,12 @@ class Communicator(abc.ABC):
         return self._messages(records.message_sizes(posted), write)
 
     def _count(self, agreed: Signature) -> None:
-        if self.paused is not None:
+        if self._calls.paused is not None:
             raise RuntimeError(
-                f"{agreed.text.partition('(')[0]} was called inside the function of {self.paused}, an update, which "
-                "one rank runs: nothing may communicate there"
+                f"{agreed.call} was called inside the function of {self._calls.paused}, an update, which one rank "
+                "runs: nothing may communicate there"
             )
-        self.number += 1
+        self._calls.number += 1
 
     def joint(self, call: str) -> Joint:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
@@ -110,13 +113,18 @@ class Communicator(abc.ABC):
 
         The program may catch it and go on only where every rank raised after the same calls; the next one compares.
         """
-        self._faults = (self._faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
-        self._fault = error
+        calls = self._calls
+        calls.faults = (calls.faults * 1_000_003 + calls.number + 1) & 0x7FFF_FFFF_FFFF
+        calls.fault = error
+
+    def pause(self, call: str | None) -> None:
+        """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
+        self._calls.paused = call
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
-        self.number += 1
-        head = records.common(self.number, self._faults, records.LEAVING, bytes(16))
+        self._calls.number += 1
+        head = records.common(self._calls.number, self._calls.faults, records.LEAVING, bytes(16))
         posted = self._post(head, 0, None)
         if any(record[: records.COMMON] != head for record in posted):
             self._disagree(posted, "leaves the program", None)
@@ -127,13 +135,11 @@ class Communicator(abc.ABC):
         """Waits until every rank has come here. Collective."""
         self.exchange(signature(call))
 
-    def all_reduce(
-        self, call: str, arrays: Sequence[np.ndarray[Any, Any]], op: ReduceOp, *facts: str
-    ) -> list[np.ndarray[Any, Any]]:
+    def all_reduce(self, call: str, arrays: Sequence[Array], op: ReduceOp, *facts: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
-        All of them travel together. The results are fresh, C-contiguous and bit-identical on every rank. `MEAN` of
-        integers over several ranks is `float64`. Collective.
+        All of them travel together. The results are fresh, C-contiguous, where the arrays are, and bit-identical on
+        every rank. `MEAN` of integers over several ranks is `float64`. Collective.
 
         Args:
             call: the user's name of the method.
@@ -150,24 +156,13 @@ class Communicator(abc.ABC):
                 dtypes.check_reducible(call, array.dtype, op)
             if op is ReduceOp.MEAN and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
-            arrays = [dtypes.native(array) for array in arrays]
-            form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
-            out = np.empty(form.nbytes, np.uint8)
-        agreed = signature(call, op.name, *facts, *[(array.dtype, array.shape) for array in arrays])
-        self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
-        return form.views(out)
+            return self._reduce_arrays(call, (op.name, *facts), [dtypes.native(array) for array in arrays], op)
 
-    def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:
-        for group in form.groups:
-            reduce_flat(group.of(out), [group.of(message) for message in messages], op)
-
-    def all_gather(
-        self, call: str, arrays: Sequence[np.ndarray[Any, Any]], axis: int, *facts: str
-    ) -> list[np.ndarray[Any, Any]]:
+    def all_gather(self, call: str, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
-        Only the sizes along `axis` may differ. The results are fresh and bit-identical on every rank. `facts` are what
-        else must be equal on all ranks. Collective.
+        Only the sizes along `axis` may differ. The results are fresh, where the arrays are, and bit-identical on every
+        rank. `facts` are what else must be equal on all ranks. Collective.
 
         Raises:
             TypeError: an array of Python objects.
@@ -178,21 +173,7 @@ class Communicator(abc.ABC):
                 if array.dtype.hasobject:
                     raise TypeError(f"{call}: an array of dtype {array.dtype} cannot be gathered; pass numbers")
             arrays = [dtypes.native(array) for array in arrays]
-        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
-        shapes = np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
-        start = -(-shapes.nbytes // 16) * 16
-
-        def write(message: Bytes) -> None:
-            message[: shapes.nbytes] = shapes.view(np.uint8)
-            for view, array in zip(form.views(message[start:]), arrays, strict=True):
-                view[...] = array
-
-        agreed = signature(call, f"axis={axis}", *facts, *[array.dtype for array in arrays])
-        messages = self.exchange(agreed, start + form.nbytes, write)
-        parts = [_parse(message, [array.dtype for array in arrays]) for message in messages]
-        for i in range(len(arrays)):
-            check_gatherable(call, [part[i].shape for part in parts], axis)
-        return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+            return self._gather_arrays(call, (f"axis={axis}", *facts), arrays, axis)
 
     def all_gather_obj(self, call: str, obj: Any, *facts: str) -> list[Any]:
         """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
@@ -225,8 +206,8 @@ class Communicator(abc.ABC):
         """Makes the other ranks raise what this rank raises already."""
         if self.size == 1:
             return
-        self.number += 1
-        head = records.common(self.number, self._faults, records.FAILED, bytes(16))
+        self._calls.number += 1
+        head = records.common(self._calls.number, self._calls.faults, records.FAILED, bytes(16))
         self._disagree(self._post(head, 0, None), call, error)
 
     def _disagree(self, posted: Sequence[memoryview], text: str, error: Exception | None) -> None:
@@ -255,8 +236,9 @@ class Communicator(abc.ABC):
     def _tell(self, obj: Any) -> list[Any]:
         """`all_gather_obj` without the check that brought us here."""
         message = objects.Message(obj)
-        self.number += 1
-        posted = self._post(records.common(self.number, 0, records.OK, bytes(16)), message.nbytes, message.write)
+        self._calls.number += 1
+        head = records.common(self._calls.number, 0, records.OK, bytes(16))
+        posted = self._post(head, message.nbytes, message.write)
         return [objects.load(m) for m in self._messages(records.message_sizes(posted), message.write)]
 
     def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:
@@ -268,17 +250,36 @@ class Communicator(abc.ABC):
         )
 
     def _end_after_fault(self) -> NoReturn:
-        if self._fault is None:
+        if self._calls.fault is None:
             _world.end_job(
                 "hpcstrat: an exception left Strategy.run on another rank and was caught there, but not on this one; "
                 "the ranks no longer make the same calls",
                 consequence=True,
             )
-        lines = "".join(traceback.format_exception(self._fault))
+        lines = "".join(traceback.format_exception(self._calls.fault))
         _world.end_job(
             f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks "
             "did not raise there; the ranks no longer make the same calls"
         )
+
+
+class Calls:
+    """What the communicators of one group have in common.
+
+    Attributes:
+        number: of calls made.
+        paused: the call that not all ranks are in, during which none may be made.
+        faults: a number that tells after which calls exceptions left `Strategy.run`.
+        fault: the last of them.
+    """
+
+    __slots__ = ("fault", "faults", "number", "paused")
+
+    def __init__(self) -> None:
+        self.number: int = 0
+        self.paused: str | None = None
+        self.faults: int = 0
+        self.fault: BaseException | None = None
 
 
 class Joint:
@@ -322,17 +323,6 @@ def _message(call: str, obj: Any) -> objects.Message:
         return objects.Message(obj)
     except Exception as error:
         raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}") from error
-
-
-def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
-    """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
-    shapes: list[tuple[int, ...]] = []
-    place = 0
-    for _ in kinds:
-        (ndim,) = message[place : place + 8].view(np.int64)
-        shapes.append(tuple(message[place + 8 : place + 8 * (1 + ndim)].view(np.int64).tolist()))
-        place += 8 * (1 + int(ndim))
-    return layout(tuple(shapes), tuple(kinds)).views(message[-(-place // 16) * 16 :])
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,7 +8,8 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators import records
-from hpcstrat._communicators.base import SUMMED_BY_ALL, Bytes, Communicator, Write
+from hpcstrat._communicators.base import Bytes, Write
+from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
@@ -16,7 +17,7 @@ from hpcstrat._types import ReduceOp
 
 
 @final
-class HostCommunicator(Communicator):
+class HostCommunicator(MessageCommunicator):
     """Ranks anywhere, over mpi4py.
 
     Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced, whatever MPI knows

@@ -18,11 +18,13 @@ class Group(NamedTuple):
         dtype: their dtype.
         start: the byte where they begin.
         elements: how many they are.
+        members: the indices of the arrays that they are of.
     """
 
     dtype: np.dtype[Any]
     start: int
     elements: int
+    members: tuple[int, ...]
 
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """These elements of a message, a flat view."""
@@ -30,7 +32,12 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """Where each of some arrays lies in a message. Equal shapes and dtypes give the same object: use `layout`.
+    """Where each of some arrays lies in a message. Equal arguments give the same object: use `layout`.
+
+    Args:
+        shapes: of the arrays.
+        dtypes: likewise.
+        alignment: bytes to whose multiples each starts. Groups start at multiples of 16, or of this if it is more.
 
     Attributes:
         nbytes: bytes of the message.
@@ -38,19 +45,22 @@ class Layout:
         starts: for each array, the byte where it begins.
     """
 
-    def __init__(self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> None:
+    def __init__(
+        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1
+    ) -> None:
         self._entries: list[tuple[int, int, tuple[int, ...], np.dtype[Any]]] = [(0, 0, (), np.dtype(bool))] * len(
             shapes
         )
         self.groups: list[Group] = []
         end = 0
         for dtype in dict.fromkeys(dtypes):
-            start = end = -(-end // _ALIGNMENT) * _ALIGNMENT
-            for i, shape in enumerate(shapes):
-                if dtypes[i] == dtype:
-                    begin, end = end, end + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-                    self._entries[i] = (begin, end, shape, dtype)
-            self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize))
+            start = end = _up(end, max(alignment, _ALIGNMENT))
+            members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
+            for i in members:
+                begin = _up(end, alignment)
+                end = begin + int(np.prod(shapes[i], dtype=np.int64)) * dtype.itemsize
+                self._entries[i] = (begin, end, shapes[i], dtype)
+            self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.starts: list[int] = [entry[0] for entry in self._entries]
 
@@ -65,6 +75,10 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> Layout:
-    """The layout of arrays of these shapes and dtypes."""
-    return Layout(shapes, dtypes)
+def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1) -> Layout:
+    """The layout of arrays of these shapes and dtypes, each at a multiple of `alignment` bytes."""
+    return Layout(shapes, dtypes, alignment)
+
+
+def _up(place: int, alignment: int) -> int:
+    return -(-place // alignment) * alignment

@@ -37,6 +37,11 @@ class Signature(NamedTuple):
     text: str
     numbers: tuple[float, ...] = ()
 
+    @property
+    def call(self) -> str:
+        """The user's name of the method."""
+        return self.text.partition("(")[0]
+
     def with_numbers(self, numbers: tuple[float, ...]) -> Signature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)

@@ -48,6 +48,10 @@ class Segment:
         except OSError as error:
             raise MemoryError(f"{nbytes:,} bytes cannot be had: {error.strerror}") from error
 
+    def part(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The bytes between two places, a flat array."""
+        return self.array[start:stop]
+
     def release(self, start: int, stop: int) -> None:
         """Gives the whole pages within these bytes back to the system."""
         page = mmap.PAGESIZE

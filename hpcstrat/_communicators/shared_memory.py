@@ -7,8 +7,9 @@ from typing import Any, final
 
 from hpcstrat._communicators import records
 from hpcstrat._communicators.barrier import LINE, barrier
-from hpcstrat._communicators.base import SUMMED_BY_ALL, Bytes, Communicator, Write
+from hpcstrat._communicators.base import Bytes, Write
 from hpcstrat._communicators.heap import Heap
+from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
@@ -20,7 +21,7 @@ _DOUBLED = 1 << 26  # bytes up to which mailboxes double, so that they seldom gr
 
 
 @final
-class SharedMemoryCommunicator(Communicator):
+class SharedMemoryCommunicator(MessageCommunicator):
     """Ranks of one host.
 
     The segment holds, for each rank, two records that alternate from call to call, a flag and a mailbox, and behind
@@ -63,7 +64,7 @@ class SharedMemoryCommunicator(Communicator):
     def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         if self._being_read:
             self.sync()
-        slot = self.number & 1
+        slot = self._calls.number & 1
         record = records.pack(head, nbytes)
         self._own_records[slot][: len(record)] = record
         if write is not None and nbytes <= self._capacity:
@@ -80,7 +81,7 @@ class SharedMemoryCommunicator(Communicator):
             self.sync()
             self._being_read = True
             return self._mailboxes
-        payloads = self._payloads[self.number & 1]
+        payloads = self._payloads[self._calls.number & 1]
         if largest <= PAYLOAD:
             return payloads
         self._being_read = True

@@ -8,14 +8,15 @@ from typing import final
 import numpy as np
 
 from hpcstrat._communicators import records
-from hpcstrat._communicators.base import Bytes, Communicator, Write
+from hpcstrat._communicators.base import Bytes, Write
+from hpcstrat._communicators.messages import MessageCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.records import Signature
 from hpcstrat._types import ReduceOp
 
 
 @final
-class SoloCommunicator(Communicator):
+class SoloCommunicator(MessageCommunicator):
     """One rank alone, with or without MPI."""
 
     def __init__(self) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hpcstrat import _gpu
 from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import Array as Array
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.memory import Block
-from hpcstrat._storage.plan import Array as Array
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.plan import Rule as Rule
+from hpcstrat._storage.rule import Rule as Rule
 from hpcstrat._types import ReduceOp
 
 
@@ -34,6 +35,16 @@ class Storage(abc.ABC):
         """
 
     @abc.abstractmethod
+    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+        """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
+
+        It can be read and written where updates run only: on the parameter rank, or on every rank for mirrors.
+
+        Raises:
+            MemoryError: there is no room for it.
+        """
+
+    @abc.abstractmethod
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
@@ -52,7 +63,7 @@ class Storage(abc.ABC):
             call: the user's name of the method.
             plan: of the variables.
             values: one array a variable, of its shape; cast to its dtype.
-            op: `None` takes the parameter rank's values.
+            op: `None` takes those of rank 0.
             rule: how they change the variables.
             numbers: arguments of the rule; they must be equal on all ranks.
 
@@ -100,12 +111,33 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None: ...
 
+    @abc.abstractmethod
+    def write(self, block: Block, new: Array, rule: Rule) -> None:
+        """Changes a variable on this rank alone, which is not collective."""
+
+    @abc.abstractmethod
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """Makes readable on every rank what the parameter rank alone wrote to these variables."""
+
+    @abc.abstractmethod
+    def has(self, array: Array) -> bool:
+        """Whether a CuPy array is a view of this storage, which changes."""
+
+
+def slot_values(variable: Block, value: float) -> Array:
+    """The initial value of a slot, as a host array."""
+    dtype = variable.array.dtype
+    return np.broadcast_to(dtype.type(value), variable.array.shape)
+
 
 def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
     """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
     values = [block.array[rows] for block in blocks]
-    flat = [value.reshape(-1) for value in values]
+    value, *slots = [value.reshape(-1) for value in values]
     gradient = gradient.reshape(-1).copy()
-    rule(flat[0], gradient, flat[1:], np.empty_like(gradient))
-    for block, value in zip(blocks, values, strict=True):
-        block.array[rows] = value
+    if _gpu.is_on_gpu(value):
+        rule.on_gpu(value, gradient, slots)
+    else:
+        rule.apply(value, gradient, slots, np.empty_like(gradient))
+    for block, new in zip(blocks, values, strict=True):
+        block.array[rows] = new

@@ -13,8 +13,8 @@ import numpy as np
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Rule, Storage, update_rows
-from hpcstrat._storage.memory import Block, size_of
+from hpcstrat._storage.base import Array, Rule, Storage, slot_values, update_rows
+from hpcstrat._storage.memory import Block, block_of, size_of
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
 
@@ -68,7 +68,7 @@ class HostStorage(Storage):
             with communicator.joint(call):
                 if communicator.rank == 0:
                     communicator.segment.commit(start, start + nbytes)
-                block = Block(communicator.segment, start, shape, dtype, self._created + 1)
+                block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
             communicator.exchange(signature(f"{call}: memory"))
@@ -79,6 +79,10 @@ class HostStorage(Storage):
         self._places[self._created] = (start, nbytes)
         weakref.finalize(block, self._dead.append, self._created).atexit = False
         return block
+
+    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+        """See `Storage.create_slot`."""
+        return self.create(call, slot_values(variable, value))
 
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -104,7 +108,7 @@ class HostStorage(Storage):
             for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
                 gradient, work = self._scratch.of(chunk)
                 reduce_chunk(gradient, parts, op or ReduceOp.SUM)
-                rule(chunk.value, gradient, chunk.slots, work)
+                rule.apply(chunk.value, gradient, chunk.slots, work)
         finally:
             communicator.sync()
 
@@ -116,6 +120,17 @@ class HostStorage(Storage):
             update_rows(blocks, rows[share], gradient[share], rule)
         finally:
             communicator.sync()
+
+    def write(self, block: Block, new: Array, rule: Rule) -> None:
+        """See `Storage.write`."""
+        rule.apply(block.array, new, (), block.array)
+
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage.publish`. All ranks read what was written."""
+
+    def has(self, array: Array) -> bool:
+        """See `Storage.has`."""
+        return False
 
 
 @functools.cache

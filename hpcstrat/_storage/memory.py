@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.heap import Heap
 from hpcstrat._communicators.segment import Segment, private_segment
 
@@ -18,22 +19,32 @@ class Block:
     """The numbers of one variable, in place.
 
     Attributes:
-        number: how many its storage had made, with it; equal on all ranks.
         array: they, to be written by storage only.
-        view: they, read-only, for everyone else.
-        start: their first byte in the segment.
+        view: they, for everyone else: read-only where NumPy can say so.
+        start: their first byte in the memory that they are in.
         stop: the byte after their last one.
+        number: how many its storage had made, with it; equal on all ranks.
+        copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
     """
 
-    __slots__ = ("__weakref__", "array", "number", "start", "stop", "view")
+    __slots__ = ("__weakref__", "array", "copy", "number", "start", "stop", "view")
 
-    def __init__(self, segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> None:
-        self.number: int = number
+    def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
+        self.array: Array = array
+        self.view: Array = view
         self.start: int = start
-        self.stop: int = start + size_of(shape, dtype)
-        self.array: np.ndarray[Any, Any] = segment.array[start : self.stop].view(dtype).reshape(shape)
-        self.view: np.ndarray[Any, Any] = self.array.view()
-        self.view.flags.writeable = False
+        self.stop: int = stop
+        self.number: int = number
+        self.copy: Block | None = None
+
+
+def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
+    """The block at this byte of a segment."""
+    stop = start + size_of(shape, dtype)
+    array = segment.part(start, stop).view(dtype).reshape(shape)
+    view = array.view()
+    view.flags.writeable = False
+    return Block(array, view, start, stop, number)
 
 
 class PrivateMemory:
@@ -62,7 +73,7 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
-        block = Block(self.segment, start, shape, dtype, number)
+        block = block_of(self.segment, start, shape, dtype, number)
         weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
         return block
 

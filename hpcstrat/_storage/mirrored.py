@@ -8,9 +8,9 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators import Communicator
+from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._storage.base import Array, Rule, Storage, update_rows
+from hpcstrat._storage.base import Array, Rule, Storage, slot_values, update_rows
 from hpcstrat._storage.memory import Block, private_memory
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
@@ -20,7 +20,7 @@ from hpcstrat._types import ReduceOp
 class MirroredStorage(Storage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: MessageCommunicator) -> None:
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._scratch = Scratch()
@@ -29,7 +29,7 @@ class MirroredStorage(Storage):
         self._created = 0
 
     @property
-    def communicator(self) -> Communicator:
+    def communicator(self) -> MessageCommunicator:
         """See `Storage.communicator`."""
         return self._communicator
 
@@ -52,9 +52,13 @@ class MirroredStorage(Storage):
         self._created += 1
         return block
 
+    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+        """See `Storage.create_slot`."""
+        return self.create(call, slot_values(variable, value))
+
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """See `Storage.plan`. Each rank's has all elements."""
-        return Plan(private_memory().segment, variables, slots, 0, 1)
+        return Plan(private_memory().segment, variables, slots)
 
     def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
         communicator = self._communicator
@@ -75,7 +79,18 @@ class MirroredStorage(Storage):
             for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
                 gradient, work = self._scratch.of(chunk)
                 gradient[...] = part
-                rule(chunk.value, gradient, chunk.slots, work)
+                rule.apply(chunk.value, gradient, chunk.slots, work)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         update_rows(blocks, rows, gradient, rule)
+
+    def write(self, block: Block, new: Array, rule: Rule) -> None:
+        """See `Storage.write`."""
+        rule.apply(block.array, new, (), block.array)
+
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage.publish`. Every rank wrote to its own."""
+
+    def has(self, array: Array) -> bool:
+        """See `Storage.has`."""
+        return False

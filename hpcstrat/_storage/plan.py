@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.base import Array
+from hpcstrat._communicators.packing import Group, Layout, layout
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK, slice_of
-from hpcstrat._communicators.segment import Segment
 from hpcstrat._storage.memory import Block
 from hpcstrat._types import ReduceOp
-
-Array: TypeAlias = "np.ndarray[Any, Any]"
-Rule: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
-"""`rule(value, gradient, slots, work)` updates `value` and `slots` in place, flat arrays of one length and dtype.
-
-It may overwrite `gradient` and `work`, and must work elementwise, because storage calls it chunk by chunk.
-"""
 
 
 class Chunk(NamedTuple):
@@ -39,24 +32,43 @@ class Chunk(NamedTuple):
     slots: tuple[Array, ...]
 
 
+class Memory(Protocol):
+    """Where blocks are."""
+
+    def part(self, start: int, stop: int) -> Array:
+        """The bytes between two places of a block or of several in a row, a flat array."""
+        ...
+
+
 class Plan:
     """One update of some variables, computed once. Variables that were made one after another are one range.
 
     Args:
-        segment: where they are.
+        memory: where they are.
         variables: their blocks.
         slots: for each variable the blocks of its slots, of its shape and dtype.
         rank, size: this process updates the `rank`-th of `size` slices of all elements.
+        chunk: elements that are updated together at most.
+        alignment: bytes to whose multiples every variable starts, in memory and in a message.
     """
 
     def __init__(
-        self, segment: Segment, variables: Sequence[Block], slots: Sequence[Sequence[Block]], rank: int, size: int
+        self,
+        memory: Memory,
+        variables: Sequence[Block],
+        slots: Sequence[Sequence[Block]],
+        rank: int = 0,
+        size: int = 1,
+        chunk: int = CHUNK,
+        alignment: int = 1,
     ) -> None:
         # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.form: Layout = layout(
-            tuple([block.array.shape for block in variables]), tuple([block.array.dtype for block in variables])
+            tuple([block.array.shape for block in variables]),
+            tuple([block.array.dtype for block in variables]),
+            alignment,
         )
         self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]
         self.chunks: list[Chunk] = []
@@ -65,12 +77,12 @@ class Plan:
         self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
         for index, group in enumerate(self.form.groups):
             mine = slice_of(group.elements, rank, size)
-            for place, count, starts in _ranges(group.dtype, group.start, variables, slots, self.form.starts):
-                for a in range(max(place, mine.start), min(place + count, mine.stop), CHUNK):
-                    b = min(a + CHUNK, place + count, mine.stop)
+            for place, count, starts in _ranges(group, variables, slots, self.form.starts, alignment):
+                for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
+                    b = min(a + chunk, place + count, mine.stop)
                     item = group.dtype.itemsize
                     value, *rest = [
-                        segment.array[start + (a - place) * item : start + (b - place) * item].view(group.dtype)
+                        memory.part(start + (a - place) * item, start + (b - place) * item).view(group.dtype)
                         for start in starts
                     ]
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
@@ -85,6 +97,10 @@ class Plan:
                 found = found.with_numbers(numbers)
             self._signatures[call, op] = found
         return found
+
+    def in_order(self, values: Sequence[Array]) -> list[Array]:
+        """The variables' gradients, or new values, in the order of a message."""
+        return [values[i] for i in self._order]
 
     def write(self, message: Array, values: Sequence[Array]) -> None:
         """Copies the variables' gradients, or new values, into a message. A mailbox's views are kept."""
@@ -125,22 +141,19 @@ class Scratch:
 
 
 def _ranges(
-    dtype: np.dtype[Any],
-    group_start: int,
-    variables: Sequence[Block],
-    slots: Sequence[Sequence[Block]],
-    starts: list[int],
+    group: Group, variables: Sequence[Block], slots: Sequence[Sequence[Block]], starts: Sequence[int], alignment: int
 ) -> list[tuple[int, int, list[int]]]:
     """(place in the group, number of elements, first bytes of value and slots) of what lies in a row everywhere."""
     ranges: list[tuple[int, int, list[int]]] = []
-    for variable, own, start in zip(variables, slots, starts, strict=True):
-        if variable.array.dtype != dtype:
-            continue
-        place, count = (start - group_start) // dtype.itemsize, variable.array.size
-        begins = [variable.start, *(slot.start for slot in own)]
-        if ranges and begins == [b + ranges[-1][1] * dtype.itemsize for b in ranges[-1][2]]:
-            last = ranges.pop()
-            ranges.append((last[0], last[1] + count, last[2]))
-        else:
-            ranges.append((place, count, begins))
+    item = group.dtype.itemsize
+    for i in group.members:
+        place, count = (starts[i] - group.start) // item, variables[i].array.size
+        begins = [variables[i].start, *(slot.start for slot in slots[i])]
+        if ranges:
+            before, length, firsts = ranges[-1]
+            length = -(-length * item // alignment) * alignment // item  # with what lies between the two
+            if begins == [first + length * item for first in firsts]:
+                ranges[-1] = (before, length + count, firsts)
+                continue
+        ranges.append((place, count, begins))
     return ranges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
@@ -9,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context, _devices, _nest
-from hpcstrat._communicators import Communicator
+from hpcstrat import _context, _devices, _gpu, _nest
+from hpcstrat._communicators import Communicator, disconnect_devices, keep_connected
+from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Storage
-from hpcstrat._strategies import reduction
+from hpcstrat._strategies import reduction, travel
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
@@ -47,6 +49,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._variable_device = str(variable_device)
         self._storage = storage
         self._replica_storage = replica_storage
+        self._root = 0  # the parameter rank
+        self._stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
         self._aggregates_nothing = False  # a write in a replica context needs no aggregation
         self._updates_everywhere = True  # StrategyExtended.update runs on every rank, each on its own copy
         self._closed = False
@@ -94,6 +98,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         if not self._closed:
             self._communicator.barrier("Strategy.close")
             self._closed = True
+            if isinstance(self._communicator, DeviceCommunicator):
+                disconnect_devices(self._communicator)
 
     def __enter__(self) -> Strategy:
         return self
@@ -106,6 +112,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """A copy that shares the communicator and the variables, and whose `extended` belongs to the copy."""
         other = copy.copy(self)
         memo[id(self)] = other
+        if isinstance(self._communicator, DeviceCommunicator):
+            keep_connected(self._communicator)
         other._connect_contexts()
         return other
 
@@ -147,9 +155,15 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         del options
         self._require_cross_replica("Strategy.run")
         arguments = select((tuple(args), dict(kwargs) if kwargs else {}))
+        if self._stream is None:
+            return self._run(fn, *arguments)
+        with self._stream.current():
+            return self._run(fn, *arguments)
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         token = _context.current.set(self._replica_context)
         try:
-            result = fn(*arguments[0], **arguments[1])
+            result = fn(*args, **kwargs)
         except BaseException as error:
             self._communicator.note_fault(error)
             raise
@@ -176,6 +190,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
                 continue
             if isinstance(leaf, np.ndarray) and not leaf.flags.writeable and leaf.base is not None:
                 leaf = leaf.copy()  # it may be a variable's storage, which changes
+            elif self._stream is not None and _gpu.is_on_gpu(leaf) and self._storage.has(leaf):
+                leaf = leaf.copy()
             leaves[i] = leaf if alone else PerReplica(leaf, rank)
         return structure.unflatten(leaves)
 
@@ -285,9 +301,11 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         own = [leaves[i]._component for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             call = "Strategy.experimental_local_results"
-            everyones = self._communicator.all_gather_obj(
-                call, own, _nest.describe(structure), f"distributed at {places}"
-            )
+            with self._on_stream():
+                everyones = self._communicator.all_gather_obj(
+                    call, travel.pack(own), _nest.describe(structure), f"distributed at {places}"
+                )
+                everyones = [travel.unpack(components, self._stream) for components in everyones]
         else:
             everyones = [own] * self._communicator.size
         results = []
@@ -336,10 +354,17 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             if not isinstance(value, (np.ndarray, np.generic)):
                 array = reduction.as_numbers(call, value)
                 value = value if isinstance(value, (bool, int, float, complex)) else array
+            if self._stream is not None and isinstance(value, np.ndarray):
+                with self._stream.current():
+                    value = self._stream.xp.asarray(value)
             communicator.barrier(call)
         return value if communicator.size == 1 else PerReplica(value, communicator.rank)
 
     # ---- help
+
+    def _on_stream(self) -> contextlib.AbstractContextManager[None]:
+        """In this context the strategy's stream, and its GPU, is the current one; on the CPU there is none."""
+        return contextlib.nullcontext() if self._stream is None else self._stream.current()
 
     def _require_cross_replica(self, call: str) -> None:
         """Raises unless this line runs in this strategy's cross-replica context or outside of every scope."""

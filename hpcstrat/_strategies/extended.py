@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hpcstrat import _context, _devices, _nest
 from hpcstrat._context import UpdateContext
-from hpcstrat._strategies import reduction
+from hpcstrat._strategies import reduction, travel
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica
 from hpcstrat._variables import Variable
@@ -118,7 +118,9 @@ class StrategyExtended:
         strategy._require_cross_replica(call)
         with strategy._communicator.joint(call):
             self._check_destinations(call, destinations)
-        return self._sent(strategy._communicator.broadcast_obj(call, tensor), destinations)
+        with strategy._on_stream():
+            sent = strategy._communicator.broadcast_obj(call, travel.pack(tensor), strategy._root)
+            return self._sent(travel.unpack(sent, strategy._stream), destinations)
 
     def _check_destinations(self, call: str, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
@@ -203,28 +205,60 @@ class StrategyExtended:
         plain = [leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         communicator.barrier(call)  # nobody reads what is written next
-        sent: list[Any] = []
-        with communicator.joint(call):
-            if communicator.rank == 0 or strategy._updates_everywhere:
-                token = _context.current.set(UpdateContext(strategy, variables))
-                communicator.paused = call
-                try:
-                    results, form = _nest.flatten(fn(*args, **kwargs))
-                finally:
-                    communicator.paused = None
-                    _context.current.reset(token)
-                if strategy._updates_everywhere:
-                    communicator.barrier(call)
-                else:
-                    sent = [
-                        _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
-                    ]
-                    sent = [form.unflatten(sent)]
-        if not strategy._updates_everywhere:
-            (result,) = communicator.broadcast_obj(call, sent)
+        if strategy._updates_everywhere:
+            with communicator.joint(call):
+                results, form = self._updated(call, fn, args, kwargs, variables)
+                communicator.barrier(call)
+        else:
+            written = [one._block for one in variables if one._strategy is strategy and not one._is_on_read]
+            try:
+                result = self._updated_by_root(call, fn, args, kwargs, variables)
+            finally:  # also where the update failed half way, on all ranks: they see what there is
+                strategy._storage.publish(call, written)
             results, form = _nest.flatten(result)
             results = [variables[leaf.place] if isinstance(leaf, _Reference) else leaf for leaf in results]
         return form.unflatten(results if group else [(leaf,) for leaf in results])  # pyright: ignore
+
+    def _updated(
+        self,
+        call: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        variables: Sequence[Variable],
+    ) -> tuple[list[Any], _nest.Structure]:
+        """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
+        strategy = self._strategy
+        token = _context.current.set(UpdateContext(strategy, variables))
+        strategy._communicator.pause(call)
+        try:
+            with strategy._on_stream():
+                return _nest.flatten(fn(*args, **kwargs))
+        finally:
+            strategy._communicator.pause(None)
+            _context.current.reset(token)
+
+    def _updated_by_root(
+        self,
+        call: str,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        variables: Sequence[Variable],
+    ) -> Any:
+        """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
+        strategy, communicator = self._strategy, self._strategy._communicator
+        sent: list[Any] = []
+        with communicator.joint(call):
+            if communicator.rank == strategy._root:
+                results, form = self._updated(call, fn, args, kwargs, variables)
+                leaves = [
+                    _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
+                ]
+                sent = [form.unflatten(leaves)]
+        with strategy._on_stream():
+            sent = communicator.broadcast_obj(call, travel.pack(sent), strategy._root)
+            return travel.unpack(sent, strategy._stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for what belongs to several variables: the parameter device."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcstrat._communicators import connect
 from hpcstrat._communicators.records import signature
-from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import place_on_one_host
+from hpcstrat._strategies.placement import place_on_one_host, replica_storage
 
 
 class MirroredStrategy(Strategy):
@@ -17,19 +15,19 @@ class MirroredStrategy(Strategy):
     Collective: all ranks make it. The first strategy of a program starts MPI.
 
     Args:
-        devices: the device of each rank, in rank order; `None` takes the CPU of this host for all.
+        devices: the device of each rank, in rank order; `None` takes GPU i of the host for rank i, or the CPU for all
+            where the host has no GPU.
 
     Raises:
         ValueError: a string that names no device, or a list of another length than there are ranks.
-        RuntimeError: a device that is not there, ranks on several hosts, or MPI cannot start.
+        RuntimeError: a device that is not there, more ranks than GPUs, ranks on several hosts, or MPI or NCCL cannot
+            start.
     """
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         call = "MirroredStrategy"
-        communicator = connect()
-        with communicator.joint(call):
-            placed = place_on_one_host(call, devices, communicator)
-            communicator.exchange(signature(call, *map(str, placed)))
-        storage = MirroredStorage(communicator)
+        placed, communicator = place_on_one_host(call, devices)
+        communicator.exchange(signature(call, *map(str, placed)))
+        storage = replica_storage(communicator)
         super().__init__(communicator, placed, placed[communicator.rank], storage, storage)
         self._parameter_device = placed[0]

@@ -9,6 +9,7 @@ from hpcstrat import _context, _devices
 from hpcstrat._communicators import SoloCommunicator, connect
 from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.placement import place_on_one_host, replica_storage
 
 
 class OneDeviceStrategy(Strategy):
@@ -33,16 +34,16 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str) -> None:
         call = "OneDeviceStrategy"
-        communicator = connect()
-        with communicator.joint(call):
-            placed = _devices.parse(device, call)
-            if communicator.size > 1:
+        control = connect()
+        with control.joint(call):
+            _devices.parse(device, call)
+            if control.size > 1:
                 raise RuntimeError(
-                    f"{call} has one replica, and {communicator.size} ranks run; start the program without mpirun"
+                    f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"
                 )
-            _devices.check_present(placed, call)
-        storage = MirroredStorage(communicator)
-        super().__init__(communicator, [placed], placed, storage, storage)
+        placed, communicator = place_on_one_host(call, [device])
+        storage = replica_storage(communicator)
+        super().__init__(communicator, placed, placed[0], storage, storage)
         self._aggregates_nothing = True
 
 

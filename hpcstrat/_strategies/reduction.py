@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat import _nest
+from hpcstrat import _gpu, _nest
 from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.base import check_gatherable
+from hpcstrat._communicators.base import Array, check_gatherable
 from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
 
-Array = np.ndarray[Any, Any]
-
 
 def as_numbers(call: str, value: Any) -> Array:
-    """`value`, an array, a variable or a number, as an array.
+    """`value`, an array, a variable or a number, as an array, which stays where it is.
 
     Raises:
         TypeError: it is no such thing.
     """
-    array = np.asarray(value)
+    if isinstance(value, Variable):
+        value = value.value()
+    array = value if _gpu.is_on_gpu(value) else np.asarray(value)
     if not is_number(array.dtype):
         raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one")
     return array
@@ -127,26 +127,29 @@ class _Inner:
         axes = _axes(call, axis, array.ndim)
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
         self._op, self._call, self._dtype = op, call, array.dtype
+        xp = self._xp = _gpu.array_module(array)
         if op is ReduceOp.SUM or op is ReduceOp.MEAN:
             is_int_mean = op is ReduceOp.MEAN and array.dtype.kind in "iu"
             wide = np.dtype(np.float64) if is_int_mean else accumulator(array.dtype)
             self._dtype = wide if is_int_mean else array.dtype
-            self.total = np.asarray(np.sum(array, axis=axes, dtype=wide))
+            self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
+        elif array.size:
+            self.total = xp.asarray((xp.min if op is ReduceOp.MIN else xp.max)(array, axis=axes))
         else:
-            extreme: Callable[..., Any] = np.min if op is ReduceOp.MIN else np.max
-            self.total = np.asarray(extreme(array, axis=axes, initial=_neutral(array.dtype, op)), array.dtype)
+            shape = [n for i, n in enumerate(array.shape) if i not in axes]
+            self.total = xp.full(shape, _neutral(array.dtype, op), array.dtype)
 
     def mean_or_sum(self, total: Array, count: Array) -> Any:
         if self._op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore"):
-                total = np.asarray(total / count if count else total * np.nan)
+                total = self._xp.asarray(total / count.item() if count else total * np.nan)
         return _scalar(total.astype(self._dtype, copy=False))
 
     def extreme(self, total: Array, count: Array) -> Any:
         if count == 0:
             if self._dtype.kind in "iub":
                 raise ValueError(f"{self._call}: {self._op.name} along an axis that has no elements on any replica")
-            total = np.full_like(total, np.nan)
+            total = self._xp.full_like(total, np.nan)
         return _scalar(total)
 
 
@@ -164,7 +167,7 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
     """A value that is not distributed, with several replicas."""
     if op is ReduceOp.SUM:
         # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals. Anything else is ambiguous.
-        if not isinstance(value, (Variable, IndexedSlices)) and not np.any(as_numbers(call, value)):
+        if not isinstance(value, (Variable, IndexedSlices)) and not as_numbers(call, value).any():
             return value
         raise ValueError(
             f"{call}: SUM of a value that is not distributed: is it one value, or one a replica? Return it from "
@@ -227,7 +230,7 @@ def _component(value: Any) -> Any:
 
 
 def _scalar(array: Array) -> Any:
-    """An array of no dimensions as NumPy's own reductions give it, anything else as it is."""
+    """An array of no dimensions as NumPy's own reductions give it (CuPy's stay arrays), anything else as it is."""
     return array[()] if array.ndim == 0 else array
 
 

@@ -7,8 +7,14 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array
+from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+_BODY = """
+accumulator += gradient * gradient;
+value -= learning_rate * gradient / sqrt(accumulator + epsilon);
+"""
 
 
 @final
@@ -61,4 +67,5 @@ class Adagrad(Optimizer):
             np.multiply(work, number(learning_rate), out=work)
             np.subtract(value, work, out=value)
 
-        return descend, (learning_rate, epsilon)
+        kernel = Kernel("adagrad", ("accumulator",), {"learning_rate": learning_rate, "epsilon": epsilon}, _BODY)
+        return Rule(descend, kernel), (learning_rate, epsilon)

@@ -8,8 +8,16 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array
+from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+_BODY = """
+value *= kept;
+m += new_1 * (gradient - m);
+v += new_2 * (gradient * gradient - v);
+value -= rate * m / (sqrt(v) + epsilon);
+"""
 
 
 class _Adam(Optimizer):
@@ -60,7 +68,12 @@ class _Adam(Optimizer):
             np.multiply(work, number(rate), out=work)
             np.subtract(value, work, out=value)
 
-        return descend, (learning_rate, beta_1, beta_2, epsilon, decay, step)
+        numbers = {
+            **{"kept": 1 - decay * learning_rate, "rate": rate, "epsilon": epsilon},
+            **{"new_1": 1 - beta_1, "new_2": 1 - beta_2},
+        }
+        kernel = Kernel("adam", ("m", "v"), numbers, _BODY)
+        return Rule(descend, kernel), (learning_rate, beta_1, beta_2, epsilon, decay, step)
 
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -14,10 +13,11 @@ from hpcstrat import _context
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import ReplicaContext
 from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
-from hpcstrat._variable_values import VariableSynchronization
+from hpcstrat._variable_values import as_array
 from hpcstrat._variables import Variable
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -42,7 +42,7 @@ class Optimizer(abc.ABC):
         self.global_clipnorm = global_clipnorm
         self.learning_rate = learning_rate
         self._iterations = 0
-        self._slots: dict[int, tuple[Variable, tuple[Variable, ...]]] = {}
+        self._slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
 
     # ---- what a kind of optimizer fills in
@@ -123,7 +123,8 @@ class Optimizer(abc.ABC):
         if self.global_clipnorm is not None:
             if op is not None:
                 gradients, op = communicator.all_reduce(call, gradients, op), None
-            gradients, rows = _clipped(self.global_clipnorm, gradients, rows)
+            with strategy._on_stream():
+                gradients, rows = _clipped(strategy.xp, self.global_clipnorm, gradients, rows)
         rule, numbers = self._rule(rate, self._iterations + 1)
         if dense:
             plan = self._plans.get(key)
@@ -131,7 +132,7 @@ class Optimizer(abc.ABC):
                 plan = self._plans[key] = self._plan(strategy, dense)
             strategy._storage.update(call, plan, gradients, op, rule, numbers)
         for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-            slots = [slot._block for slot in self._slots_of(strategy, [v])[0]]
+            slots = self._slots_of(strategy, [v])[0]
             strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
         self._iterations += 1
 
@@ -156,28 +157,23 @@ class Optimizer(abc.ABC):
                 raise ValueError(
                     f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}; only floats have gradients"
                 )
-            if v.synchronization is VariableSynchronization.ON_READ:
+            if v._is_on_read:
                 raise ValueError(
                     f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
                 )
 
     def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
-        slots = [[slot._block for slot in own] for own in self._slots_of(strategy, variables)]
-        return strategy._storage.plan([v._block for v in variables], slots)
+        return strategy._storage.plan([v._block for v in variables], self._slots_of(strategy, variables))
 
-    def _slots_of(self, strategy: Any, variables: Sequence[Variable]) -> list[tuple[Variable, ...]]:
+    def _slots_of(self, strategy: Any, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
         new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: v._block.number)
         if new:
-            token = _context.current.set(strategy._cross_context)
-            try:
-                # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
-                kinds = [
-                    [Variable(np.broadcast_to(v.dtype.type(value), v.shape), False, f"{v.name}/{name}") for v in new]
-                    for name, value in self._slot_values.items()
-                ]
-            finally:
-                _context.current.reset(token)
+            # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
+            kinds = [
+                [strategy._storage.create_slot(f"{self.name}: {name} of {v.name!r}", v._block, value) for v in new]
+                for name, value in self._slot_values.items()
+            ]
             for i, v in enumerate(new):
                 self._slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
         return [self._slots[id(v)][1] for v in variables]
@@ -192,28 +188,32 @@ class Optimizer(abc.ABC):
         if not summed:
             agreed = f"{call} of rows of {variable.name!r}, variable {variable._block.number}"
             indices, values = communicator.all_gather(agreed, [indices, values], 0)
-        order = np.argsort(indices, kind="stable")
-        indices, values = indices[order], values[order]
-        starts = np.flatnonzero(np.diff(indices, prepend=-1))
-        return indices[starts], np.add.reduceat(values, starts, axis=0) if starts.size else values
+        xp = strategy.xp
+        with strategy._on_stream():
+            order = xp.argsort(indices, kind="stable")
+            indices, values = indices[order], values[order]
+            starts = xp.flatnonzero(xp.diff(indices, prepend=-1))
+            return indices[starts], xp.add.reduceat(values, starts, axis=0) if starts.size else values
 
 
 def _clipped(
-    most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
+    xp: Any, most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
 ) -> tuple[list[Array], list[tuple[Array, Array]]]:
     """All gradients, scaled down together so that their norm is at most `most`."""
     arrays = [*gradients, *(values for _, values in rows)]
     with np.errstate(all="ignore"):  # as in the update: infinite gradients are no reason to stop on one rank
         # In float64, where the squares of large float32 numbers do not overflow.
-        norm = math.sqrt(sum(float(np.sum(np.abs(g).astype(np.float64) ** 2)) for g in arrays))
-        scale = most / norm if norm > most else 1.0
-        if not math.isfinite(norm):
-            scale = math.nan
-        return [g * g.dtype.type(scale) for g in gradients], [(i, v * v.dtype.type(scale)) for i, v in rows]
+        norm = xp.sqrt(sum(xp.sum(xp.abs(g).astype(np.float64) ** 2) for g in arrays))
+        scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
+        return [g * scale.astype(g.dtype) for g in gradients], [(i, v * scale.astype(v.dtype)) for i, v in rows]
 
 
 def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
-    indices, values = np.asarray(slices.indices), np.asarray(slices.values)
+    strategy = variable._strategy
+    on_gpu = strategy._stream is not None
+    indices, values = (as_array(call, array, on_gpu) for array in (slices.indices, slices.values))
+    if on_gpu:
+        indices, values = strategy.xp.asarray(indices), strategy.xp.asarray(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
         raise ValueError(
             f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
@@ -247,7 +247,7 @@ def _sorted(
             sparse.append((gradient, variable))
             continue
         view = variable._block.view
-        if type(gradient) is not np.ndarray or gradient.shape != view.shape or gradient.dtype != view.dtype:
+        if type(gradient) is not type(view) or gradient.shape != view.shape or gradient.dtype != view.dtype:
             gradient = _checked(call, gradient, variable)
         gradients.append(gradient)
         dense.append(variable)
@@ -261,7 +261,7 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
             "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     view = variable._block.view
-    array = np.asarray(gradient)
+    array = as_array(call, gradient, variable._strategy._stream is not None)
     if array.shape != view.shape:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}"
@@ -270,4 +270,4 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into {view.dtype.name}"
         )
-    return array
+    return array if isinstance(view, np.ndarray) else variable._strategy.xp.asarray(array)

@@ -7,8 +7,20 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array
+from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+_PLAIN = """
+squares = rho * squares + rest * gradient * gradient;
+const auto change = learning_rate * gradient / sqrt(squares + epsilon);
+"""
+_CENTERED = """
+squares = rho * squares + rest * gradient * gradient;
+mean = rho * mean + rest * gradient;
+const auto change = learning_rate * gradient / sqrt(squares - mean * mean + epsilon);
+"""
+_WITH_MOMENTUM = "velocity = momentum * velocity + change; value -= velocity;"
 
 
 @final
@@ -84,7 +96,17 @@ class RMSprop(Optimizer):
             else:
                 np.subtract(value, work, out=value)
 
-        return descend, (learning_rate, rho, momentum, epsilon, centered)
+        slots = ("squares", *["mean"] * centered, *["velocity"] * bool(momentum))
+        numbers = {
+            "learning_rate": learning_rate,
+            "rho": rho,
+            "rest": 1 - rho,
+            "epsilon": epsilon,
+            "momentum": momentum,
+        }
+        body = _CENTERED if centered else _PLAIN
+        kernel = Kernel("rmsprop", slots, numbers, body + (_WITH_MOMENTUM if momentum else "value -= change;"))
+        return Rule(descend, kernel), (learning_rate, rho, momentum, epsilon, centered)
 
 
 def _average(mean: Array, new: Array, old_share: float, new_share: float) -> None:

@@ -7,8 +7,17 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array
+from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
+
+_PLAIN = "value -= learning_rate * gradient;"
+_MOMENTUM = "velocity = momentum * velocity - learning_rate * gradient; value += velocity;"
+_NESTEROV = """
+const auto change = learning_rate * gradient;
+velocity = momentum * velocity - change;
+value += momentum * velocity - change;
+"""
 
 
 @final
@@ -67,4 +76,7 @@ class SGD(Optimizer):
             else:
                 np.add(value, velocity, out=value)
 
-        return descend, (learning_rate, momentum, nesterov)
+        body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
+        slots = ("velocity",) if momentum else ()
+        kernel = Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+        return Rule(descend, kernel), (learning_rate, momentum, nesterov)

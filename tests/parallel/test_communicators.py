@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from hpcstrat import ReduceOp, ReplicaMismatchError, _world
 from hpcstrat._communicators import SoloCommunicator, connect
-from hpcstrat._communicators.base import SUMMED_BY_ALL
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.messages import SUMMED_BY_ALL
 from hpcstrat._communicators.records import PAYLOAD
 from hpcstrat._communicators.reduction import CHUNK, slice_of
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator

@@ -1,0 +1,51 @@
+"""What communicators of replicas on GPUs have in common: records and host arrays go as ever, GPU arrays another way."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.base import Array, Communicator, Write
+from hpcstrat._communicators.messages import MessageCommunicator
+from hpcstrat._types import ReduceOp
+
+
+class DeviceCommunicator(Communicator):
+    """Ranks of which some, or all, compute on GPUs.
+
+    Besides the calls of every communicator it has three for storage: they move flat arrays that lie on each rank's own
+    device, in place, after the ranks have agreed on what they do by a call of their own.
+
+    Args:
+        control: moves records, objects and host arrays of the same ranks.
+        stream: this rank's, on which GPU arrays are moved; `None` where it computes on the CPU.
+    """
+
+    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream | None) -> None:
+        super().__init__(control.rank, control.size, control._calls)
+        self._control = control
+        self.stream = stream
+
+    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        return self._control._post(head, nbytes, write)
+
+    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
+        return self._control._messages(sizes, write)
+
+    @abc.abstractmethod
+    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
+        """Reduces the ranks' arrays elementwise, in place on every rank."""
+
+    @abc.abstractmethod
+    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
+        """Reduces the ranks' arrays elementwise, in place on rank `root`; what the others hold then is undefined."""
+
+    @abc.abstractmethod
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """Copies the array of rank `root` to all ranks' arrays."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives back what the transport holds. No rank may have work under way that others do not have too."""

@@ -1,0 +1,85 @@
+"""How host arrays move: as messages, one a rank."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat._communicators.base import Array, Bytes, Communicator, Write, check_gatherable
+from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._types import ReduceOp
+
+SUMMED_BY_ALL = 1 << 15
+"""Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
+
+
+class MessageCommunicator(Communicator):
+    """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
+
+    @abc.abstractmethod
+    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
+
+    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        form = _layout(call, arrays)
+        out = np.empty(form.nbytes, np.uint8)
+        agreed = signature(call, *facts, *[(array.dtype, array.shape) for array in arrays])
+        self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+        return form.views(out)
+
+    def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:
+        for group in form.groups:
+            reduce_flat(group.of(out), [group.of(message) for message in messages], op)
+
+    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        form = _layout(call, arrays)
+        shapes = pack_shapes(arrays)
+        start = -(-shapes.nbytes // 16) * 16
+
+        def write(message: Bytes) -> None:
+            message[: shapes.nbytes] = shapes.view(np.uint8)
+            for view, array in zip(form.views(message[start:]), arrays, strict=True):
+                view[...] = array
+
+        kinds = [array.dtype for array in arrays]
+        messages = self.exchange(signature(call, *facts, *kinds), start + form.nbytes, write)
+        parts = [_parse(message, kinds) for message in messages]
+        for i in range(len(arrays)):
+            check_gatherable(call, [part[i].shape for part in parts], axis)
+        return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+
+
+def _layout(call: str, arrays: Sequence[Array]) -> Layout:
+    for array in arrays:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"{call}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass hs.asnumpy(array)"
+            )
+    return layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+
+
+def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each array its number of dimensions and its shape."""
+    return np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
+
+
+def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes of `count` arrays at the beginning of a message, and the bytes that they take there."""
+    shapes: list[tuple[int, ...]] = []
+    place = 0
+    for _ in range(count):
+        (ndim,) = message[place : place + 8].view(np.int64)
+        shapes.append(tuple(message[place + 8 : place + 8 * (1 + ndim)].view(np.int64).tolist()))
+        place += 8 * (1 + int(ndim))
+    return shapes, place
+
+
+def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
+    """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
+    shapes, place = unpack_shapes(message, len(kinds))
+    return layout(tuple(shapes), tuple(kinds)).views(message[-(-place // 16) * 16 :])

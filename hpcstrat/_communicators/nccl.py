@@ -1,0 +1,322 @@
+"""The communicator of replicas that all compute on GPUs: NCCL through CuPy."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.base import Array, check_gatherable
+from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.messages import MessageCommunicator, pack_shapes, unpack_shapes
+from hpcstrat._communicators.pack import pack
+from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.records import signature
+from hpcstrat._types import ReduceOp
+
+OLDEST = 21000
+"""NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
+OLDEST_FOR_SHARING = 23000
+"""NCCL 2.30, the first that takes several ranks on one GPU."""
+START_SECONDS = 300.0
+"""How long NCCL may take to connect the ranks. It has no time-out of its own."""
+
+_TYPES = {
+    **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
+    **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
+    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as many reals.
+    "bool": "NCCL_UINT8",
+    "complex64": "NCCL_FLOAT32",
+    "complex128": "NCCL_FLOAT64",
+}
+_OPERATIONS = {
+    ReduceOp.SUM: "NCCL_SUM",
+    ReduceOp.MEAN: "NCCL_SUM",
+    ReduceOp.MIN: "NCCL_MIN",
+    ReduceOp.MAX: "NCCL_MAX",
+}
+
+
+@final
+class NcclCommunicator(DeviceCommunicator):
+    """Every rank on a GPU. GPU arrays move on the strategy's stream; the host never waits for them.
+
+    Every call begins with a record, as on the host, so that a mismatch is an error on all ranks before NCCL sees it.
+    Sums are the same on every rank, but their order, and so their last bits, is NCCL's; a NaN does not win a minimum.
+
+    Making one is collective.
+
+    Args:
+        control: moves records, objects and host arrays of the same ranks.
+        stream: this rank's.
+
+    Raises:
+        RuntimeError: NCCL does not start, on any rank.
+    """
+
+    stream: _gpu.Stream
+
+    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream) -> None:
+        super().__init__(control, stream)
+        self._nccl = stream.xp.cuda.nccl
+        self._comm: Any = _start(control, stream)
+        self._types = {name: getattr(self._nccl, constant) for name, constant in _TYPES.items()}
+        self._operations = {op: getattr(self._nccl, constant) for op, constant in _OPERATIONS.items()}
+
+    # ---- arrays
+
+    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        def move(arrays: Sequence[Array], facts: Sequence[Any]) -> list[Array]:
+            form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+            self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
+            with self.stream.current():
+                out = self.stream.xp.empty(form.nbytes, np.uint8)
+                pack(form, arrays, out)
+                for group in form.groups:
+                    self._all_reduce(call, group.of(out), op)
+                return form.views(out)
+
+        return self._apart(
+            facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(call, facts, hosts, op)
+        )
+
+    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        def move(arrays: Sequence[Array], facts: Sequence[Any]) -> list[Array]:
+            shapes = pack_shapes(arrays).view(np.uint8)
+
+            def write(message: Any) -> None:
+                message[: shapes.size] = shapes
+
+            messages = self.exchange(signature(call, *facts, *[a.dtype for a in arrays]), shapes.size, write)
+            everyones = [unpack_shapes(message, len(arrays))[0] for message in messages]
+            for i in range(len(arrays)):
+                check_gatherable(call, [shapes[i] for shapes in everyones], axis)
+            with self.stream.current():
+                return self._gather(call, arrays, everyones, axis)
+
+        return self._apart(
+            facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(call, facts, hosts, axis)
+        )
+
+    def _apart(
+        self,
+        facts: Sequence[Any],
+        arrays: Sequence[Array],
+        move: Callable[[Sequence[Array], Sequence[Any]], list[Array]],
+        move_on_host: Callable[[Sequence[Array], Sequence[Any]], list[Array]],
+    ) -> list[Array]:
+        """Moves the arrays on the GPU and those on the host, each their own way; which are which must agree."""
+        on_gpu = [i for i, array in enumerate(arrays) if _gpu.is_on_gpu(array)]
+        on_host = [i for i in range(len(arrays)) if i not in on_gpu]
+        places = f"on the GPU {on_gpu}, on the host {on_host}"
+        results: list[Array] = [None] * len(arrays)
+        for indices, way in ((on_gpu, move), (on_host, move_on_host)):
+            if indices or (way is move_on_host and not arrays):
+                for i, result in zip(indices, way([arrays[i] for i in indices], (*facts, places)), strict=True):
+                    results[i] = result
+        return results
+
+    def _gather(
+        self, call: str, arrays: Sequence[Array], everyones: Sequence[Sequence[tuple[int, ...]]], axis: int
+    ) -> list[Array]:
+        """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
+        xp, stream = self.stream.xp, self.stream.raw.ptr
+        results = []
+        with self._guarded(call):
+            self._nccl.groupStart()
+            try:
+                for i, array in enumerate(arrays):
+                    array = xp.ascontiguousarray(array)
+                    sizes = [int(np.prod(shapes[i], dtype=np.int64)) * array.dtype.itemsize for shapes in everyones]
+                    starts = [0, *np.cumsum(sizes).tolist()]
+                    whole = xp.empty(starts[-1], np.uint8)
+                    results.append((array, whole, starts))
+                    if not starts[-1]:
+                        continue
+                    own, target = array.data.ptr, whole.data.ptr
+                    if len(set(sizes)) == 1:
+                        self._comm.allGather(own, target, sizes[0], self._nccl.NCCL_UINT8, stream)
+                        continue
+                    for peer in range(self.size):  # this rank itself too: NCCL copies
+                        if sizes[self.rank]:
+                            self._comm.send(own, sizes[self.rank], self._nccl.NCCL_UINT8, peer, stream)
+                        if sizes[peer]:
+                            self._comm.recv(target + starts[peer], sizes[peer], self._nccl.NCCL_UINT8, peer, stream)
+            finally:
+                self._nccl.groupEnd()
+        gathered = []
+        for i, (array, whole, starts) in enumerate(results):
+            parts = [
+                whole[a:b].view(array.dtype).reshape(shapes[i])
+                for a, b, shapes in zip(starts, starts[1:], everyones, strict=False)
+            ]
+            if axis % array.ndim == 0:  # they lie one behind the other already
+                rows = sum(part.shape[0] for part in parts)
+                gathered.append(whole.view(array.dtype).reshape(rows, *array.shape[1:]))
+            else:
+                gathered.append(xp.concatenate(parts, axis))
+        return gathered
+
+    # ---- for storage
+
+    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
+        """See `DeviceCommunicator.all_reduce_flat`."""
+        self._all_reduce("the sum of gradients", array, op)
+
+    def _all_reduce(self, call: str, array: Array, op: ReduceOp) -> None:
+        if array.size:
+            place, count, kind = self._parts(array)
+            with self._guarded(call):
+                self._comm.allReduce(place, place, count, kind, self._operations[op], self.stream.raw.ptr)
+            self._divide(array, op)
+
+    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        if array.size:
+            place, count, kind = self._parts(array)
+            with self._guarded("the sum of gradients"):
+                self._comm.reduce(place, place, count, kind, self._operations[op], root, self.stream.raw.ptr)
+            if self.rank == root:
+                self._divide(array, op)
+
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """See `DeviceCommunicator.broadcast_flat`."""
+        if array.size:
+            place = array.data.ptr
+            with self._guarded("the broadcast of new values"):
+                self._comm.broadcast(place, place, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
+
+    def _parts(self, array: Array) -> tuple[int, int, int]:
+        """Address, number of elements and NCCL's type of a flat array."""
+        count = 2 * array.size if array.dtype.kind == "c" else array.size
+        return array.data.ptr, count, self._types[array.dtype.name]
+
+    def _divide(self, array: Array, op: ReduceOp) -> None:
+        if op is ReduceOp.MEAN:
+            array /= self.size
+
+    # ---- life
+
+    def close(self) -> None:
+        """See `DeviceCommunicator.close`."""
+        if self._comm is not None:
+            self.stream.synchronize()
+            comm, self._comm = self._comm, None
+            comm.destroy()
+
+    def _guarded(self, call: str) -> _Guard:
+        if self._comm is None:
+            raise RuntimeError(f"{call}: the strategy's NCCL communicator is closed; make another strategy")
+        return _Guard(self, call)
+
+    def _abort(self) -> None:
+        comm, self._comm = self._comm, None
+        if comm is not None:
+            comm.abort()  # destroying would wait for what will never be done
+
+
+class _Guard:
+    """Makes an error of NCCL's one that says what to do, and ends the use of the communicator."""
+
+    __slots__ = ("_call", "_communicator")
+
+    def __init__(self, communicator: NcclCommunicator, call: str) -> None:
+        self._communicator = communicator
+        self._call = call
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        communicator = self._communicator
+        if isinstance(error, communicator._nccl.NcclError):
+            communicator._abort()
+            raise RuntimeError(
+                f"{self._call}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error} "
+                f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
+                "no longer connected"
+            ) from error
+
+
+def describe(cupy: Any) -> str:
+    """The versions that matter where NCCL fails."""
+    runtime = cupy.cuda.runtime
+    return (
+        f"NCCL {version_text(cupy.cuda.nccl.get_version())}, CuPy {cupy.__version__}, "
+        f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
+    )
+
+
+def version_text(version: int) -> str:
+    """NCCL's number of a version in words: 22803 is 2.28.3."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def why_not(shared: bool) -> str:
+    """Why this process cannot use NCCL; empty where it can. `shared`: several ranks compute on one GPU."""
+    nccl = _gpu.load_cupy("NCCL").cuda.nccl
+    if not nccl.available:
+        return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
+    version = nccl.get_version()
+    if version < OLDEST:
+        return f"NCCL is {version_text(version)} and {version_text(OLDEST)} is the oldest that serves"
+    if shared and version < OLDEST_FOR_SHARING:
+        return (
+            f"several ranks share a GPU, NCCL is {version_text(version)} and {version_text(OLDEST_FOR_SHARING)} is the "
+            "first that allows it: `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
+        )
+    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"
+    return ""
+
+
+def _start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
+    """NCCL's communicator. Collective; where one rank fails, or NCCL takes for ever, all raise.
+
+    NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
+    control communicator, how it goes.
+    """
+    call = "starting NCCL"
+    nccl = stream.xp.cuda.nccl
+    with control.joint(call):
+        facts = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
+    everyones = control.all_gather_obj(call, facts)
+    versions = [version for version, _ in everyones]
+    if len(set(versions)) > 1:
+        listed = ", ".join(f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions))
+        raise RuntimeError(f"{call}: the ranks load different versions of NCCL: {listed}; install the same everywhere")
+    outcome: list[Any] = []
+
+    def connect() -> None:
+        try:
+            stream.xp.cuda.Device(stream.ordinal).use()
+            outcome.append(nccl.NcclCommunicator(control.size, everyones[0][1], control.rank))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + START_SECONDS
+    pause = 0.001
+    while True:
+        thread.join(pause)
+        pause = min(2 * pause, 0.1)
+        own = outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
+        state = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own if isinstance(own, str) else ""
+        states = control.all_gather_obj(call, state)
+        if not any(states):
+            return own
+        if any(state not in ("", "waits") for state in states):
+            listed = "".join(f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states))
+            if not isinstance(own, (str, Exception)):
+                own.abort()
+            raise RuntimeError(
+                f"{call}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
+                "If it waits without end, the GPUs often cannot reach each other's memory (PCIe access control: try "
+                "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
+                "NCCL_DEBUG=INFO shows what it does"
+            )

@@ -1,0 +1,102 @@
+"""The communicator where NCCL cannot serve: GPU arrays go through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.base import Array, Bytes
+from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.messages import MessageCommunicator
+from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.records import signature
+from hpcstrat._types import ReduceOp
+
+
+@final
+class StagedCommunicator(DeviceCommunicator):
+    """Replicas of both kinds, GPUs that NCCL does not connect, or one replica alone.
+
+    A GPU array is copied to pinned host memory, moved by the control communicator, and copied back. A rank that
+    computes on the CPU makes the same calls with its host arrays.
+    """
+
+    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream | None) -> None:
+        super().__init__(control, stream)
+        self._pinned: Bytes = np.empty(0, np.uint8)
+
+    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        return self._staged(lambda hosts: self._control._reduce_arrays(call, facts, hosts, op), arrays)
+
+    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        return self._staged(lambda hosts: self._control._gather_arrays(call, facts, hosts, axis), arrays)
+
+    def _staged(self, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
+        """What `move` makes of host copies of the arrays; a GPU array's result goes to the GPU."""
+        if self.stream is None:
+            return move(arrays)
+        with self.stream.current():
+            if self.size == 1:
+                # No way through the host for what nobody else wants. The control communicator copies host arrays.
+                return [array.copy() if _gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
+            results = move(self._host_copies(arrays))
+            return [
+                self.stream.xp.asarray(result) if _gpu.is_on_gpu(array) else result
+                for array, result in zip(arrays, results, strict=True)
+            ]
+
+    def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays with those on the GPU in pinned memory, valid until the next call."""
+        assert self.stream is not None
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        if self._pinned.size < form.nbytes:
+            self._pinned = _gpu.pinned(form.nbytes)
+        copies = list(arrays)
+        for i, view in enumerate(form.views(self._pinned)):
+            if _gpu.is_on_gpu(arrays[i]):
+                self.stream.xp.ascontiguousarray(arrays[i]).get(out=view, blocking=False, stream=self.stream.raw)
+                copies[i] = view
+        self.stream.synchronize()
+        return copies
+
+    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
+        """See `DeviceCommunicator.all_reduce_flat`."""
+        if self.size > 1:
+            _fill(array, self._control._reduce_arrays("the sum of gradients", (op.name,), self._on_host(array), op)[0])
+
+    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        self.all_reduce_flat(array, op)
+
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """See `DeviceCommunicator.broadcast_flat`."""
+        if self.size == 1:
+            return
+        agreed = signature("new values", array.dtype, array.shape, root)
+        if self.rank == root:
+            own = self._on_host(array)[0].view(np.uint8)
+
+            def write(message: Bytes) -> None:
+                message[: own.size] = own
+
+            self._control.exchange(agreed, own.size, write)
+        else:
+            message = self._control.exchange(agreed)[root]
+            _fill(array, message[: array.nbytes].view(array.dtype))
+
+    def _on_host(self, array: Array) -> list[Array]:
+        return [array] if self.stream is None else self._host_copies([array])
+
+    def close(self) -> None:
+        """See `DeviceCommunicator.close`. There is nothing."""
+
+
+def _fill(array: Array, host: Array) -> None:
+    """Writes host memory, which may be overwritten afterwards, to a flat array anywhere."""
+    if _gpu.is_on_gpu(array):
+        array.set(np.ascontiguousarray(host))
+    else:
+        array[...] = host

@@ -1,0 +1,162 @@
+"""This process's GPU: which there are, the stream that a strategy works on, pinned host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import sys
+from typing import Any, final
+
+import numpy as np
+
+
+def load_cupy(wanted_by: str) -> Any:
+    """The module `cupy`.
+
+    Raises:
+        RuntimeError: it is not installed. `wanted_by` begins the message.
+    """
+    if "cupy" in sys.modules:
+        return sys.modules["cupy"]
+    if not has_cupy():
+        raise RuntimeError(
+            f"{wanted_by} needs CuPy, which is not installed: `pip install 'hpcstrat[cuda12]'` or `'hpcstrat[cuda13]'`"
+        )
+    import cupy  # pyright: ignore[reportMissingImports]
+
+    return cupy
+
+
+def has_cupy() -> bool:
+    """Whether CuPy is installed."""
+    return "cupy" in sys.modules or importlib.util.find_spec("cupy") is not None
+
+
+def is_on_gpu(value: Any) -> bool:
+    """Whether `value` is a CuPy array. Does not import CuPy: without it there is none."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(value, cupy.ndarray)
+
+
+def array_module(array: Any) -> Any:
+    """`cupy` for a CuPy array, else `numpy`."""
+    return sys.modules["cupy"] if is_on_gpu(array) else np
+
+
+@functools.cache
+def visible() -> tuple[str, ...]:
+    """The unique id of each GPU that this process may use, in CUDA's order; none without a driver.
+
+    It asks the driver itself: that opens no context on any GPU and needs no CuPy.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return ()
+    # The second version tells the parts of a GPU that is divided (MIG) from one another.
+    ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    found = []
+    for ordinal in range(count.value):
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        if driver.cuDeviceGet(ctypes.byref(device), ordinal) or ask(ctypes.byref(uuid), device):
+            return ()
+        found.append(bytes(uuid).hex())
+    return tuple(found)
+
+
+@final
+class Stream:
+    """A stream of a strategy's own on a GPU of this process, which becomes the current one.
+
+    It is non-blocking: not ordered with the null stream, which would forbid overlap. Whoever enters it is ordered with
+    it by events, on the way in and on the way out; the host never waits.
+
+    Args:
+        ordinal: CUDA's number of the GPU in this process.
+
+    Attributes:
+        xp: the module `cupy`.
+        ordinal: CUDA's number of the GPU.
+        raw: the `cupy.cuda.Stream`.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self.xp = load_cupy("a GPU")
+        self.ordinal = ordinal
+        self._cuda = self.xp.cuda
+        self._cuda.Device(ordinal).use()
+        self.raw = self._cuda.Stream(non_blocking=True)
+        self._entered = self._cuda.Event(disable_timing=True)
+        self._left = self._cuda.Event(disable_timing=True)
+
+    def current(self) -> _Current:
+        """A context manager in which this stream, and its GPU, is the current one of this thread."""
+        return _Current(self)
+
+    def wait_for_current(self) -> Any:
+        """Makes this stream wait for what is on the thread's current stream, which is returned; its GPU is current."""
+        outer = self._cuda.get_current_stream()
+        if outer.ptr != self.raw.ptr:
+            self._entered.record(outer)
+            self.raw.wait_event(self._entered)
+        return outer
+
+    def let_wait(self, outer: Any) -> None:
+        """Makes the stream `outer` wait for what is on this one."""
+        if outer.ptr != self.raw.ptr:
+            self._left.record(self.raw)
+            outer.wait_event(self._left)
+
+    def synchronize(self) -> None:
+        """Waits until all work on this stream is done."""
+        self.raw.synchronize()
+
+
+class _Current:
+    """See `Stream.current`."""
+
+    __slots__ = ("_device", "_outer", "_stream")
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        runtime = stream._cuda.runtime
+        self._device = runtime.getDevice()
+        if self._device != stream.ordinal:
+            runtime.setDevice(stream.ordinal)
+        self._outer = stream.wait_for_current()
+        if self._outer.ptr != stream.raw.ptr:
+            stream.raw.use()
+
+    def __exit__(self, *_: Any) -> None:
+        stream = self._stream
+        if self._outer.ptr != stream.raw.ptr:
+            stream.let_wait(self._outer)
+            self._outer.use()
+        if self._device != stream.ordinal:
+            stream._cuda.runtime.setDevice(self._device)
+
+
+def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Host memory that a GPU copies from and to without the processor's help.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    cupy = load_cupy("pinned memory")
+    try:
+        memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise MemoryError(f"{nbytes:,} bytes of pinned host memory cannot be had: {error}") from error
+    return np.frombuffer(memory, np.uint8, nbytes)
+
+
+def to_host(array: Any) -> Any:
+    """A NumPy copy of a CuPy array, once the current stream has come so far; anything else as it is."""
+    return array.get() if is_on_gpu(array) else array

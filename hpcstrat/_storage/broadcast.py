@@ -1,0 +1,104 @@
+"""Central storage on a GPU, or for ranks of both kinds: one master copy, read copies by broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.base import Array
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._storage.base import Rule, slot_values, update_rows
+from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
+from hpcstrat._storage.memory import Block
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp
+
+
+@final
+class BroadcastStorage(DeviceStorage):
+    """The parameter rank alone updates variables, and alone has their slots; every rank has a copy to read.
+
+    An update: each rank packs its gradients into one flat message by one kernel; one reduction to the parameter rank;
+    one fused kernel there; one broadcast of the new values. All of it goes to the strategy's stream, and the host waits
+    for nothing, unless the master copy is in host memory.
+    """
+
+    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+        """See `Storage.create_slot`. On the other ranks the block has no numbers."""
+        communicator = self._communicator
+        with communicator.joint(call), self._current():
+            number = self._created + 1
+            if self._is_root:
+                block = self._master.place(variable.array.shape, variable.array.dtype, number)
+                fill(block.array, slot_values(variable, value))
+            else:
+                block = Block(None, None, 0, 0, number)
+            communicator.exchange(signature(call, "slot", value, variable.number))
+        self._created += 1
+        return block
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
+        """See `Storage.plan`. The other ranks know nothing of slots."""
+        return super().plan(variables, slots if self._is_root else [()] * len(variables))
+
+    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+        assert isinstance(plan, DevicePlan)
+        communicator = self._communicator
+        with self._current():
+            with communicator.joint(agreed.call):
+                self._pack(plan, values)
+                communicator.exchange(agreed)
+            for group in plan.form.groups:
+                if op is not None:
+                    communicator.reduce_flat(group.of(plan.message), op, self._root)
+                elif self._root:
+                    communicator.broadcast_flat(group.of(plan.message), 0)
+            if self._is_root:
+                self._apply(plan, rule)
+            self._broadcast(plan)
+
+    def _broadcast(self, plan: DevicePlan) -> None:
+        """Sends the master copy of the plan's variables to all read copies.
+
+        Where a rank's variables lie in a row, they are sent, or received, in place. Whether they do may differ from
+        rank to rank, because memory is given back at different moments; what is sent may not.
+        """
+        read = plan.read
+        if self._is_apart:
+            for block in plan.variables:
+                fill(block.view, block.array)
+        for index, group in enumerate(read.form.groups):
+            chunks = [chunk for chunk in read.chunks if chunk.group == index]
+            is_in_a_row = len(chunks) == 1
+            flat = chunks[0].value if is_in_a_row else group.of(plan.message)
+            if self._is_root and not is_in_a_row:
+                for chunk in chunks:
+                    flat[chunk.start : chunk.stop] = chunk.value
+            self._communicator.broadcast_flat(flat, self._root)
+            if not self._is_root and not is_in_a_row:
+                for chunk in chunks:
+                    chunk.value[...] = flat[chunk.start : chunk.stop]
+
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+        variable = blocks[0]
+        with self._current():
+            rows, gradient = self.on_device(rows), self.on_device(gradient)
+            if self._is_root and self._is_apart:
+                host_rows = _gpu.to_host(rows)
+                update_rows(blocks, host_rows, _gpu.to_host(gradient), rule)
+                new = self.on_device(variable.array[host_rows])
+            else:
+                if self._is_root:
+                    update_rows(blocks, rows, gradient, rule)
+                new = variable.array[rows]
+            self._communicator.broadcast_flat(new.reshape(-1), self._root)
+            (variable.copy or variable).array[rows] = new
+
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage.publish`."""
+        if blocks:
+            self._communicator.exchange(signature(call, "publish", *[block.number for block in blocks]))
+            with self._current():
+                for block in blocks:
+                    self._communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)

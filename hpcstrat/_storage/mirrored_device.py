@@ -1,0 +1,44 @@
+"""A copy of every variable on each replica's device, where some are GPUs. With one replica: the only copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+from hpcstrat._communicators.base import Array
+from hpcstrat._communicators.records import Signature
+from hpcstrat._storage.base import Rule, slot_values, update_rows
+from hpcstrat._storage.device import DevicePlan, DeviceStorage
+from hpcstrat._storage.memory import Block
+from hpcstrat._storage.plan import Plan
+from hpcstrat._types import ReduceOp
+
+
+@final
+class MirroredDeviceStorage(DeviceStorage):
+    """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
+
+    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+        """See `Storage.create_slot`."""
+        return self.create(call, slot_values(variable, value))
+
+    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+        assert isinstance(plan, DevicePlan)
+        communicator = self._communicator
+        with self._current():
+            with communicator.joint(agreed.call):
+                self._pack(plan, values)
+                communicator.exchange(agreed)
+            for group in plan.form.groups:
+                if op is None:
+                    communicator.broadcast_flat(group.of(plan.message), 0)
+                else:
+                    communicator.all_reduce_flat(group.of(plan.message), op)
+            self._apply(plan, rule)
+
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+        with self._current():
+            update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
+
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage.publish`. Every rank wrote to its own."""
