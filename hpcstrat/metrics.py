@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context
+from hpcstrat import _context, _gpu
 from hpcstrat._context import ReplicaContext
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
@@ -30,14 +30,14 @@ class Metric:
         )
 
     def result(self) -> Any:
-        """The metric over all replicas, a `float64`. Collective: all ranks call this."""
+        """The metric over all replicas, a `float64` on the host. Collective: all ranks call this."""
         context = _context.context()
         if isinstance(context, ReplicaContext) and context.num_replicas_in_sync > 1:
             call = f"{type(self).__name__}.result"
             communicator = context.strategy._communicator
-            total, count = communicator.all_reduce(call, [self._sums.value()], ReduceOp.SUM)[0]
+            total, count = _gpu.to_host(communicator.all_reduce(call, [self._sums.value()], ReduceOp.SUM)[0])
         else:
-            total, count = self._sums.read_value()
+            total, count = self._sums.numpy()
         return self._combine(total, count)
 
     def reset_state(self) -> None:
@@ -50,7 +50,10 @@ class Metric:
                 f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
                 "for itself; call it inside the function of Strategy.run"
             )
-        self._sums.assign_add(np.array([total, count], np.float64))
+        xp = _gpu.array_module(total)
+        both = xp.empty(2)
+        both[0], both[1] = total, count
+        self._sums.assign_add(both)
 
     def _combine(self, total: Any, count: Any) -> Any:
         return total / count if count else np.float64(0.0)
@@ -58,17 +61,19 @@ class Metric:
 
 def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
-    array = np.asarray(values, np.float64)
+    xp = _gpu.array_module(values)
+    array = xp.asarray(values, np.float64)
     if sample_weight is None:
         return array.sum(), array.size
-    weights = np.asarray(sample_weight, np.float64)
+    weights = xp.asarray(sample_weight, np.float64)
     # As in TensorFlow weights may lack the last dimensions of the values.
-    weights = np.broadcast_to(weights.reshape(weights.shape + (1,) * (array.ndim - weights.ndim)), array.shape)
+    weights = xp.broadcast_to(weights.reshape(weights.shape + (1,) * (array.ndim - weights.ndim)), array.shape)
     return (array * weights).sum(), weights.sum()
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    true, predicted = np.asarray(y_true), np.asarray(y_pred)
+    xp = _gpu.array_module(y_pred if _gpu.is_on_gpu(y_pred) else y_true)
+    true, predicted = xp.asarray(y_true), xp.asarray(y_pred)
     if true.shape != predicted.shape:
         raise ValueError(f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal")
     return true, predicted

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -63,7 +65,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     def __init__(self, control: MessageCommunicator, stream: _gpu.Stream) -> None:
         super().__init__(control, stream)
-        self._nccl = stream.xp.cuda.nccl
+        self._nccl = load_nccl()
         self._comm: Any = _start(control, stream)
         self._types = {name: getattr(self._nccl, constant) for name, constant in _TYPES.items()}
         self._operations = {op: getattr(self._nccl, constant) for op, constant in _OPERATIONS.items()}
@@ -246,7 +248,7 @@ def describe(cupy: Any) -> str:
     """The versions that matter where NCCL fails."""
     runtime = cupy.cuda.runtime
     return (
-        f"NCCL {version_text(cupy.cuda.nccl.get_version())}, CuPy {cupy.__version__}, "
+        f"NCCL {version_text(load_nccl().get_version())}, CuPy {cupy.__version__}, "
         f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
     )
 
@@ -256,9 +258,17 @@ def version_text(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
+def load_nccl() -> Any:
+    """The module `cupy.cuda.nccl`, whose `available` says whether it is more than a name."""
+    _gpu.load_cupy("NCCL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of CuPy, where there is no NCCL: ours says what follows from it
+        return importlib.import_module("cupy.cuda.nccl")
+
+
 def why_not(shared: bool) -> str:
     """Why this process cannot use NCCL; empty where it can. `shared`: several ranks compute on one GPU."""
-    nccl = _gpu.load_cupy("NCCL").cuda.nccl
+    nccl = load_nccl()
     if not nccl.available:
         return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
     version = nccl.get_version()
@@ -281,7 +291,7 @@ def _start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
     control communicator, how it goes.
     """
     call = "starting NCCL"
-    nccl = stream.xp.cuda.nccl
+    nccl = load_nccl()
     with control.joint(call):
         facts = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
     everyones = control.all_gather_obj(call, facts)

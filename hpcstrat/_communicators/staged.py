@@ -57,7 +57,7 @@ class StagedCommunicator(DeviceCommunicator):
         copies = list(arrays)
         for i, view in enumerate(form.views(self._pinned)):
             if _gpu.is_on_gpu(arrays[i]):
-                self.stream.xp.ascontiguousarray(arrays[i]).get(out=view, blocking=False, stream=self.stream.raw)
+                arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
                 copies[i] = view
         self.stream.synchronize()
         return copies

@@ -6,11 +6,12 @@ import abc
 from collections.abc import Callable
 from typing import Any
 
+from hpcstrat import _gpu
 from hpcstrat._communicators import Communicator
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat.data import distributed
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.distributed import DistributedDataset
+from hpcstrat.data.distributed import DistributedDataset, Stage
 from hpcstrat.data.options import InputContext, InputOptions
 
 
@@ -18,6 +19,7 @@ class InputMethods(abc.ABC):
     """A part of `Strategy`."""
 
     _communicator: Communicator
+    _stream: _gpu.Stream | None
 
     @abc.abstractmethod
     def _require_cross_replica(self, call: str) -> None: ...
@@ -33,7 +35,8 @@ class InputMethods(abc.ABC):
             options: see `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica.
+            A re-iterable of nests of `PerReplica`; plain values with one replica. On a GPU the arrays are CuPy's, and
+            the next batches are copied there ahead of their use, unless the options say otherwise.
 
         Raises:
             ValueError: the dataset is not batched, and there are several replicas.
@@ -51,7 +54,7 @@ class InputMethods(abc.ABC):
             (array([8, 9]),)
         """
         self._require_cross_replica("Strategy.experimental_distribute_dataset")
-        return distributed.distribute_dataset(dataset, self._communicator, options)
+        return distributed.distribute_dataset(dataset, self._communicator, options, self._stage(options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -83,7 +86,16 @@ class InputMethods(abc.ABC):
             array([1., 1., 1., 1.], dtype=float32)
         """
         self._require_cross_replica("Strategy.distribute_datasets_from_function")
-        return distributed.distribute_from_function(dataset_fn, self._communicator, options)
+        return distributed.distribute_from_function(dataset_fn, self._communicator, options, self._stage(options))
+
+    def _stage(self, options: Any) -> Stage | None:
+        """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""
+        options = options if isinstance(options, InputOptions) else InputOptions()
+        if self._stream is None or not options.experimental_fetch_to_device:
+            return None
+        from hpcstrat.data.staging import stage_to_gpu
+
+        return stage_to_gpu(self._stream, 1 + options.experimental_per_replica_buffer_size)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

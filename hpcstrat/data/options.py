@@ -66,7 +66,7 @@ class InputOptions:
             stands for `True`.
         experimental_replication_mode: `InputReplicationMode.PER_WORKER`; `PER_REPLICA` is not implemented.
         experimental_place_dataset_on_device: must be `False`: pipelines run on the host.
-        experimental_per_replica_buffer_size: the number of batches that are copied ahead.
+        experimental_per_replica_buffer_size: the number of batches that are copied ahead besides the next one.
     """
 
     experimental_fetch_to_device: bool | None = None

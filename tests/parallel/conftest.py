@@ -16,6 +16,9 @@ import zlib
 import numpy as np
 import pytest
 
+import hpcstrat as hs
+from hpcstrat import _gpu
+
 _HERE = pathlib.Path(__file__).parent
 _GRACE = 1.0  # seconds that a rank which failed gives the others to report
 _PASSED, _SKIPPED, _FAILED = range(3)
@@ -31,6 +34,60 @@ def pytest_collection_modifyitems(items):
 def pytest_configure(config):
     if config.getoption("--with-mpi"):
         config.pluginmanager.register(_Ranks(config), "hpcstrat-ranks")
+
+
+class Place:
+    """Where the replicas of a test compute: all on the CPU, or each on a GPU.
+
+    Attributes:
+        kind: "CPU" or "GPU".
+        xp: numpy or cupy.
+        devices: the device string of each rank.
+    """
+
+    def __init__(self, kind, xp, devices):
+        self.kind = kind
+        self.xp = xp
+        self.devices = devices
+
+    def make(self, strategy, *arguments):
+        """A strategy of this class on these devices."""
+        if issubclass(strategy, hs.OneDeviceStrategy):
+            return strategy(self.devices[0])
+        return strategy(self.devices, *arguments)
+
+    def __repr__(self):
+        return self.kind
+
+
+@pytest.fixture(scope="session", params=["CPU", "GPU"])
+def place(request):
+    """Runs a test on the CPU, and again on GPUs: the same lines for both.
+
+    A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it fails.
+    """
+    size = _world_size()
+    if request.param == "CPU":
+        return Place("CPU", np, ["CPU:0"] * size)
+    count = len(_gpu.visible())
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if count == 0:
+        missing = "there is no GPU"
+    elif not _gpu.has_cupy():
+        missing = "CuPy is not installed"
+    elif count < size and not is_shared:
+        missing = f"{size} ranks and {count} GPUs; launch/share-gpu lets ranks share one"
+    else:
+        return Place("GPU", _gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
+    if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
+        pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
+    pytest.skip(missing)
+
+
+def _world_size():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
 
 
 class _Ranks:

@@ -1,0 +1,136 @@
+"""Bringing batches to a GPU ahead of their use."""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcstrat import _gpu, _nest
+from hpcstrat._communicators.dtypes import is_number
+from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat.data.distributed import Stage, Step
+
+_ALIGNMENT = 256  # bytes, for fast loads on the GPU
+
+
+def stage_to_gpu(stream: _gpu.Stream, ahead: int) -> Stage:
+    """A stage that copies the arrays of steps to a stream's GPU, so many steps ahead of their use.
+
+    A thread loads batches into pinned memory; from there a copy stream of its own brings each to the GPU in one piece,
+    while the GPU computes. What is no array of numbers stays on the host.
+    """
+    return lambda steps: _staged(steps, stream, ahead)
+
+
+class _Loaded(NamedTuple):
+    """A step in pinned memory.
+
+    Attributes:
+        total: as in `Step`.
+        leaves: the nest's; those that go to the GPU are not used.
+        structure: of the nest.
+        places: which leaves go to the GPU.
+        form: where they are in `pinned`.
+        pinned: their bytes.
+        slot: to which `pinned` belongs.
+    """
+
+    total: int | None
+    leaves: list[Any]
+    structure: _nest.Structure
+    places: list[int]
+    form: Layout
+    pinned: Any
+    slot: _Slot
+
+
+class _Slot:
+    """Pinned memory for one step, which grows, and the event after which it may be written again."""
+
+    def __init__(self) -> None:
+        self._pinned: Any = np.empty(0, np.uint8)
+        self.copied: Any = None
+
+    def load(self, steps: Iterator[Step]) -> _Loaded | None:
+        """The next step, in this slot; `None` where there is none."""
+        step = next(steps, None)
+        if step is None:
+            return None
+        leaves, structure = _nest.flatten(step.part)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _moves(leaf)]
+        arrays = [np.asarray(leaves[i]) for i in places]
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT)
+        if self.copied is not None:
+            self.copied.synchronize()
+        if self._pinned.size < form.nbytes:
+            self._pinned = _gpu.pinned(form.nbytes)
+        form.write(self._pinned, arrays)
+        return _Loaded(step.total, leaves, structure, places, form, self._pinned[: form.nbytes], self)
+
+
+def _moves(leaf: Any) -> bool:
+    return is_number(leaf.dtype) and leaf.dtype.isnative
+
+
+def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[Step]:
+    device = stream.xp.cuda.Device(stream.ordinal)
+    with device:
+        copies = stream.xp.cuda.Stream(non_blocking=True)
+    # While `ahead` steps load, one more slot is on its way to the GPU.
+    slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
+    context = contextvars.copy_context()  # a pipeline's functions print, and see the strategy, as their user does
+    executor = ThreadPoolExecutor(1, "hpcstrat-input")
+
+    def load(slot: _Slot) -> _Loaded | None:
+        with device:
+            return context.run(slot.load, steps)
+
+    loading: deque[Future[_Loaded | None]] = deque()
+    copying: deque[tuple[Step, Any]] = deque()
+    try:
+        for _ in range(ahead):
+            loading.append(executor.submit(load, next(slots)))
+        while True:
+            while loading and len(copying) <= ahead and (not copying or loading[0].done()):
+                loaded = loading.popleft().result()
+                if loaded is None:
+                    loading.clear()
+                    break
+                with device:
+                    copying.append(_copied(loaded, stream.xp, copies))
+                loading.append(executor.submit(load, next(slots)))
+            if not copying:
+                return
+            step, arrived = copying.popleft()
+            with device:
+                stream.xp.cuda.get_current_stream().wait_event(arrived)
+            yield step
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+        copies.synchronize()  # before the memory that is being copied to goes back
+
+
+def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
+    """The step with arrays on the GPU, and the event of their arrival.
+
+    Their memory is of the current stream, where it may just have been used for something else: the copy waits for what
+    is there now, and no longer.
+    """
+    flat = xp.empty(loaded.form.nbytes, np.uint8)
+    current = xp.cuda.get_current_stream()
+    free = xp.cuda.Event(disable_timing=True)
+    free.record(current)
+    copies.wait_event(free)
+    flat.set(loaded.pinned, stream=copies)
+    arrived = xp.cuda.Event(disable_timing=True)
+    arrived.record(copies)
+    loaded.slot.copied = arrived
+    for i, array in zip(loaded.places, loaded.form.views(flat), strict=True):
+        loaded.leaves[i] = array
+    return Step(loaded.total, loaded.structure.unflatten(loaded.leaves)), arrived
