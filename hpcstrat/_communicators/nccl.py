@@ -78,9 +78,13 @@ class NcclCommunicator(DeviceCommunicator):
             self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
             with self.stream.current():
                 out = self.stream.xp.empty(form.nbytes, np.uint8)
-                pack(form, arrays, out)
                 for group in form.groups:
-                    self._all_reduce(call, group.of(out), op)
+                    total = group.of(out)
+                    if len(group.members) == 1:  # NCCL takes it from where it is
+                        self._all_reduce(call, self.stream.xp.ascontiguousarray(arrays[group.members[0]]), total, op)
+                    else:
+                        pack(form, group, arrays, out)
+                        self._all_reduce(call, total, total, op)
                 return form.views(out)
 
         return self._apart(
@@ -168,14 +172,14 @@ class NcclCommunicator(DeviceCommunicator):
 
     def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
-        self._all_reduce("the sum of gradients", array, op)
+        self._all_reduce("the sum of gradients", array, array, op)
 
-    def _all_reduce(self, call: str, array: Array, op: ReduceOp) -> None:
+    def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
         if array.size:
-            place, count, kind = self._parts(array)
+            place, count, kind = self._parts(out)
             with self._guarded(call):
-                self._comm.allReduce(place, place, count, kind, self._operations[op], self.stream.raw.ptr)
-            self._divide(array, op)
+                self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
+            self._divide(out, op)
 
     def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""

@@ -43,6 +43,7 @@ class Layout:
         nbytes: bytes of the message.
         groups: the message by dtype, in order of first appearance.
         starts: for each array, the byte where it begins.
+        sizes: for each array, its number of elements.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Layout:
             self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.starts: list[int] = [entry[0] for entry in self._entries]
+        self.sizes: list[int] = [(b - a) // dtype.itemsize for a, b, _, dtype in self._entries]
 
     def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The arrays of a message of bytes, as views of it."""

@@ -143,9 +143,12 @@ class DeviceStorage(Storage):
         if stream is None:
             plan.write(plan.message, values)
             return
-        dtypes = {i: group.dtype for group in plan.form.groups for i in group.members}
-        arrays = plan.in_order([self.on_device(value) for value in values])
-        pack(plan.form, [a.astype(dtypes[i], copy=False) for i, a in enumerate(arrays)], plan.message)
+        arrays = plan.in_order(values)
+        for group in plan.form.groups:
+            for i in group.members:
+                if arrays[i].dtype != group.dtype or not _gpu.is_on_gpu(arrays[i]):
+                    arrays[i] = self.on_device(arrays[i]).astype(group.dtype, copy=False)
+            pack(plan.form, group, arrays, plan.message)
 
     def _apply(self, plan: DevicePlan, rule: Rule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -85,15 +86,25 @@ def gpu_memory(stream: _gpu.Stream) -> SlabMemory:
 
         def allocate(nbytes: int) -> Array:
             with xp.cuda.Device(ordinal):
+                # Not from CuPy's pool, which gives a block back to its stream at once: variables outlive streams.
                 try:
-                    # Not from CuPy's pool, whose memory belongs to the stream that is current: several read variables.
                     memory = xp.cuda.Memory(nbytes)
-                except xp.cuda.runtime.CUDARuntimeError as error:
-                    raise MemoryError(f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}") from error
-                return xp.ndarray((nbytes,), np.uint8, xp.cuda.MemoryPointer(memory, 0))
+                except xp.cuda.runtime.CUDARuntimeError:
+                    xp.get_default_memory_pool().free_all_blocks()  # what the pool keeps for later is in the way
+                    memory = _last_try(xp, nbytes, ordinal)
+                slab = xp.ndarray((nbytes,), np.uint8, xp.cuda.MemoryPointer(memory, 0))
+                slab.fill(0)
+                return slab
 
         _by_stream[stream] = SlabMemory(allocate)
     return _by_stream[stream]
+
+
+def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
+    try:
+        return xp.cuda.Memory(nbytes)
+    except xp.cuda.runtime.CUDARuntimeError as error:
+        raise MemoryError(f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}") from error
 
 
 def host_memory(is_pinned: bool) -> SlabMemory:

@@ -142,7 +142,7 @@ class _Inner:
     def mean_or_sum(self, total: Array, count: Array) -> Any:
         if self._op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore"):
-                total = self._xp.asarray(total / count.item() if count else total * np.nan)
+                total = self._xp.asarray(total / np.float64(count) if count else total * np.nan)
         return _scalar(total.astype(self._dtype, copy=False))
 
     def extreme(self, total: Array, count: Array) -> Any:

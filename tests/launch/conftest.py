@@ -54,7 +54,7 @@ class Launcher:
         if self.open_mpi:
             self.mpirun += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
 
-    def __call__(self, program, ranks=None, *arguments, timeout=30, env=None, options=()):
+    def __call__(self, program, ranks=None, *arguments, timeout=30, env=None, options=(), gpus=False):
         """Runs a program on so many ranks, or without `mpirun` where `ranks` is None.
 
         Args:
@@ -64,6 +64,7 @@ class Launcher:
             timeout: seconds; a job that takes longer is killed, and the test fails.
             env: more variables; None takes one away.
             options: of mpirun.
+            gpus: whether it sees the host's GPUs.
         """
         if isinstance(program, str):
             path = self.folder / f"program_{uuid.uuid4().hex[:8]}.py"
@@ -81,7 +82,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=_environment(env or {}) | {_MARK: job.mark},
+                env=_environment(({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}) | (env or {})) | {_MARK: job.mark},
                 cwd=self.folder,
                 start_new_session=True,
             )

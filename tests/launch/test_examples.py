@@ -1,19 +1,38 @@
 """The examples, and the code of README.md, run as their readers run them."""
 
+import os
 import pathlib
 import re
 
 import pytest
 
+from hpcstrat import _gpu
+
 ROOT = pathlib.Path(__file__).parents[2]
 RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
 
 
+@pytest.fixture(params=["CPU", "GPU"])
+def gpus(request):
+    """Whether programs see the GPUs, and on how many ranks they then run: `None`, for without mpirun, and more."""
+    if request.param == "CPU":
+        return False, RANKS
+    count = len(_gpu.visible()) if _gpu.has_cupy() else 0
+    if count == 0:
+        missing = "there is no GPU, or no CuPy"
+        if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
+            pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
+        pytest.skip(missing)
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return True, [ranks for ranks in RANKS if is_shared or (ranks or 1) <= count]
+
+
 @pytest.mark.timeout(300)
-def test_train_learns_the_same_on_any_number_of_ranks(launch):
+def test_train_learns_the_same_on_any_number_of_ranks(launch, gpus):
     histories = {}
-    for ranks in RANKS:
-        result = launch(ROOT / "examples" / "train.py", ranks, timeout=60)
+    are_seen, numbers = gpus
+    for ranks in numbers:
+        result = launch(ROOT / "examples" / "train.py", ranks, timeout=60, gpus=are_seen)
         assert (result.status, result.leftovers) == (0, [])
         first, *epochs, last = result.stdout.splitlines()
         assert first.endswith(f"replicas: {ranks or 1}")
