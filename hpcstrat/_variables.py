@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         return complex(self._readable())
 
     def __index__(self) -> int:
-        return self._readable().__index__()
+        return operator.index(self._readable())
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.value().copy().__dlpack__(**kwargs)

@@ -123,6 +123,8 @@ class DeviceStorage(Storage):
         """See `Storage.write`."""
         with self._current():
             if self._is_apart:
+                if (stream := self._communicator.stream) is not None:
+                    stream.synchronize()  # what was written before may still be on its way to the GPU
                 rule.apply(block.array, _gpu.to_host(new), (), block.array)
                 fill(block.view, block.array)
             else:

@@ -1,0 +1,551 @@
+"""The programs for GPUs in `launch/`, where there may be none: shell scripts stand in for NVIDIA's own programs."""
+
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+
+import pytest
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+PROGRAMS = ["bind-gpu", "share-gpu", "ci-multi-gpu"]
+SECONDS = 60  # the time limit of a program
+NOT_THE_USERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "CUDA_", "NCCL_", "LD_PRELOAD")
+MARK = "LAUNCHED_BY_TEST"  # a variable that tells a test's processes from all others
+
+NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
+FOUR_GPUS = """
+cat <<'TEXT'
+0, GPU-00aa-0, 00000000:17:00.0
+1, GPU-00ab-1, 00000000:65:00.0
+2, GPU-00ac-2, 00000000:CA:00.0
+3, GPU-00ad-3, 00010000:E3:00.0
+TEXT
+"""
+ADDRESSES = ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "10000:e3:00.0"]
+# Says which cores a process may use, whatever they are on this machine; for the rest it is the real one.
+TASKSET = """
+if [ "$1 $#" = "-cp 2" ]; then
+    echo "pid $2's current affinity list: $CORES"
+else
+    exec {real} "$@"
+fi
+"""
+# Records what it is asked. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and never answers.
+MPS_CONTROL = """
+folder=$CUDA_MPS_PIPE_DIRECTORY
+case ${1-} in
+-d)
+    echo "started in $folder" >>"$RECORD"
+    [ -z "${BROKEN-}" ] || { echo "no device" >"$CUDA_MPS_LOG_DIRECTORY/control.log"; exit 1; }
+    test -d "$CUDA_MPS_LOG_DIRECTORY"
+    "$0" daemon >/dev/null 2>&1 &
+    ;;
+daemon)
+    trap '' INT TERM HUP
+    while [ -n "${DEAF-}" ] || [ ! -e "$folder/quit" ]; do sleep 0.05; done
+    ;;
+*)
+    read -r word
+    echo "$word" >>"$RECORD"
+    [ -z "${DUMB-}" ] || exec sleep 1000
+    touch "$folder/quit"
+    ;;
+esac
+"""
+WAITS = """
+import time
+print("up", flush=True)
+while True:
+    time.sleep(0.05)
+"""
+ANSWERS = """
+import signal, sys
+signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+print("up", flush=True)
+sys.exit(signal.sigwait(signals) + 40)
+"""
+
+
+class Bench:
+    """A folder of stand-ins, which come first on PATH, and the programs that run with them.
+
+    Attributes:
+        folder: of this test.
+        temporary: where the programs put their temporary files.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        self._programs = folder / "bin"
+        self._programs.mkdir()
+        self._mark = uuid.uuid4().hex
+        self._started = []
+
+    def stand_in(self, name, text):
+        path = self._programs / name
+        path.write_text(f"#!/bin/sh\nset -eu\n{text}")
+        path.chmod(0o755)
+
+    def start(self, *command, env=None):
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)}
+        own = {
+            "PATH": f"{self._programs}:{os.environ['PATH']}",
+            "TMPDIR": str(self.temporary),
+            "RECORD": str(self.folder / "record"),
+            MARK: self._mark,
+        }
+        process = subprocess.Popen(
+            [os.fspath(word) for word in command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=kept | own | (env or {}),
+            cwd=self.folder,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def finish(self, process):
+        stdout, stderr = process.communicate(timeout=SECONDS)
+        print(stdout, stderr, sep="\n")  # pytest shows it where the test fails
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def run(self, *command, env=None):
+        return self.finish(self.start(*command, env=env))
+
+    def record(self):
+        """What the stand-ins wrote down, line by line."""
+        path = self.folder / "record"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def leftovers(self):
+        """Temporary files, and processes that are still there when they have had some seconds to go."""
+        deadline = time.monotonic() + 3
+        while self._processes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [*os.listdir(self.temporary), *self._processes()]
+
+    def kill(self):
+        for process in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        for process in self._started:
+            process.communicate()
+
+    def _processes(self):
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError):  # gone, or another user's
+                    if f"{MARK}={self._mark}".encode() in pathlib.Path(f"/proc/{name}/environ").read_bytes():
+                        found.append(int(name))
+        return found
+
+
+@pytest.fixture
+def bench(tmp_path):
+    bench = Bench(tmp_path)
+    yield bench
+    bench.kill()
+
+
+class Host:
+    """Poses as a host of 4 GPUs, two nodes and 8 cores of two threads, for bind-gpu.
+
+    Node 0 has the threads 0-3 and 8-11, node 1 has 4-7 and 12-15; the threads 0 and 8 are on one core, and so on.
+    """
+
+    def __init__(self, bench):
+        self.bench = bench
+        self._system = bench.folder / "sys"
+        for number in range(4):
+            self.put_gpu(number, node=number // 2)
+        self.put_node(0, "0-3,8-11")
+        self.put_node(1, "4-7,12-15")
+        for thread in range(16):
+            siblings = f"{thread % 8},{thread % 8 + 8}"
+            self._write(f"devices/system/cpu/cpu{thread}/topology/thread_siblings_list", siblings)
+        bench.stand_in("nvidia-smi", FOUR_GPUS)
+        bench.stand_in("taskset", TASKSET.format(real=shutil.which("taskset")))
+
+    def put_gpu(self, number, node):
+        self._write(f"bus/pci/devices/{ADDRESSES[number]}/numa_node", node)
+
+    def put_node(self, number, cores):
+        self._write(f"devices/system/node/node{number}/cpulist", cores)
+
+    def _write(self, path, text):
+        (self._system / path).parent.mkdir(parents=True, exist_ok=True)
+        (self._system / path).write_text(f"{text}\n")
+
+    def run(self, *command, cores="0-15", **env):
+        """Runs the command, which may use these cores."""
+        return self.bench.run(*command, env={"SYSFS_PATH": str(self._system), "CORES": cores} | env)
+
+    def choose(self, mpirun, ranks, **options):
+        """What the ranks choose."""
+        return choices(self.run(*mpirun, "-n", str(ranks), LAUNCH / "bind-gpu", "--dry-run", **options), ranks)
+
+
+@pytest.fixture
+def host(bench):
+    return Host(bench)
+
+
+def choices(result, ranks):
+    """What each rank chose, in the order of ranks: its GPU, its place and its cores."""
+    assert result.returncode == 0
+    lines = sorted(result.stdout.splitlines())
+    assert len(lines) == ranks
+    chosen = []
+    for rank, line in enumerate(lines):
+        match = re.fullmatch(
+            rf"local rank {rank} of {ranks}: (.*), (NUMA node \d+|the whole host), cores ([\d,]+)", line
+        )
+        assert match is not None, line
+        chosen.append((match[1], match[2], match[3]))
+    return chosen
+
+
+# ---- all of them
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help(bench, program):
+    result = bench.run(LAUNCH / program, "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("usage: ")
+    assert f"launch/{program} " in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines()) <= 120
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["bind-gpu"], ["bind-gpu", "--gpu", "true"]),
+        *(
+            ["share-gpu"],
+            ["share-gpu", "--gpu", "true"],
+            ["share-gpu", "--nccl"],
+            ["share-gpu", "--nccl=nowhere", "true"],
+        ),
+        *(["ci-multi-gpu", "2"], ["ci-multi-gpu", "--ranks"], ["ci-multi-gpu", "--ranks="]),
+        *(["ci-multi-gpu", "--ranks", "1 x"], ["ci-multi-gpu", "--ranks=0"], ["ci-multi-gpu", "--nccl", "nowhere"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use(bench, command):
+    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
+    result = bench.run(LAUNCH / command[0], *command[1:])
+    assert (result.returncode, result.stdout) == (2, "")
+    assert f"launch/{command[0]}" in result.stderr
+    assert bench.record() == []
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_shellcheck_finds_nothing(bench, program):
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed")
+    result = bench.run("shellcheck", LAUNCH / program)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+# ---- bind-gpu
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bind_without_a_gpu(launch, host, ranks):
+    host.bench.stand_in("nvidia-smi", NO_GPU)
+    assert host.choose(launch.mpirun, ranks) == [
+        ("no GPU", "the whole host", cores)
+        for cores in {
+            1: ["0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15"],
+            2: ["0,8,1,9,2,10,3,11", "4,12,5,13,6,14,7,15"],
+            3: ["0,8,1,9", "2,10,3,11,4,12", "5,13,6,14,7,15"],
+        }[ranks]
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_bind_on_this_machine(launch, bench, ranks):
+    """The process runs on the cores that the dry run names, and only rank 0 says that there is no GPU."""
+    bench.stand_in("nvidia-smi", NO_GPU)
+    bind = [*launch.mpirun, "-n", str(ranks), LAUNCH / "bind-gpu"]
+    result = bench.run(*bind, "--dry-run")
+    assert result.stderr.count("launch/bind-gpu: no GPU here; the ranks share the cores of the host") == 1
+    named = [{int(core) for core in cores.split(",")} for _, _, cores in choices(result, ranks)]
+    program = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\n'.encode())"
+    result = bench.run(*bind, sys.executable, "-c", program)
+    assert result.returncode == 0
+    assert sorted(result.stdout.splitlines()) == sorted(str(sorted(cores)) for cores in named)
+    assert set().union(*named) <= os.sched_getaffinity(0)
+
+
+def test_bind_to_the_nodes_of_the_gpus(launch, host):
+    assert host.choose(launch.mpirun, 2) == [
+        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "0,8,1,9"),
+        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,10,3,11"),
+    ]
+    assert host.choose(launch.mpirun, 3) == [
+        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "0,8,1,9"),
+        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,10,3,11"),
+        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,12,5,13,6,14,7,15"),
+    ]
+    assert host.choose(launch.mpirun, 4)[2:] == [
+        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,12,5,13"),
+        ("GPU 3 (GPU-00ad-3)", "NUMA node 1", "6,14,7,15"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        ("2,1", ["GPU-00ac-2", "GPU-00ab-1", "GPU-00ac-2"]),
+        ("GPU-00ac, GPU-00ad-3,0", ["GPU-00ac-2", "GPU-00ad-3", "GPU-00aa-0"]),
+        ("3", ["GPU-00ad-3"] * 3),
+        ("0,7,1", ["GPU-00aa-0"] * 3),  # CUDA's list ends before a number that does not exist
+        ("", None),
+        ("-1", None),
+    ],
+)
+def test_bind_among_visible_gpus(launch, host, visible, gpus):
+    chosen = host.choose(launch.mpirun, 3, CUDA_VISIBLE_DEVICES=visible)
+    if gpus is None:
+        assert {(gpu, place) for gpu, place, _ in chosen} == {("no GPU", "the whole host")}
+    else:
+        ordinals = [rank % len(set(gpus)) for rank in range(3)]
+        assert [gpu for gpu, _, _ in chosen] == [f"GPU {n} ({gpu})" for n, gpu in zip(ordinals, gpus, strict=True)]
+        assert [place for _, place, _ in chosen] == [f"NUMA node {int(gpu[-1]) // 2}" for gpu in gpus]
+    cores = [core for _, _, cores in chosen for core in cores.split(",")]
+    assert len(cores) == len(set(cores))
+
+
+def test_bind_within_the_cores_that_are_allowed(launch, host):
+    assert host.choose(launch.mpirun, 3, cores="1-5") == [
+        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "1"),
+        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,3"),
+        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,5"),
+    ]
+    # No core of node 1: all share what there is.
+    assert host.choose(launch.mpirun, 3, cores="0-2,8") == [
+        ("GPU 0 (GPU-00aa-0)", "the whole host", "0,8"),
+        ("GPU 1 (GPU-00ab-1)", "the whole host", "1"),
+        ("GPU 2 (GPU-00ac-2)", "the whole host", "2"),
+    ]
+    # Fewer cores than ranks.
+    assert [cores for _, _, cores in host.choose(launch.mpirun, 3, cores="0-1")] == ["0", "0", "1"]
+
+
+def test_bind_without_numa(launch, host):
+    for number in range(4):
+        host.put_gpu(number, node=-1)
+    assert host.choose(launch.mpirun, 2) == [
+        ("GPU 0 (GPU-00aa-0)", "the whole host", "0,8,1,9,2,10,3,11"),
+        ("GPU 1 (GPU-00ab-1)", "the whole host", "4,12,5,13,6,14,7,15"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "SLURM_LOCALID": "0"},
+        {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"},
+        {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "3"},
+        {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"},
+        {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3,1"},
+        {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2,3(x3)"},
+    ],
+    ids=lambda env: " ".join(env),
+)
+def test_bind_knows_the_launchers(host, env):
+    if "SLURM_NODEID" in env:
+        env = env | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
+    result = host.run(LAUNCH / "bind-gpu", "--dry-run", **env)
+    assert result.returncode == 0
+    assert result.stdout == "local rank 1 of 3: GPU 1 (GPU-00ab-1), NUMA node 0, cores 2,10,3,11\n"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # a batch script
+        {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
+        {"PMI_LOCAL_RANK": "0"},
+        {"PMI_LOCAL_RANK": "x", "PMI_LOCAL_SIZE": "2"},
+        {"PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "2"},
+    ],
+)
+def test_bind_without_a_launcher(bench, env):
+    result = bench.run(LAUNCH / "bind-gpu", "touch", "started", env=env)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert re.match(r"launch/bind-gpu: (no launcher says which rank|the launcher)", result.stderr)
+    assert not (bench.folder / "started").exists()
+
+
+@pytest.mark.parametrize("numactl", ["works", "is forbidden"])
+def test_bind_starts_the_program(host, numactl):
+    """With the cores and the memory of the node, the GPUs as visible as before, its arguments and its status."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))  # real ones: it does run
+    host.put_node(5, cores)
+    host.put_gpu(1, node=5)
+    host.bench.stand_in("numactl", 'echo "$@" >>"$RECORD"; shift; exec "$@"' if numactl == "works" else "exit 1")
+    env = {"PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "1"}
+    program = 'echo "$CUDA_VISIBLE_DEVICES" "$CUDA_DEVICE_ORDER" "$@"; exit 3'
+    command = ["sh", "-c", program, "name", "--dry-run", "two  words"]
+    result = host.run(LAUNCH / "bind-gpu", *command, cores=cores, **env)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "1 PCI_BUS_ID --dry-run two  words\n", "")
+    record = host.bench.record()
+    assert bool(record) == (numactl == "works")
+    assert all(line.startswith("--preferred=5 ") for line in record)
+
+
+# ---- share-gpu
+
+
+def share(bench, *command, env=None):
+    """Starts the command through share-gpu, with the stand-in for MPS."""
+    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
+    return bench.start(LAUNCH / "share-gpu", *command, env=env)
+
+
+def check_that_mps_ended(bench):
+    """It was started in a private folder, once, and told to end, and nothing is left."""
+    started, *told = bench.record()
+    assert started.startswith(f"started in {bench.temporary}/")
+    assert told == ["quit"]
+    assert bench.leftovers() == []
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_share_around_a_command(bench, status):
+    result = bench.finish(share(bench, "sh", "-c", f'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit {status}'))
+    assert (result.returncode, result.stderr) == (status, "")
+    assert result.stdout.replace("ran", "started").splitlines() == bench.record()[:1]
+    check_that_mps_ended(bench)
+
+
+def test_share_with_a_command_that_is_not_there(bench):
+    result = bench.finish(share(bench, "no-such-command"))
+    assert result.returncode == 127
+    check_that_mps_ended(bench)
+
+
+def test_share_gives_the_command_its_input(bench):
+    result = bench.finish(share(bench, "sh", "-c", f"echo text | {LAUNCH}/share-gpu cat"))
+    assert (result.returncode, result.stdout, result.stderr) == (0, "text\n", "")
+    assert bench.leftovers() == []
+
+
+@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGHUP"])
+def number(request):
+    """The number of a signal."""
+    number = getattr(signal, request.param)
+    if signal.getsignal(number) == signal.SIG_IGN:  # after nohup, or in the background of a script
+        pytest.skip(f"the tests were started with {request.param} ignored, which no shell below can undo")
+    return number
+
+
+def test_share_passes_signals_on(bench, number):
+    process = share(bench, sys.executable, "-c", ANSWERS)
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    assert bench.finish(process).returncode == number + 40
+    check_that_mps_ended(bench)
+
+
+def test_share_around_a_command_that_a_signal_ends(bench, number):
+    if number == signal.SIGINT and bench.run("env", "--default-signal=INT", "true").returncode:
+        pytest.skip("before version 8.31 of coreutils, a command that does not ask for SIGINT does not get it")
+    process = share(bench, "sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(number)
+    assert bench.finish(process).returncode == 128 + number
+    check_that_mps_ended(bench)
+
+
+def test_share_with_mpirun(launch, bench):
+    program = 'echo "up $NCCL_MULTI_RANK_GPU_ENABLE"; exec sleep 1000'
+    process = share(bench, *launch.mpirun, "-n", "2", "sh", "-c", program)
+    assert [process.stdout.readline() for _ in range(2)] == ["up 1\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    assert bench.finish(process).returncode != 0
+    check_that_mps_ended(bench)
+
+
+@pytest.mark.parametrize("ailment", ["DEAF", "DUMB"])
+def test_share_when_mps_does_not_obey(bench, ailment):
+    result = bench.finish(share(bench, "sh", "-c", "exit 3", env={ailment: "1"}))
+    assert result.returncode == 3
+    assert re.fullmatch(r"launch/share-gpu: MPS \(process \d+\) did not end, and is killed\n", result.stderr)
+    check_that_mps_ended(bench)
+
+
+def test_share_when_mps_does_not_start(bench):
+    result = bench.finish(share(bench, "touch", "started", env={"BROKEN": "1"}))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "launch/share-gpu: MPS did not start; its log:\nno device\n"
+    assert not (bench.folder / "started").exists()
+    assert bench.leftovers() == []
+
+
+def test_share_without_mps(bench):
+    if shutil.which("nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"):
+        pytest.skip("MPS is here")
+    result = bench.run(LAUNCH / "share-gpu", "touch", "started")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith("launch/share-gpu: there is no nvidia-cuda-mps-control in PATH")
+    assert "install the driver's package of compute utilities" in result.stderr
+    assert not (bench.folder / "started").exists()
+    assert bench.leftovers() == []
+
+
+def test_share_sets_variables(bench):
+    names = ("CUDA_MPS_", "NCCL_", "LD_PRELOAD")
+    result = bench.finish(share(bench, "env"))
+    lines = sorted(line for line in result.stdout.splitlines() if line.startswith(names))
+    (folder,) = {os.path.dirname(line.partition("=")[2]) for line in lines if line.startswith("CUDA")}
+    assert os.path.dirname(folder) == str(bench.temporary)
+    assert lines == [
+        f"CUDA_MPS_LOG_DIRECTORY={folder}/log",
+        f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe",
+        "NCCL_MAX_CTAS=8",
+        "NCCL_MULTI_RANK_GPU_ENABLE=1",
+    ]
+    result = bench.finish(share(bench, "env", env={"NCCL_MAX_CTAS": "4"}))
+    assert "NCCL_MAX_CTAS=4" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("option", [["--nccl", "my/libnccl.so.2"], ["--nccl=my/libnccl.so.2"]])
+def test_share_preloads_nccl(bench, option):
+    """The dynamic loader complains about a file that is no library, and goes on without it."""
+    library = bench.folder / "my" / "libnccl.so.2"
+    library.parent.mkdir()
+    library.touch()
+    result = bench.finish(share(bench, *option, "env"))
+    assert f"LD_PRELOAD={library.resolve()}" in result.stdout.splitlines()
+    result = bench.finish(share(bench, *option, "env", env={"LD_PRELOAD": str(library)}))
+    assert f"LD_PRELOAD={library.resolve()}:{library}" in result.stdout.splitlines()
+
+
+# ---- ci-multi-gpu
+
+
+def test_ci_without_a_gpu(launch, bench):
+    bench.stand_in("nvidia-smi", NO_GPU)
+    result = bench.run(LAUNCH / "ci-multi-gpu", env={"MPIRUN": launch.mpirun[0]})
+    assert result.returncode == 1
+    assert result.stderr == "launch/ci-multi-gpu: no GPU here: nvidia-smi finds none\n"
+    assert "tests" not in result.stdout
