@@ -8,13 +8,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array, check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.dtypes import accumulator
 from hpcstrat._communicators.messages import MessageCommunicator, pack_shapes, unpack_shapes
 from hpcstrat._communicators.pack import pack
 from hpcstrat._communicators.packing import layout
@@ -75,20 +76,23 @@ class NcclCommunicator(DeviceCommunicator):
     def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         def move(arrays: Sequence[Array], facts: Sequence[Any]) -> list[Array]:
             form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
-            self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
             with self.stream.current():
                 out = self.stream.xp.empty(form.nbytes, np.uint8)
+                parts = []
                 for group in form.groups:
-                    total = group.of(out)
                     if len(group.members) == 1:  # NCCL takes it from where it is
-                        self._all_reduce(call, self.stream.xp.ascontiguousarray(arrays[group.members[0]]), total, op)
+                        parts.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
                     else:
                         pack(form, group, arrays, out)
-                        self._all_reduce(call, total, total, op)
+                        parts.append(group.of(out))
+                # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
+                self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
+                for group, part in zip(form.groups, parts, strict=True):
+                    self._all_reduce(call, part, group.of(out), op)
                 return form.views(out)
 
         return self._apart(
-            facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(call, facts, hosts, op)
+            call, facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(call, facts, hosts, op)
         )
 
     def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
@@ -103,14 +107,18 @@ class NcclCommunicator(DeviceCommunicator):
             for i in range(len(arrays)):
                 check_gatherable(call, [shapes[i] for shapes in everyones], axis)
             with self.stream.current():
-                return self._gather(call, arrays, everyones, axis)
+                with self.joint(call):
+                    parts = [_Parts.of(self.stream.xp, a, [one[i] for one in everyones]) for i, a in enumerate(arrays)]
+                    self.exchange(signature(call, "memory"))  # a rank that lacks it stops those that would wait for it
+                return self._gather(call, parts, axis)
 
         return self._apart(
-            facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(call, facts, hosts, axis)
+            call, facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(call, facts, hosts, axis)
         )
 
     def _apart(
         self,
+        call: str,
         facts: Sequence[Any],
         arrays: Sequence[Array],
         move: Callable[[Sequence[Array], Sequence[Any]], list[Array]],
@@ -123,50 +131,33 @@ class NcclCommunicator(DeviceCommunicator):
         results: list[Array] = [None] * len(arrays)
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not arrays):
-                for i, result in zip(indices, way([arrays[i] for i in indices], (*facts, places)), strict=True):
+                with self.joint(call):  # the second way has one of its own
+                    found = way([arrays[i] for i in indices], (*facts, places))
+                for i, result in zip(indices, found, strict=True):
                     results[i] = result
         return results
 
-    def _gather(
-        self, call: str, arrays: Sequence[Array], everyones: Sequence[Sequence[tuple[int, ...]]], axis: int
-    ) -> list[Array]:
+    def _gather(self, call: str, gathered: Sequence[_Parts], axis: int) -> list[Array]:
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
-        xp, stream = self.stream.xp, self.stream.raw.ptr
-        results = []
+        stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
         with self._guarded(call):
             self._nccl.groupStart()
             try:
-                for i, array in enumerate(arrays):
-                    array = xp.ascontiguousarray(array)
-                    sizes = [int(np.prod(shapes[i], dtype=np.int64)) * array.dtype.itemsize for shapes in everyones]
-                    starts = [0, *np.cumsum(sizes).tolist()]
-                    whole = xp.empty(starts[-1], np.uint8)
-                    results.append((array, whole, starts))
-                    if not starts[-1]:
+                for own, whole, sizes, starts, _ in gathered:
+                    if not whole.size:
                         continue
-                    own, target = array.data.ptr, whole.data.ptr
+                    source, target = own.data.ptr, whole.data.ptr
                     if len(set(sizes)) == 1:
-                        self._comm.allGather(own, target, sizes[0], self._nccl.NCCL_UINT8, stream)
+                        self._comm.allGather(source, target, sizes[0], kind, stream)
                         continue
                     for peer in range(self.size):  # this rank itself too: NCCL copies
                         if sizes[self.rank]:
-                            self._comm.send(own, sizes[self.rank], self._nccl.NCCL_UINT8, peer, stream)
+                            self._comm.send(source, sizes[self.rank], kind, peer, stream)
                         if sizes[peer]:
-                            self._comm.recv(target + starts[peer], sizes[peer], self._nccl.NCCL_UINT8, peer, stream)
+                            self._comm.recv(target + starts[peer], sizes[peer], kind, peer, stream)
             finally:
                 self._nccl.groupEnd()
-        gathered = []
-        for i, (array, whole, starts) in enumerate(results):
-            parts = [
-                whole[a:b].view(array.dtype).reshape(shapes[i])
-                for a, b, shapes in zip(starts, starts[1:], everyones, strict=False)
-            ]
-            if axis % array.ndim == 0:  # they lie one behind the other already
-                rows = sum(part.shape[0] for part in parts)
-                gathered.append(whole.view(array.dtype).reshape(rows, *array.shape[1:]))
-            else:
-                gathered.append(xp.concatenate(parts, axis))
-        return gathered
+        return [parts.along(self.stream.xp, axis) for parts in gathered]
 
     # ---- for storage
 
@@ -175,7 +166,13 @@ class NcclCommunicator(DeviceCommunicator):
         self._all_reduce("the sum of gradients", array, array, op)
 
     def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
-        if array.size:
+        if op is ReduceOp.MEAN and _is_short(out):
+            wide = array.reshape(-1).astype(
+                np.float32
+            )  # the sum of 16-bit floats may overflow where their mean does not
+            self._all_reduce(call, wide, wide, op)
+            out[...] = wide
+        elif array.size:
             place, count, kind = self._parts(out)
             with self._guarded(call):
                 self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
@@ -183,7 +180,11 @@ class NcclCommunicator(DeviceCommunicator):
 
     def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        if array.size:
+        if op is ReduceOp.MEAN and _is_short(array):
+            wide = array.astype(np.float32)
+            self.reduce_flat(wide, op, root)
+            array[...] = wide
+        elif array.size:
             place, count, kind = self._parts(array)
             with self._guarded("the sum of gradients"):
                 self._comm.reduce(place, place, count, kind, self._operations[op], root, self.stream.raw.ptr)
@@ -204,6 +205,8 @@ class NcclCommunicator(DeviceCommunicator):
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
         if op is ReduceOp.MEAN:
+            if array.dtype.kind == "c":
+                array = array.view(array.real.dtype)
             array /= self.size
 
     # ---- life
@@ -224,6 +227,43 @@ class NcclCommunicator(DeviceCommunicator):
         comm, self._comm = self._comm, None
         if comm is not None:
             comm.abort()  # destroying would wait for what will never be done
+
+
+class _Parts(NamedTuple):
+    """All ranks' parts of an array that is gathered, and the memory for them.
+
+    Attributes:
+        own: this rank's, C-contiguous.
+        whole: all of them, one behind the other, as bytes.
+        sizes: bytes of each rank's.
+        starts: where each begins.
+        shapes: each rank's.
+    """
+
+    own: Array
+    whole: Array
+    sizes: list[int]
+    starts: list[int]
+    shapes: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, xp: Any, array: Array, shapes: list[tuple[int, ...]]) -> _Parts:
+        sizes = [int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize for shape in shapes]
+        starts = [0, *np.cumsum(sizes).tolist()]
+        return cls(xp.ascontiguousarray(array), xp.empty(starts[-1], np.uint8), sizes, starts, shapes)
+
+    def along(self, xp: Any, axis: int) -> Array:
+        """The parts concatenated along an axis."""
+        dtype, shape = self.own.dtype, self.shapes[0]
+        if axis % len(shape) == 0:  # they lie one behind the other already
+            rows = sum(shape[0] for shape in self.shapes)
+            return self.whole.view(dtype).reshape(rows, *shape[1:])
+        ends = zip(self.starts, self.starts[1:], self.shapes, strict=False)
+        return xp.concatenate([self.whole[a:b].view(dtype).reshape(shape) for a, b, shape in ends], axis)
+
+
+def _is_short(array: Array) -> bool:
+    return accumulator(array.dtype) != array.dtype
 
 
 class _Guard:

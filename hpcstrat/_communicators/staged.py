@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array, Bytes
+from hpcstrat._communicators.base import Array, Bytes, check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.messages import MessageCommunicator
 from hpcstrat._communicators.packing import layout
@@ -32,6 +32,9 @@ class StagedCommunicator(DeviceCommunicator):
         return self._staged(lambda hosts: self._control._reduce_arrays(call, facts, hosts, op), arrays)
 
     def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        if self.size == 1:  # where the control communicator, which would check, is not asked
+            for array in arrays:
+                check_gatherable(call, [array.shape], axis)
         return self._staged(lambda hosts: self._control._gather_arrays(call, facts, hosts, axis), arrays)
 
     def _staged(self, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:

@@ -8,7 +8,7 @@ from hpcstrat import _devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import place_on_one_host, replica_storage
+from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
 
 
 class CentralStorageStrategy(Strategy):
@@ -32,7 +32,7 @@ class CentralStorageStrategy(Strategy):
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         call = "CentralStorageStrategy"
         devices, communicator = place_on_one_host(call, compute_devices)
-        with communicator.joint(call):
+        with given_back_on_error(communicator), communicator.joint(call):
             parameter = devices[0] if parameter_device is None else _devices.parse(parameter_device, call)
             if parameter not in (*devices, _devices.CPU):
                 names = ", ".join(map(str, dict.fromkeys([*devices, _devices.CPU])))

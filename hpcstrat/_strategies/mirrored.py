@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcstrat._communicators.records import signature
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import place_on_one_host, replica_storage
+from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
 
 
 class MirroredStrategy(Strategy):
@@ -27,7 +27,8 @@ class MirroredStrategy(Strategy):
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         call = "MirroredStrategy"
         placed, communicator = place_on_one_host(call, devices)
-        communicator.exchange(signature(call, *map(str, placed)))
+        with given_back_on_error(communicator):
+            communicator.exchange(signature(call, *map(str, placed)))
         storage = replica_storage(communicator)
         super().__init__(communicator, placed, placed[communicator.rank], storage, storage)
         self._parameter_device = placed[0]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hpcstrat import _devices, _gpu, _launcher, _world
-from hpcstrat._communicators import Communicator, MessageCommunicator, connect, connect_devices
+from hpcstrat._communicators import Communicator, MessageCommunicator, connect, connect_devices, disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored import MirroredStorage
@@ -65,10 +65,21 @@ def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple
     if not all(gpus):
         problems = ["some of them compute on the CPU"]
     if problems and control.rank == 0:
-        warnings.warn(
-            f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}", stacklevel=4
-        )
+        message = f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}"
+        with control.joint(call):  # where warnings are errors, it is one of all ranks
+            warnings.warn(message, stacklevel=4)
     return devices, connect_devices(gpus, ordinal, nccl=control.size > 1 and not problems)
+
+
+@contextlib.contextmanager
+def given_back_on_error(communicator: Communicator) -> Iterator[None]:
+    """What is raised inside, on all ranks, gives the connection back."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(communicator, DeviceCommunicator):
+            disconnect_devices(communicator)
+        raise
 
 
 def replica_storage(communicator: Communicator) -> Storage:

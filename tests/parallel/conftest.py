@@ -66,10 +66,13 @@ def place(request):
 
     A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it fails.
     """
-    size = _world_size()
+    from mpi4py import MPI
+
+    size = MPI.COMM_WORLD.size
     if request.param == "CPU":
         return Place("CPU", np, ["CPU:0"] * size)
-    count = len(_gpu.visible())
+    # A launcher may show each rank a GPU of its own.
+    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(_gpu.visible()) for gpu in gpus})
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if count == 0:
         missing = "there is no GPU"
@@ -82,12 +85,6 @@ def place(request):
     if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
         pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
     pytest.skip(missing)
-
-
-def _world_size():
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size
 
 
 class _Ranks:

@@ -2,8 +2,8 @@
 
 import contextvars
 import copy
-import functools
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,18 @@ RANK = COMM.rank
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 STRATEGIES = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
 if N == 1:
-    STRATEGIES["one device"] = functools.partial(hs.OneDeviceStrategy, "/cpu:0")
+    STRATEGIES["one device"] = hs.OneDeviceStrategy
+on_gpus = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 
 @pytest.fixture(params=STRATEGIES)
-def strategy(request):
-    with STRATEGIES[request.param]() as made:
+def strategy(request, place):
+    with place.make(STRATEGIES[request.param]) as made:
         yield made
+
+
+def long_form(device):
+    return f"/job:localhost/replica:0/task:0/device:{device}"
 
 
 def replica_context() -> Any:
@@ -63,14 +68,14 @@ def test_in_a_scope(strategy):
     assert facts() == outside
 
 
-def test_in_a_replica(strategy):
+def test_in_a_replica(strategy, place):
     def replica():
         context = replica_context()
         assert context is not None
         assert facts() == (strategy, True, False, context)
         assert context.strategy is strategy
         assert (context.replica_id_in_sync_group, context.num_replicas_in_sync) == (RANK, N)
-        assert context.devices == (CPU,)
+        assert context.devices == (long_form(place.devices[RANK]),)
         assert repr(context) == f"ReplicaContext(replica {RANK} of {N})"
         return context.replica_id_in_sync_group
 
@@ -95,21 +100,88 @@ def test_an_exception_of_all_replicas_can_be_caught(strategy):
     assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
 
 
-def test_facts_of_strategies(strategy):
+def test_facts_of_strategies(strategy, place):
     assert strategy.num_replicas_in_sync == N
     assert strategy.cluster_resolver is None
-    assert strategy.xp is np
-    assert strategy.extended.worker_devices == (CPU,) * N
-    assert strategy.extended.parameter_devices == (CPU,)
+    assert strategy.xp is place.xp
+    assert strategy.extended.worker_devices == tuple(map(long_form, place.devices))
+    assert strategy.extended.parameter_devices == (long_form(place.devices[0]),)
 
 
-def test_devices_in_any_form():
-    for form in ["CPU:0", "cpu:0", "/cpu:0", "/device:CPU:0", CPU]:
-        with hs.CentralStorageStrategy([form] * N, form) as strategy:
-            assert strategy.extended.worker_devices == (CPU,) * N
-            assert strategy.extended.parameter_devices == (CPU,)
-        with hs.MirroredStrategy([form] * N) as strategy:
-            assert strategy.extended.worker_devices == (CPU,) * N
+def test_devices_in_any_form(place):
+    expected = tuple(map(long_form, place.devices))
+    for form in (str.upper, str.lower, "/{}".format, "/device:{}".format, long_form):
+        devices = [form(device) for device in place.devices]
+        with hs.CentralStorageStrategy(devices, devices[-1]) as strategy:
+            assert strategy.extended.worker_devices == expected
+            assert strategy.extended.parameter_devices == expected[-1:]
+        with hs.MirroredStrategy(devices) as strategy:
+            assert strategy.extended.worker_devices == expected
+
+
+@on_gpus
+def test_the_stream_of_the_strategy_is_current_in_replicas_only(strategy, place):
+    cuda = place.xp.cuda
+    own, device = strategy._stream.raw, cuda.Device()
+    assert device.id == int(place.devices[RANK].removeprefix("GPU:"))
+
+    def merge(strategy):
+        strategy.run(check)
+
+    def check():
+        assert (cuda.get_current_stream(), cuda.Device()) == (own, device)
+
+    def replica():
+        check()
+        replica_context().merge_call(merge)
+        check()
+
+    for outer in (cuda.Stream.null, cuda.Stream(non_blocking=True), own):
+        with outer:
+            strategy.run(replica)
+            with pytest.raises(KeyError):
+                strategy.run(lambda: {}["gone"])
+            strategy.reduce("SUM", strategy.run(lambda: place.xp.ones(3)), None)
+            assert cuda.get_current_stream() == outer
+    assert cuda.get_current_stream() != own
+
+
+@on_gpus
+@pytest.mark.skipif(N == 1, reason="one replica is of one kind")
+@pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+def test_replicas_of_both_kinds(place, made):
+    """The first on the CPU, so that everything goes through host memory, which rank 0 says."""
+    devices = ["CPU:0", *place.devices[1:]]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = made(devices)
+    expected = f"{made.__name__}: what the replicas exchange goes through host memory instead of NCCL: some of them"
+    assert [str(one.message)[: len(expected)] for one in caught] == ([] if RANK else [expected])
+    with strategy:
+        xp = np if RANK == 0 else place.xp
+        assert strategy.xp is xp
+        assert strategy.extended.worker_devices == tuple(map(long_form, devices))
+        with strategy.scope():
+            v = hs.Variable(np.zeros(3, np.float32), aggregation="SUM")
+
+        def replica():
+            context = replica_context()
+            assert isinstance(v.value(), xp.ndarray) and context.devices == (long_form(devices[RANK]),)
+            v.assign_add(xp.full(3, RANK + 1, np.float32))
+            mine = xp.full((RANK, 2), RANK)
+            return context.all_reduce("SUM", xp.arange(4.0) * RANK), context.all_gather(mine, 0), v + RANK, mine
+
+        total, rows, sums, own = strategy.run(replica)
+        assert v.numpy().tolist() == [N * (N + 1) / 2] * 3
+        for one in (total._component, rows._component, sums._component, strategy.reduce("MAX", sums, None)):
+            assert isinstance(one, xp.ndarray)
+        for one in strategy.experimental_local_results(total):
+            assert one.tolist() == [k * N * (N - 1) / 2 for k in range(4)]
+        expected = [[rank] * 2 for rank in range(N) for _ in range(rank)]
+        for one in (*strategy.experimental_local_results(rows), strategy.gather(own, 0)):
+            assert isinstance(one, (np.ndarray, place.xp.ndarray)) and one.tolist() == expected
+        assert strategy.reduce("MAX", sums, None).tolist() == [N * (N + 1) / 2 + N - 1] * 3
+        assert strategy.reduce("MEAN", own, (0, 1)) == sum(rank**2 for rank in range(N)) / (N * (N - 1) / 2)
 
 
 # ---- merge_call
@@ -140,13 +212,13 @@ def test_merge_call(strategy):
     assert strategy.experimental_local_results(strategy.run(replica)) == tuple(range(N))
 
 
-def test_merge_call_hands_variables_on_as_they_are(strategy):
+def test_merge_call_hands_variables_on_as_they_are(strategy, place):
     with strategy.scope():
-        v = hs.Variable(np.zeros(3))
+        v = hs.Variable(place.xp.zeros(3))
 
     def merge(strategy, variable):
         assert variable is v
-        variable.assign_add(np.ones(3))  # across replicas: once
+        variable.assign_add(place.xp.ones(3))  # across replicas: once
         return variable
 
     def replica():
@@ -185,18 +257,21 @@ def test_merge_calls_that_differ(strategy):
 # ---- communication in a replica
 
 
-def test_all_reduce_of_a_nest(strategy):
+def test_all_reduce_of_a_nest(strategy, place):
+    xp = place.xp
+
     def replica():
         value = {
-            "array": np.full((2, 3), RANK, np.float32),
+            "array": xp.full((2, 3), RANK, np.float32),
             "none": None,
             "number": RANK + 1,
-            "list": [np.arange(4) * RANK, (True,)],
+            "list": [xp.arange(4) * RANK, (True,)],
         }
         context = replica_context()
         return context.all_reduce(hs.ReduceOp.MAX, value), context.all_reduce("mean", value["array"])
 
     for most, mean in strategy.experimental_local_results(strategy.run(replica)):
+        assert all(isinstance(one, xp.ndarray) for one in (most["array"], most["list"][0], mean))
         assert most["array"].tolist() == [[N - 1] * 3] * 2 and most["array"].dtype == np.float32
         assert (most["none"], most["number"]) == (None, N)
         assert most["list"][0].tolist() == [0, N - 1, 2 * N - 2, 3 * N - 3]
@@ -204,26 +279,29 @@ def test_all_reduce_of_a_nest(strategy):
         assert mean.tolist() == [[(N - 1) / 2] * 3] * 2 and mean.dtype == np.float32
 
 
-def test_all_gather_of_a_nest(strategy):
+def test_all_gather_of_a_nest(strategy, place):
+    xp = place.xp
+
     def replica():
-        value = [np.full((RANK + 1, 2), RANK), {"x": np.full((1, RANK), 1.0)}]
+        value = [xp.full((RANK + 1, 2), RANK), {"x": xp.full((1, RANK), 1.0)}]
         context = replica_context()
         return context.all_gather(value[0], axis=0), context.all_gather(value[1], axis=-1)
 
     for rows, columns in strategy.experimental_local_results(strategy.run(replica)):
+        assert isinstance(rows, xp.ndarray) and isinstance(columns["x"], xp.ndarray)
         assert rows[:, 0].tolist() == [rank for rank in range(N) for _ in range(rank + 1)]
         assert columns["x"].tolist() == [[1.0] * (N * (N - 1) // 2)]
 
 
-def test_all_reduce_of_slices(strategy):
+def test_all_reduce_of_slices(strategy, place):
     def replica(op):
-        slices = hs.IndexedSlices(np.full((2, 3), RANK + 1.0), np.array([RANK, 7]), (10, 3))
+        slices = hs.IndexedSlices(place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (10, 3))
         return replica_context().all_reduce(op, slices)
 
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         for found in strategy.experimental_local_results(strategy.run(replica, (op,))):
             dense = np.zeros((10, 3))
-            np.add.at(dense, found.indices, found.values)
+            np.add.at(dense, hs.asnumpy(found.indices), hs.asnumpy(found.values))
             expected = np.zeros((10, 3))
             for rank in range(N):
                 expected[[rank, 7]] += (rank + 1) / scale
@@ -239,9 +317,11 @@ def test_a_variable_is_reduced_as_its_array(strategy):
         assert one.tolist() == [0, N, 2 * N]
 
 
-def test_random_generators_are_each_replicas_own(strategy):
+def test_random_generators_are_each_replicas_own(strategy, place):
     def replica(seed):
-        return replica_context().random_generator(seed).random(4)
+        numbers = replica_context().random_generator(seed).random(4)
+        assert isinstance(numbers, place.xp.ndarray)
+        return hs.asnumpy(numbers)
 
     first, again, other = (strategy.experimental_local_results(strategy.run(replica, (seed,))) for seed in (1, 1, 2))
     assert np.array_equal(first, again)
@@ -251,14 +331,14 @@ def test_random_generators_are_each_replicas_own(strategy):
 # ---- another way into a context
 
 
-def test_experimental_set_strategy(strategy):
+def test_experimental_set_strategy(strategy, place):
     outside = facts()
     hs.experimental_set_strategy(strategy)
     try:
         assert facts() == (strategy, True, True, None)
-        v = hs.Variable(np.zeros(2), aggregation="SUM")
+        v = hs.Variable(place.xp.zeros(2), aggregation="SUM")
         assert strategy.extended.variable_created_in_scope(v)
-        strategy.run(lambda: v.assign(np.ones(2)))
+        strategy.run(lambda: v.assign(place.xp.ones(2)))
         assert v.numpy().tolist() == [1 if isinstance(strategy, hs.OneDeviceStrategy) else N] * 2
         assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
         with strategy.extended.colocate_vars_with(v):
@@ -292,8 +372,8 @@ def test_close(strategy):
     assert v.numpy().tolist() == [1, 2]
 
 
-def test_as_a_context_manager():
-    with hs.CentralStorageStrategy() as strategy:
+def test_as_a_context_manager(place):
+    with place.make(hs.CentralStorageStrategy) as strategy:
         before = strategy._communicator.number
     assert strategy._communicator.number == before + 1  # a barrier
     with pytest.raises(KeyError):
@@ -302,26 +382,28 @@ def test_as_a_context_manager():
             raise KeyError
 
 
-def test_a_deep_copy(strategy):
+def test_a_deep_copy(strategy, place):
     other = copy.deepcopy(strategy)
     assert other is not strategy
     assert other.extended is not strategy.extended
     assert other._communicator is strategy._communicator
     with other.scope():
         assert hs.get_strategy() is other
-        v = hs.Variable(np.zeros(2), aggregation="MEAN")
+        v = hs.Variable(place.xp.zeros(2), aggregation="MEAN")
     assert other.extended.variable_created_in_scope(v)
     assert not strategy.extended.variable_created_in_scope(v)
-    other.run(lambda: v.assign(np.full(2, 3.0)))
+    other.run(lambda: v.assign(place.xp.full(2, 3.0)))
     assert v.numpy().tolist() == [3, 3]
     assert hs.get_strategy() is not other
+    other.close()
+    assert strategy.reduce("SUM", strategy.run(lambda: place.xp.ones(2)), None).tolist() == [N, N]
     found = copy.deepcopy({"strategy": strategy, "again": strategy})
     assert found["strategy"] is found["again"] is not strategy
 
 
-def test_many_strategies_one_communicator():
-    made = [hs.CentralStorageStrategy() for _ in range(20)] + [hs.MirroredStrategy() for _ in range(20)]
+def test_many_strategies_one_communicator(place):
+    made = [place.make(kind) for kind in (hs.CentralStorageStrategy, hs.MirroredStrategy) for _ in range(20)]
     assert len({id(one._communicator) for one in made}) == 1
     for one in made:
-        assert one.reduce("SUM", one.run(lambda: 1), axis=None) == N
+        assert one.reduce("SUM", one.run(lambda: place.xp.ones(2)), axis=None).tolist() == [N, N]
         one.close()

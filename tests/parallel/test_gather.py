@@ -12,30 +12,52 @@ RANK = COMM.rank
 
 
 @pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3, np.int64(1)])
 @pytest.mark.parametrize("dtype", [np.float32, np.int16, bool, np.complex128])
-def test_uneven_parts_in_replica_order(strategy, axis, dtype):
+def test_uneven_parts_in_replica_order(strategy, place, axis, dtype):
     parts = []
     for rank in range(N):
         shape = [2, 3, 4]
         shape[axis] = 2 * rank
         parts.append((np.arange(np.prod(shape)) % 7 + rank).astype(dtype).reshape(shape))
-    found = strategy.gather(strategy.run(lambda: parts[RANK]), axis=axis)
+    mine = place.xp.asarray(parts[RANK])
+    found = strategy.gather(strategy.run(lambda: mine), axis=axis)
     expected = np.concatenate(parts, axis)
-    assert isinstance(found, np.ndarray) and found.dtype == dtype
-    assert np.array_equal(found, expected) and found.shape == expected.shape
+    assert isinstance(found, place.xp.ndarray) and found.dtype == dtype
+    assert np.array_equal(hs.asnumpy(found), expected) and found.shape == expected.shape
     assert len(set(COMM.allgather(found.tobytes()))) == 1
     found[...] = 0
-    assert np.array_equal(strategy.gather(strategy.run(lambda: parts[RANK]), axis=axis), expected)
+    assert np.array_equal(hs.asnumpy(strategy.gather(strategy.run(lambda: mine), axis=axis)), expected)
 
 
-def test_large_parts(strategy):
-    value = strategy.run(lambda: np.full((30_000 * (N - RANK), 3), RANK, np.float32))
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("has_equal_parts", [True, False])
+def test_parts_that_are_not_contiguous(strategy, place, axis, has_equal_parts):
+    def numbers(rank):
+        return np.arange(80.0 if has_equal_parts else 40.0 * (1 + rank)).reshape(-1, 10) + 1000 * rank
+
+    def part(array):
+        return array[::-2, 1::3].T if axis else array[::-2, 1::3]
+
+    mine = place.xp.asarray(numbers(RANK))
+    found = strategy.gather(strategy.run(lambda: part(mine)), axis)
+    assert np.array_equal(hs.asnumpy(found), np.concatenate([part(numbers(rank)) for rank in range(N)], axis))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_nothing_from_anyone(strategy, place, axis):
+    found = strategy.gather(strategy.run(lambda: place.xp.zeros((0, 3), np.float32)), axis)
+    assert isinstance(found, place.xp.ndarray) and found.dtype == np.float32
+    assert found.shape == ((0, 3 * N) if axis else (0, 3))
+
+
+def test_large_parts(strategy, place):
+    value = strategy.run(lambda: place.xp.full((30_000 * (N - RANK), 3), RANK, np.float32))
     found = strategy.gather(value, 0)
     assert found.shape == (30_000 * N * (N + 1) // 2, 3)
     start = 0
@@ -45,20 +67,35 @@ def test_large_parts(strategy):
         start = stop
 
 
-def test_a_nest(strategy):
-    value = strategy.run(lambda: {"a": np.full((RANK, 2), RANK), "b": (np.ones((1, 1)), [np.array([RANK, True])])})
-    before = strategy._communicator.number
-    found = strategy.gather(value, 0)
-    assert strategy._communicator.number == before + (N > 1)
+def test_a_nest(strategy, place):
+    xp = place.xp
+    value = strategy.run(lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])})
+    counts = [strategy._communicator.number]
+    for nest in (value["a"], value):  # which takes no more calls than an array
+        found = strategy.gather(nest, 0)
+        counts.append(strategy._communicator.number)
+    assert counts[2] - counts[1] == counts[1] - counts[0]
     assert found["a"].tolist() == [[rank] * 2 for rank in range(N) for _ in range(rank)]
     assert found["b"][0].shape == (N, 1)
     assert found["b"][1][0].tolist() == [x for rank in range(N) for x in (rank, 1)]
 
 
-def test_a_plain_array_is_returned_as_it_is(strategy):
-    array = np.ones((2, 3))
+def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, place):
+    value = strategy.run(lambda: [np.full((RANK, 2), RANK), place.xp.full((2, RANK), RANK), np.array([0.5 * RANK])])
+    found = strategy.gather(value[:1], 0) + strategy.gather(value[1:2], 1) + strategy.gather(value[2:], 0)
+    both = strategy.gather([strategy.run(lambda: place.xp.array([RANK])), value[2]], 0)
+    for one, kind in zip((*found, *both), (np, place.xp, np, place.xp, np), strict=True):
+        assert isinstance(one, kind.ndarray)
+    assert found[0].tolist() == [[rank] * 2 for rank in range(N) for _ in range(rank)]
+    assert found[1].tolist() == [[rank for rank in range(N) for _ in range(rank)]] * 2
+    assert found[2].tolist() == both[1].tolist() == [0.5 * rank for rank in range(N)]
+    assert both[0].tolist() == list(range(N))
+
+
+def test_a_plain_array_is_returned_as_it_is(strategy, place):
+    array = place.xp.ones((2, 3))
     assert strategy.gather(array, 1) is array
-    found = strategy.gather([array, strategy.run(lambda: np.full((1, 3), RANK))], 0)
+    found = strategy.gather([array, strategy.run(lambda: place.xp.full((1, 3), RANK))], 0)
     assert found[0] is array and found[1].shape == (N, 3)
 
 
@@ -69,37 +106,39 @@ def test_a_variable_that_a_replica_returns(strategy):
     assert found.tolist() == [0, 1, 2] * N
 
 
-def test_arrays_without_dimensions(strategy):
+def test_arrays_without_dimensions(strategy, place):
     with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on rank 0"):
-        strategy.gather(strategy.run(lambda: np.array(1.0)), 0)
+        strategy.gather(strategy.run(lambda: place.xp.array(1.0)), 0)
     with pytest.raises(ValueError, match=r"Strategy.gather: axis 0 does not exist"):
         strategy.gather(strategy.run(lambda: 2.5), 0)
 
 
 @pytest.mark.parametrize("axis", [2, -3])
-def test_an_axis_that_is_not_there(strategy, axis):
+def test_an_axis_that_is_not_there(strategy, place, axis):
     with pytest.raises(ValueError, match=f"Strategy.gather: axis {axis} does not exist") as caught:
-        strategy.gather(strategy.run(lambda: np.zeros((RANK, 2))), axis)
+        strategy.gather(strategy.run(lambda: place.xp.zeros((RANK, 2))), axis)
     for rank in range(N):
         assert f"({rank}, 2) on rank {rank}" in str(caught.value)
 
 
 @pytest.mark.skipif(N == 1, reason="one replica fits itself")
 @pytest.mark.parametrize("unit", [1, 3000])
-def test_shapes_that_do_not_fit(strategy, unit):
+def test_shapes_that_do_not_fit(strategy, place, unit):
+    xp = place.xp
     with pytest.raises(hs.ReplicaMismatchError, match="Strategy.gather: shapes may differ along axis 0 only") as caught:
-        strategy.gather(strategy.run(lambda: np.zeros((2, unit * (RANK + 1)))), 0)
+        strategy.gather(strategy.run(lambda: xp.zeros((2, unit * (RANK + 1)))), 0)
     for rank in range(N):
         assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
     with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis -2 does not exist"):
-        strategy.gather(strategy.run(lambda: np.zeros((2, 2) if RANK else (2,))), -2)
+        strategy.gather(strategy.run(lambda: xp.zeros((2, 2) if RANK else (2,))), -2)
     with pytest.raises(hs.ReplicaMismatchError, match="float64(.|\n)*float32"):
-        strategy.gather(strategy.run(lambda: np.zeros(2, np.float32 if RANK else np.float64)), 0)
-    assert strategy.gather(strategy.run(lambda: np.array([RANK])), 0).tolist() == list(range(N))
+        strategy.gather(strategy.run(lambda: xp.zeros(2, np.float32 if RANK else np.float64)), 0)
+    assert strategy.gather(strategy.run(lambda: xp.array([RANK])), 0).tolist() == list(range(N))
 
 
-def test_none_in_a_nest_stays_none(strategy):
-    value = strategy.run(lambda: {"a": np.full((RANK + 1,), RANK), "b": (None, np.array([RANK]))})
+def test_none_in_a_nest_stays_none(strategy, place):
+    xp = place.xp
+    value = strategy.run(lambda: {"a": xp.full((RANK + 1,), RANK), "b": (None, xp.array([RANK]))})
     found = strategy.gather(value, 0)
     assert found["b"][0] is None
     assert found["a"].tolist() == [rank for rank in range(N) for _ in range(rank + 1)]
@@ -108,7 +147,7 @@ def test_none_in_a_nest_stays_none(strategy):
     def replica():
         context = hs.get_replica_context()
         assert context is not None
-        return context.all_gather([None, np.array([RANK])], 0)
+        return context.all_gather([None, xp.array([RANK])], 0)
 
     inside = strategy.run(replica)
     assert inside[0] is None

@@ -6,58 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi4py import MPI
+from misuse import FIVE, KINDS, ONES, RANK, Env, N
 
 import hpcstrat as hs
 
-COMM = MPI.COMM_WORLD
-N = COMM.size
-RANK = COMM.rank
 HERE = "CPU:0"
-
-
-class Env:
-    """What a case works with."""
-
-    def __init__(self, strategy, other):
-        self.s = strategy
-        self.other = other
-        self.outside = hs.Variable(np.zeros(3, np.float32), name="outside", aggregation="SUM")
-        with other.scope():
-            self.foreign = hs.Variable(np.zeros(3, np.float32), name="foreign", aggregation="SUM")
-        with strategy.scope():
-            self.v = hs.Variable(np.zeros(3, np.float32), name="v", aggregation="SUM")
-            self.large = hs.Variable(np.zeros((300, 100)), name="large", aggregation="MEAN")
-            self.none = hs.Variable(np.zeros(3, np.float32), name="none")
-            self.scalar = hs.Variable(0.0, name="scalar", aggregation="SUM")
-            self.i = hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM")
-            self.mean = hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN")
-            self.b = hs.Variable(np.array([True, False]), name="b", aggregation="ONLY_FIRST_REPLICA")
-            self.own = hs.Variable(np.zeros(3, np.float32), name="own", synchronization="ON_READ", aggregation="SUM")
-        self.all = (self.v, self.large, self.none, self.scalar, self.i, self.mean, self.b)
-        self.before = [v.numpy() for v in self.all]
-        self.context: Any = None
-        strategy.run(self.enter)
-        self.slices = hs.IndexedSlices(np.ones((1, 2)), np.array([0]), (4, 2))
-
-    def enter(self):
-        self.context = hs.get_replica_context()
-
-    def each(self, value):
-        """A value of each replica."""
-        return self.s.run(lambda: value)
-
-    def works(self):
-        """Nothing has changed, and the next calls are right."""
-        for v, before in zip(self.all, self.before, strict=True):
-            assert np.array_equal(v.numpy(), before)
-        assert not hs.has_strategy()
-        assert self.s.reduce("SUM", self.s.run(lambda: RANK), None) == N * (N - 1) // 2
-        assert self.s.gather(self.s.run(lambda: np.full(2, RANK)), 0).tolist() == [r for r in range(N) for _ in "ab"]
-        self.s.run(lambda: self.v.assign_add(np.ones(3)))
-        assert self.v.numpy().tolist() == [N, N, N]
-        with self.s.scope():
-            assert hs.Variable([2.0]).numpy().tolist() == [2]
 
 
 class Case(NamedTuple):
@@ -77,13 +30,13 @@ class Case(NamedTuple):
 
 
 def assigned(name, value, verb="assign"):
-    return lambda e: getattr(getattr(e, name), verb)(value)
+    return lambda e: getattr(getattr(e, name), verb)(e.here(value))
 
 
-def made(*args, **kwargs):
+def made(value, **kwargs):
     def make(e):
         with e.s.scope():
-            return hs.Variable(*args, **kwargs)
+            return hs.Variable(e.here(value), **kwargs)
 
     return make
 
@@ -97,15 +50,19 @@ def gathered(value, axis):
 
 
 def central(*args):
-    return lambda e: hs.CentralStorageStrategy(*args)
+    return lambda e: hs.CentralStorageStrategy(*(args or (e.place.devices,)))
 
 
 def mirrored(*args):
     return lambda e: hs.MirroredStrategy(*args)
 
 
+def parameters_on(device):
+    return lambda e: hs.CentralStorageStrategy(e.place.devices, device)
+
+
 def from_function(value):
-    return lambda e: e.s.experimental_distribute_values_from_function(lambda context: value)
+    return lambda e: e.s.experimental_distribute_values_from_function(lambda context: e.here(value))
 
 
 def entered(strategy):
@@ -118,8 +75,6 @@ def in_scope(strategy, fn):
         return fn()
 
 
-ONES = np.ones(3, np.float32)
-FIVE = np.ones(5, np.float32)
 INT_RANGE = "a value of dtype int64 does not go into a variable of int32"
 NO_ARRAY = "is no array of numbers"
 
@@ -139,9 +94,9 @@ ACROSS = {
         central(["CPU:1"] * N), ValueError, "CentralStorageStrategy: there is no CPU:1", central()
     ),
     "devices: parameter device of nobody": Case(
-        central(None, "GPU:7"), ValueError, "parameter_device is .*GPU:7, and no rank computes there", central()
+        parameters_on("GPU:77"), ValueError, "parameter_device is .*GPU:77, and no rank computes there", central()
     ),
-    "devices: parameter device unknown": Case(central(None, "here"), ValueError, "'here' is not a device", central()),
+    "devices: parameter device unknown": Case(parameters_on("here"), ValueError, "'here' is not a device", central()),
     # scopes
     "scope of another": Case(
         lambda e: in_scope(e.other, lambda: entered(e.s)), RuntimeError, "Strategy.scope .*scope of another strategy"
@@ -413,6 +368,13 @@ ACROSS = {
 }
 if importlib.util.find_spec("cupy") is None:
     ACROSS["devices: a GPU without CuPy"] = Case(central(["GPU:0"] * N), RuntimeError, "GPU:0 needs CuPy", central())
+else:
+    ACROSS["devices: no such GPU"] = Case(
+        central(["GPU:77"] * N),
+        RuntimeError,
+        r"CentralStorageStrategy: .*there is no GPU:77; this process sees",
+        central(),
+    )
 if N > 1:
     ACROSS["OneDeviceStrategy"] = Case(
         lambda e: hs.OneDeviceStrategy(HERE), RuntimeError, f"one replica, and {N} ranks run; start .* without mpirun"
@@ -448,11 +410,11 @@ def context():
 
 
 def summed(value, op="SUM"):
-    return lambda e: context().all_reduce(op, value)
+    return lambda e: context().all_reduce(op, e.here(value))
 
 
 def gathered_inside(value, axis):
-    return lambda e: context().all_gather(value, axis)
+    return lambda e: context().all_gather(e.here(value), axis)
 
 
 INSIDE = {
@@ -460,7 +422,9 @@ INSIDE = {
     "reduce": Case(
         lambda e: e.s.reduce("SUM", 1, None), RuntimeError, "Strategy.reduce was called inside .*all_reduce"
     ),
-    "gather": Case(lambda e: e.s.gather(ONES, 0), RuntimeError, "Strategy.gather was called inside a replica function"),
+    "gather": Case(
+        lambda e: e.s.gather(e.here(ONES), 0), RuntimeError, "Strategy.gather was called inside a replica function"
+    ),
     "scope": Case(lambda e: entered(e.s), RuntimeError, "Strategy.scope was called inside a replica function"),
     "another's run": Case(lambda e: e.other.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica"),
     "values from function": Case(from_function(1), RuntimeError, "values_from_function was called inside a replica"),
@@ -556,13 +520,11 @@ if N > 1:  # one replica's number differs from no other
         "'outside': the variable was made outside of this strategy's scope",
     )
 
-KINDS = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
-
 
 @pytest.fixture(scope="module", params=KINDS)
-def env(request):
-    with KINDS[request.param]() as strategy, KINDS[request.param]() as other:
-        yield Env(strategy, other)
+def env(request, place):
+    with place.make(KINDS[request.param]) as strategy, place.make(KINDS[request.param]) as other:
+        yield Env(place, strategy, other)
 
 
 @pytest.fixture(autouse=True)
@@ -612,108 +574,48 @@ def test_in_a_replica_on_one_rank_only(env, name):
         assert RANK == odd or f"found by rank {odd}" in str(caught.value)
 
 
-# ---- ranks that pass different things
+# ---- arrays on a GPU, in strategies whose replicas compute on the CPU
 
-DIFFERENT = {
-    "reduce: shapes": (lambda e, odd: e.s.reduce("SUM", e.each(FIVE if odd else ONES), None), ("(3,)", "(5,)")),
-    "reduce: dtypes": (
-        lambda e, odd: e.s.reduce("SUM", e.each(np.ones(3) if odd else ONES), None),
-        ("float64", "float32"),
+ON_GPU = "an array is on a GPU, and this strategy's replicas compute on the CPU"
+AWAY = {
+    "reduce": (lambda s, x: s.reduce("SUM", s.run(lambda: x), None), f"Strategy.reduce: {ON_GPU}"),
+    "reduce along an axis": (lambda s, x: s.reduce("MEAN", s.run(lambda: x), 0), f"Strategy.reduce: {ON_GPU}"),
+    "reduce slices": (
+        lambda s, x: s.reduce("SUM", s.run(lambda: hs.IndexedSlices(x, np.arange(3), (5,))), None),
+        f"Strategy.reduce: {ON_GPU}",
     ),
-    "reduce: operations": (
-        lambda e, odd: e.s.reduce("MAX" if odd else "SUM", e.each(ONES), None),
-        ("Strategy.reduce(SUM", "Strategy.reduce(MAX"),
+    "all_reduce": (
+        lambda s, x: s.run(lambda: context().all_reduce("MAX", [np.ones(2), x])),
+        f"ReplicaContext.all_reduce: {ON_GPU}",
     ),
-    "reduce: dimensions": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3 + odd))), 0), ("(3,)", "(4,)")),
-    "reduce: axes": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3))), int(odd)), ("Strategy.reduce",)),
-    "reduce: axes of a square": (
-        lambda e, odd: e.s.reduce("SUM", e.each(np.ones((3, 3))), int(odd)),
-        ("axis=0", "axis=1"),
-    ),
-    "reduce: operations along an axis": (
-        lambda e, odd: e.s.reduce("SUM" if odd else "MEAN", e.each(np.ones(3)), 0),
-        ("SUM", "MEAN"),
-    ),
-    "reduce: keys": (
-        lambda e, odd: e.s.reduce("SUM", e.each({"a": 1, "c" if odd else "b": 2}), None),
-        ("'b': *", "'c': *"),
-    ),
-    "reduce: None": (lambda e, odd: e.s.reduce("SUM", e.each([1, None] if odd else [None, 1]), None), ("[0]", "[1]")),
-    "reduce: plain or not": (
-        lambda e, odd: e.s.reduce("MEAN", [1, e.each(1)] if odd else [e.each(1), 1], None),
-        ("[0]", "[1]"),
-    ),
-    "gather: keys": (lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0), ("'a': *", "'b': *")),
-    "reduce: leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None), ("Strategy.reduce",)),
-    "reduce or gather": (
-        lambda e, odd: e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None),
-        ("gather",),
-    ),
-    "gather: axes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 2))), int(odd)), ("Strategy.gather",)),
-    "gather: shapes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 3 + odd))), 0), ("(2, 3)", "(2, 4)")),
-    "variables: shapes": (lambda e, odd: made(np.ones(3 + odd))(e), ("(3,)", "(4,)")),
-    "variables: dtypes": (
-        lambda e, odd: made(np.ones(3, np.float32 if odd else np.float64))(e),
-        ("float64", "float32"),
-    ),
-    "assign or add": (lambda e, odd: (e.v.assign_add if odd else e.v.assign)(ONES), ("Variable.assign_add of 'v'",)),
-    "assign: variables": (lambda e, odd: (e.none if odd else e.v).assign(ONES), ("'none'",)),
-    "reduce or close": (lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(), ("barrier",)),
-    "agree or barrier": (lambda e, odd: hs.agree(False) if odd else hs.barrier(), ("agree",)),
-    "strategies": (lambda e, odd: (hs.MirroredStrategy if odd else hs.CentralStorageStrategy)(), ("MirroredStrategy",)),
-}
-DIFFERENT_INSIDE = {
-    "all_reduce: shapes": (lambda e, odd: context().all_reduce("SUM", FIVE if odd else ONES), ("(3,)", "(5,)")),
-    "all_reduce: operations": (
-        lambda e, odd: context().all_reduce("MIN" if odd else "SUM", ONES),
-        ("ReplicaContext.all_reduce(SUM", "ReplicaContext.all_reduce(MIN"),
-    ),
-    "all_reduce: None": (
-        lambda e, odd: context().all_reduce("SUM", [None if odd else ONES, ONES]),
-        ("ReplicaContext.all_reduce",),
-    ),
-    "all_reduce: keys": (lambda e, odd: context().all_reduce("SUM", {"b" if odd else "a": 1}), ("'a': *", "'b': *")),
-    "all_reduce: the other None": (
-        lambda e, odd: context().all_reduce("SUM", [1, None] if odd else [None, 1]),
-        ("[0]", "[1]"),
-    ),
-    "all_gather: keys": (lambda e, odd: context().all_gather({"b" if odd else "a": ONES}, 0), ("'a': *", "'b': *")),
-    "all_reduce or all_gather": (
-        lambda e, odd: context().all_gather(ONES, 0) if odd else context().all_reduce("SUM", ONES),
-        ("all_gather",),
-    ),
-    "all_reduce or merge_call": (
-        lambda e, odd: context().merge_call(lambda s: 0) if odd else context().all_reduce("SUM", ONES),
-        ("merge_call",),
-    ),
-    "assign: variables": (
-        lambda e, odd: e.large.assign(np.ones((300, 100))) if odd else e.v.assign(ONES),
-        ("'large'",),
-    ),
-    "assign or all_reduce": (
-        lambda e, odd: e.v.assign(ONES) if odd else context().all_reduce("SUM", ONES),
-        ("Variable.assign",),
+    "all_gather": (lambda s, x: s.run(lambda: context().all_gather(x, 0)), f"ReplicaContext.all_gather: {ON_GPU}"),
+    "variable": (lambda s, x: in_scope(s, lambda: hs.Variable(x)), "Variable: the value is on a GPU, .*hs.asnumpy"),
+    "assign": (
+        lambda s, x: in_scope(s, lambda: hs.Variable(np.zeros(3, np.float32), name="v")).assign(x),
+        "Variable.assign of 'v': the value is on a GPU, .*hs.asnumpy",
     ),
 }
+if N > 1:  # one replica's value is returned as it is
+    AWAY["gather"] = (lambda s, x: s.gather(s.run(lambda: [np.ones(2), x]), 0), f"Strategy.gather: {ON_GPU}")
 
 
-def check_different(call, env, texts):
-    for odd in range(N):
-        with pytest.raises(hs.ReplicaMismatchError) as caught:
-            call(env, RANK == odd)
-        for text in (*texts, *(f"rank {rank}" for rank in range(N))):
-            assert text in str(caught.value)
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+@pytest.mark.parametrize("name", AWAY)
+def test_arrays_on_a_gpu_where_replicas_compute_on_the_cpu(env, place, name):
+    call, match = AWAY[name]
+    with type(env.s)([HERE] * N) as strategy:
+        with pytest.raises(TypeError, match=match):
+            call(strategy, place.xp.asarray(ONES))
+        for odd in {0, N - 1}:
+            with pytest.raises(TypeError, match=match) as caught:
+                call(strategy, place.xp.asarray(ONES) if RANK == odd else ONES)
+            assert RANK == odd or f"found by rank {odd}" in str(caught.value)
+        assert strategy.reduce("SUM", strategy.run(lambda: ONES), None).tolist() == [N] * 3
 
 
 @several
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_differ_across_replicas(env, name):
-    call, texts = DIFFERENT[name]
-    check_different(call, env, texts)
-
-
-@several
-@pytest.mark.parametrize("name", DIFFERENT_INSIDE)
-def test_ranks_that_differ_in_a_replica(env, name):
-    call, texts = DIFFERENT_INSIDE[name]
-    check_different(lambda env, odd: env.s.run(lambda: call(env, odd)), env, texts)
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_ranks_that_would_share_a_gpu(env, place, monkeypatch):
+    monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    with pytest.raises(RuntimeError, match=rf"ranks 0, 1.* would compute on one GPU, 1 for {N} ranks; .*share-gpu"):
+        type(env.s)([place.devices[0]] * N)

@@ -18,8 +18,8 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
 
 
@@ -27,13 +27,33 @@ def replica_context() -> Any:
     return hs.get_replica_context()
 
 
+def here(strategy, value):
+    """An array on the replica's device, a number as it is."""
+    return strategy.xp.asarray(value) if isinstance(value, np.ndarray) else value
+
+
 def each(strategy, values):
     """The distributed value whose component on replica r is `values[r]`."""
-    return strategy.run(lambda: values[RANK])
+    return strategy.run(lambda: here(strategy, values[RANK]))
+
+
+def reduced(strategy, op, values, axis):
+    """A host copy of what these arrays of the replicas are reduced to, on their devices."""
+    found = strategy.reduce(op, each(strategy, values), axis)
+    assert isinstance(found, (np.ndarray, np.generic) if strategy.xp is np else strategy.xp.ndarray)
+    return hs.asnumpy(found)
 
 
 def same_bits(value):
-    return len(set(COMM.allgather(np.asarray(value).tobytes()))) == 1
+    return len(set(COMM.allgather(hs.asnumpy(value).tobytes()))) == 1
+
+
+def has_bfloat16(xp):
+    """Whether NumPy, or this version of CuPy, computes with it."""
+    try:
+        return (xp.asarray(np.ones(1, BFLOAT16)) / 1).dtype == BFLOAT16
+    except (TypeError, ValueError):
+        return False
 
 
 @pytest.mark.parametrize("op", [hs.ReduceOp.SUM, "SUM", "sum", "Sum"])
@@ -43,27 +63,30 @@ def test_operations_and_their_names(strategy, op):
 
 def test_elementwise(strategy):
     values = [np.array([[r, -r], [2.0, r * r]], np.float32) for r in range(N)]
-    found = {op: strategy.reduce(op, each(strategy, values), None) for op in ("SUM", "MEAN", "MIN", "MAX")}
+    arrays = {op: strategy.reduce(op, each(strategy, values), None) for op in ("SUM", "MEAN", "MIN", "MAX")}
+    found = hs.asnumpy(arrays)
     stacked = np.stack(values)
     assert np.array_equal(found["SUM"], stacked.sum(0))
     assert np.array_equal(found["MEAN"], stacked.sum(0) / np.float32(N))
     assert np.array_equal(found["MIN"], stacked.min(0)) and np.array_equal(found["MAX"], stacked.max(0))
-    for one in found.values():
-        assert one.dtype == np.float32 and same_bits(one)
+    for one in arrays.values():
+        assert isinstance(one, strategy.xp.ndarray) and one.dtype == np.float32 and same_bits(one)
         one[...] = 0  # fresh
 
 
 def test_dtypes(strategy):
     """Sums of integers keep their dtype; means along an axis are float64."""
     for dtype in (np.int8, np.int32, np.uint64, np.float16, BFLOAT16, np.float64, np.complex64):
+        if dtype is BFLOAT16 and not has_bfloat16(strategy.xp):
+            continue
         value = each(strategy, [np.full(3, r + 1).astype(dtype) for r in range(N)])
         total = strategy.reduce("SUM", value, None)
         assert total.dtype == dtype and total.tolist() == [N * (N + 1) / 2] * 3
         total = strategy.reduce("SUM", value, 0)
-        assert total.dtype == dtype and total == 3 * N * (N + 1) / 2
+        assert total.dtype == dtype and hs.asnumpy(total) == 3 * N * (N + 1) / 2
         mean = strategy.reduce("MEAN", value, 0)
         assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
-        assert mean == np.asarray((N + 1) / 2).astype(mean.dtype)
+        assert hs.asnumpy(mean) == np.asarray((N + 1) / 2).astype(mean.dtype)
         if N > 1:
             mean = strategy.reduce("MEAN", value, None)
             assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
@@ -78,8 +101,8 @@ def test_the_documented_partial_batch(strategy):
     sizes = [4] + [2] * (N - 1)
     losses = [np.arange(float(size)) + 10 * r for r, size in enumerate(sizes)]
     everything = np.concatenate(losses)
-    assert strategy.reduce("MEAN", each(strategy, losses), axis=0) == pytest.approx(everything.mean(), rel=1e-15)
-    assert strategy.reduce("SUM", each(strategy, losses), axis=0) == everything.sum()
+    assert reduced(strategy, "MEAN", losses, 0) == pytest.approx(everything.mean(), rel=1e-15)
+    assert reduced(strategy, "SUM", losses, 0) == everything.sum()
     if N > 1:
         with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*rank 1: .*\(2,\)"):
             strategy.reduce("SUM", each(strategy, losses), axis=None)
@@ -89,7 +112,7 @@ def test_the_documented_partial_batch(strategy):
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
 def test_axes(strategy, axis, op):
     parts = [(np.arange(24.0).reshape(2, 3, 4) * (r + 1)) % 7 - r for r in range(N)]
-    found = strategy.reduce(op, each(strategy, parts), axis)
+    found = reduced(strategy, op, parts, axis)
     over = (0, *((a % 3) + 1 for a in (axis if isinstance(axis, (tuple, list)) else (axis,))))
     fn = {"SUM": np.sum, "MEAN": np.mean, "MIN": np.min, "MAX": np.max}[op]
     np.testing.assert_allclose(found, fn(np.stack(parts), axis=over), rtol=1e-14)
@@ -101,9 +124,9 @@ def test_empty_parts_do_not_count(strategy, empty):
     parts = [np.zeros((0, 2)) if r in empty and N > 1 else np.full((r + 1, 2), r - 5.0) for r in range(N)]
     everything = np.concatenate(parts)
     for op, fn in [("SUM", np.sum), ("MEAN", np.mean), ("MIN", np.min), ("MAX", np.max)]:
-        found = strategy.reduce(op, each(strategy, parts), axis=0)
+        found = reduced(strategy, op, parts, 0)
         np.testing.assert_allclose(found, fn(everything, axis=0), rtol=1e-14)
-        found = strategy.reduce(op, each(strategy, [part.astype(np.int32) for part in parts]), axis=(0, 1))
+        found = reduced(strategy, op, [part.astype(np.int32) for part in parts], (0, 1))
         np.testing.assert_allclose(found, fn(everything), rtol=1e-14)
 
 
@@ -112,29 +135,30 @@ def test_nothing_at_all(strategy):
     assert strategy.reduce("SUM", nothing, 0).tolist() == [0, 0, 0]
     for op in ("MEAN", "MIN", "MAX"):
         found = strategy.reduce(op, nothing, 0)
-        assert np.isnan(found).all() and found.shape == (3,) and found.dtype == np.float32
+        assert strategy.xp.isnan(found).all() and found.shape == (3,) and found.dtype == np.float32
     integers = each(strategy, [np.zeros((0, 3), np.int32)] * N)
     assert strategy.reduce("SUM", integers, 0).tolist() == [0, 0, 0]
-    assert np.isnan(strategy.reduce("MEAN", integers, 0)).all()
+    assert strategy.xp.isnan(strategy.reduce("MEAN", integers, 0)).all()
     for op in ("MIN", "MAX"):
         with pytest.raises(ValueError, match=f"Strategy.reduce: {op} along an axis that has no elements"):
             strategy.reduce(op, integers, 0)
     assert strategy.reduce("MEAN", nothing, 1).shape == (0,)
 
 
-def test_nan_and_inf_come_through(strategy):
+def test_nan_and_inf_come_through(strategy, place):
     parts = [np.array([np.nan if r == N - 1 else 1.0, np.inf, 2.0]) for r in range(N)]
     for op in ("SUM", "MEAN", "MIN", "MAX"):
-        found = strategy.reduce(op, each(strategy, parts), None)
-        assert np.isnan(found[0]) and found[1] == np.inf and np.isfinite(found[2])
-        assert np.isnan(strategy.reduce(op, each(strategy, parts), 0))
+        found = reduced(strategy, op, parts, None)
+        assert found[1] == np.inf and np.isfinite(found[2])
+        if place.kind == "CPU" or op in ("SUM", "MEAN"):  # NCCL's minima and maxima may leave a NaN out
+            assert np.isnan(found[0]) and np.isnan(reduced(strategy, op, parts, 0))
 
 
 def test_means_of_16_bit_floats_are_of_all_elements(strategy):
     """5000 ones sum to 2048 in float16."""
-    found = strategy.reduce("MEAN", each(strategy, [np.ones(5000, np.float16)] * N), 0)
-    assert (found, found.dtype) == (1, np.float16)
-    assert strategy.reduce("MEAN", each(strategy, [np.ones(5000, BFLOAT16)] * N), 0) == 1
+    for dtype in (np.float16, BFLOAT16) if has_bfloat16(strategy.xp) else (np.float16,):
+        found = reduced(strategy, "MEAN", [np.ones(5000, dtype)] * N, 0)
+        assert (found, found.dtype) == (1, dtype)
 
 
 def test_numbers(strategy):
@@ -145,27 +169,57 @@ def test_numbers(strategy):
 
 
 def test_nests_travel_together(strategy):
+    xp = strategy.xp
+
     def replica():
-        return {"loss": float(RANK), "more": [np.full(3, RANK, np.int32), None, {"x": np.ones((2, 2)) * RANK}]}
+        return {"loss": xp.array(1.0 * RANK), "more": [xp.full(3, RANK, np.int32), None, {"x": xp.ones((2, 2)) * RANK}]}
 
     value = strategy.run(replica)
-    before = strategy._communicator.number
-    found = strategy.reduce("SUM", value, None)
-    assert strategy._communicator.number == before + 1
+    counts = [strategy._communicator.number]
+    for nest in (value["loss"], value):
+        found = strategy.reduce("SUM", nest, None)
+        counts.append(strategy._communicator.number)
+    assert counts[2] - counts[1] == counts[1] - counts[0]
     total = N * (N - 1) / 2
     assert found["loss"] == total and found["more"][1] is None
     assert found["more"][0].tolist() == [total] * 3 and found["more"][0].dtype == np.int32
     assert found["more"][2]["x"].tolist() == [[total] * 2] * 2
-    mean = strategy.reduce("MEAN", value["more"][0] if N == 1 else strategy.run(lambda: np.full(3, RANK)), 0)
-    assert mean == (N - 1) / 2
+    assert strategy.reduce("MEAN", value["more"][0], 0) == (N - 1) / 2
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, axis):
+    """Each is reduced where it is."""
+    xp = strategy.xp
+    value = strategy.run(lambda: {"host": np.full((1, 2), RANK), "device": [xp.full((1, 2), RANK + 0.5)]})
+    for op, scale in [("SUM", 1), ("MEAN", N)]:
+        found = strategy.reduce(op, value, axis)
+        for one, kind, total in [(found["host"], np, N * (N - 1) / 2), (found["device"][0], xp, N * N / 2)]:
+            assert isinstance(one, kind.ndarray) and one.ravel().tolist() == [total / scale] * 2
+
+
+def test_arrays_that_are_not_contiguous_have_no_dimensions_or_no_elements(strategy):
+    xp = strategy.xp
+    whole = here(strategy, np.arange(24.0).reshape(4, 6) * (RANK + 1))
+    views = {"steps": whole[::2, ::-3], "turned": whole.T, "one": whole[1, 2], "none": whole[:, :0], "row": whole[3]}
+    spread = xp.broadcast_to(xp.asarray(RANK + 1.0), (3, 2))
+    found = hs.asnumpy(strategy.reduce("SUM", strategy.run(lambda: {**views, "spread": spread}), None))
+    everything = np.arange(24.0).reshape(4, 6) * (N * (N + 1) // 2)
+    assert np.array_equal(found["steps"], everything[::2, ::-3]) and np.array_equal(found["turned"], everything.T)
+    assert found["one"] == everything[1, 2] and found["none"].shape == (4, 0)
+    assert np.array_equal(found["row"], everything[3]) and found["spread"].tolist() == [[N * (N + 1) / 2] * 2] * 3
+    along = strategy.reduce("SUM", strategy.run(lambda: [whole.T, whole[::2, ::-3]]), 0)
+    assert np.array_equal(hs.asnumpy(along[0]), everything.T.sum(0))
+    assert np.array_equal(hs.asnumpy(along[1]), everything[::2, ::-3].sum(0))
 
 
 def test_plain_values(strategy):
     """The mean of what is the same everywhere is itself."""
+    xp = strategy.xp
     assert strategy.reduce("MEAN", 3.5, None) == 3.5
-    assert strategy.reduce("MEAN", np.array([1.0, 3.0]), 0) == 2
-    assert strategy.reduce("MEAN", np.array([[1, 3], [5, 7]]), (0, 1)) == 4
-    assert strategy.reduce("MAX", np.array([1.0, 3.0]), 0) == 3
+    assert strategy.reduce("MEAN", xp.array([1.0, 3.0]), 0) == 2
+    assert strategy.reduce("MEAN", xp.array([[1, 3], [5, 7]]), (0, 1)) == 4
+    assert strategy.reduce("MAX", xp.array([1.0, 3.0]), 0) == 3
     assert strategy.reduce("SUM", 0, None) == 0
     assert strategy.reduce("SUM", 0.0, None) == 0
     assert strategy.reduce("SUM", {"a": 0, "b": each(strategy, list(range(N)))}, None) == {
@@ -183,12 +237,13 @@ def test_plain_values(strategy):
 def test_the_sum_of_a_plain_value_is_refused(strategy, value):
     for axis in (None, 0) if np.ndim(value) else (None,):
         with pytest.raises(ValueError, match=r"Strategy.reduce: SUM of a value that is not distributed"):
-            strategy.reduce("SUM", value, axis)
+            strategy.reduce("SUM", here(strategy, value), axis)
     assert strategy.reduce("SUM", each(strategy, [1] * N), None) == N
 
 
 def test_slices(strategy):
-    value = strategy.run(lambda: hs.IndexedSlices(np.full((1, 2), RANK + 1.0), np.array([RANK]), (8, 2)))
+    xp = strategy.xp
+    value = strategy.run(lambda: hs.IndexedSlices(xp.full((1, 2), RANK + 1.0), xp.array([RANK]), (8, 2)))
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         found = strategy.reduce(op, value, None)
         assert isinstance(found, hs.IndexedSlices) and found.shape == (8, 2)
@@ -200,7 +255,7 @@ def test_within_merge_call(strategy):
     def merge(strategy, value):
         return strategy.reduce("SUM", value, None)
 
-    found = strategy.run(lambda: replica_context().merge_call(merge, (np.full(3, RANK),)))
+    found = strategy.run(lambda: replica_context().merge_call(merge, (strategy.xp.full(3, RANK),)))
     for one in strategy.experimental_local_results(found):
         assert one.tolist() == [N * (N - 1) / 2] * 3
 
@@ -225,18 +280,18 @@ def nests(*others):
     )
 
 
-def build(plan, rank, axis=None):
+def build(plan, rank, axis=None, xp: Any = np):
     """The nest that `plan` describes, with replica `rank`'s numbers; its size along `axis` differs by rank."""
     if isinstance(plan, tuple):
         dtype, shape, seed = plan
         sizes = list(shape)
         if axis is not None:
             sizes[axis] = (sizes[axis] + rank * seed) % 5
-        return np.asarray(np.random.default_rng([seed, rank]).integers(0, 50, sizes)).astype(dtype)
+        return xp.asarray(np.asarray(np.random.default_rng([seed, rank]).integers(0, 50, sizes)).astype(dtype))
     if isinstance(plan, list):
-        return [build(one, rank, axis) for one in plan]
+        return [build(one, rank, axis, xp) for one in plan]
     if isinstance(plan, dict):
-        return {key: build(one, rank, axis) for key, one in plan.items()}
+        return {key: build(one, rank, axis, xp) for key, one in plan.items()}
     return plan
 
 
@@ -244,9 +299,10 @@ def check(found, plan, parts, expected_of):
     """Compares a nest with what `expected_of` makes of each leaf's parts."""
     if isinstance(plan, tuple):
         expected = np.asarray(expected_of(parts))
-        np.testing.assert_allclose(found, expected, rtol=1e-6 if expected.dtype == np.float32 else 1e-12)
-        assert np.shape(found) == expected.shape and found.dtype == expected.dtype
-        assert same_bits(found)
+        host = hs.asnumpy(found)
+        np.testing.assert_allclose(host, expected, rtol=1e-6 if expected.dtype == np.float32 else 1e-12)
+        assert host.shape == expected.shape and found.dtype == expected.dtype
+        assert same_bits(host)
     elif isinstance(plan, list):
         assert isinstance(found, list) and len(found) == len(plan)
         for i, one in enumerate(plan):
@@ -264,22 +320,21 @@ ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=60, data
 
 @ANY
 @hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MIN", "MAX"]))
-def test_any_nest_elementwise(plan, op):
+def test_any_nest_elementwise(strategy, plan, op):
     def expected_of(leaves):
         stacked = np.stack(leaves)
         if op == "SUM":
             return stacked.sum(0, dtype=stacked.dtype)
         return stacked.min(0) if op == "MIN" else stacked.max(0)
 
-    with hs.CentralStorageStrategy() as strategy:
-        parts = [build(plan, rank) for rank in range(N)]
-        found = strategy.reduce(op, strategy.run(lambda: parts[RANK]), None)
-        check(found, plan, parts, expected_of)
+    parts = [build(plan, rank) for rank in range(N)]
+    found = strategy.reduce(op, strategy.run(lambda: build(plan, RANK, None, strategy.xp)), None)
+    check(found, plan, parts, expected_of)
 
 
 @ANY
 @hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MEAN"]))
-def test_any_nest_along_its_first_axis(plan, op):
+def test_any_nest_along_its_first_axis(strategy, plan, op):
     def expected_of(leaves):
         whole = np.concatenate(leaves)
         if op == "SUM":
@@ -287,16 +342,14 @@ def test_any_nest_along_its_first_axis(plan, op):
         mean = whole.mean(0, dtype=np.float64) if len(whole) else np.full(whole.shape[1:], np.nan)
         return np.asarray(mean).astype(np.float64 if whole.dtype.kind in "iu" else whole.dtype)
 
-    with hs.CentralStorageStrategy() as strategy:
-        parts = [build(plan, rank, 0) for rank in range(N)]
-        found = strategy.reduce(op, strategy.run(lambda: parts[RANK]), 0)
-        check(found, plan, parts, expected_of)
+    parts = [build(plan, rank, 0) for rank in range(N)]
+    found = strategy.reduce(op, strategy.run(lambda: build(plan, RANK, 0, strategy.xp)), 0)
+    check(found, plan, parts, expected_of)
 
 
 @ANY
 @hypothesis.given(nests(), st.sampled_from([0, -1]))
-def test_any_nest_gathered(plan, axis):
-    with hs.CentralStorageStrategy() as strategy:
-        parts = [build(plan, rank, axis) for rank in range(N)]
-        found = strategy.gather(strategy.run(lambda: parts[RANK]), axis)
-        check(found, plan, parts, lambda leaves: np.concatenate(leaves, axis))
+def test_any_nest_gathered(strategy, plan, axis):
+    parts = [build(plan, rank, axis) for rank in range(N)]
+    found = strategy.gather(strategy.run(lambda: build(plan, RANK, axis, strategy.xp)), axis)
+    check(found, plan, parts, lambda leaves: np.concatenate(leaves, axis))

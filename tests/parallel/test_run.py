@@ -18,8 +18,8 @@ RANK = COMM.rank
 
 
 @pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
 
 
@@ -70,8 +70,8 @@ def test_arguments_are_each_replicas_component(strategy):
     assert isinstance(nest["point"].x, int if N == 1 else hs.PerReplica)  # what was passed is as it was
 
 
-def test_plain_arguments_are_passed_on_and_not_copied(strategy):
-    array, items = np.ones(3), [1, 2]
+def test_plain_arguments_are_passed_on_and_not_copied(strategy, place):
+    array, items = place.xp.ones(3), [1, 2]
 
     def replica(a, b, c):
         assert a is array and b is items
@@ -80,14 +80,14 @@ def test_plain_arguments_are_passed_on_and_not_copied(strategy):
     strategy.run(replica, [array, items, iter(range(3))])
 
 
-def test_what_comes_back(strategy):
+def test_what_comes_back(strategy, place):
     with strategy.scope():
         v = hs.Variable(1.0)
 
     def replica():
         return {
             "number": RANK,
-            "array": np.full(2, RANK),
+            "array": place.xp.full(2, RANK),
             "none": None,
             "variable": v,
             "point": Point(RANK, [float(RANK)]),
@@ -113,17 +113,34 @@ def test_what_comes_back(strategy):
     else:
         assert all(type(leaf) is hs.PerReplica for leaf in leaves)
     assert strategy.experimental_local_results(found["number"]) == tuple(range(N))
+    assert [one.tolist() for one in strategy.experimental_local_results(found["array"])] == [[r, r] for r in range(N)]
     assert strategy.experimental_local_results(found["text"]) == ("text",) * N
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda: v) is v
     assert strategy.run(lambda: (None, v)) == (None, v)
 
 
-def test_results_go_into_the_next_run(strategy):
+def test_results_go_into_the_next_run(strategy, place):
     found = per_replica(strategy)
+    array = strategy.run(lambda: place.xp.full((2, 1), RANK))
     for step in range(3):
         found = strategy.run(lambda x, step: {"x": [x + 1]} if step % 2 else x + 1, (found, 0))
+        array = strategy.run(lambda x, step: x + step, (array, step))
     assert strategy.experimental_local_results(found) == tuple(rank + 3 for rank in range(N))
+    for rank, one in enumerate(strategy.experimental_local_results(array)):
+        assert isinstance(one, place.xp.ndarray) and one.tolist() == [[rank + 3]] * 2
+
+
+def test_replicas_work_on_what_the_caller_computes_and_the_caller_on_theirs(strategy, place):
+    """So much work that the processor is far ahead of a device that it does not wait for."""
+    turn = place.xp.roll(place.xp.eye(300), 1, 0)
+    array = place.xp.arange(300.0) * (RANK + 1)
+    for _ in range(5):
+        for _ in range(30):
+            array = turn @ array
+        array = strategy.run(lambda array: turn @ (turn @ array) + 1, (array,))
+        (array,) = strategy.experimental_local_results(array)[RANK : RANK + 1]
+    assert array.tolist() == [(k - 5 * 32) % 300 * (RANK + 1) + 5 for k in range(300)]
 
 
 def test_run_is_legal_outside_of_scopes_and_takes_options(strategy):
@@ -147,27 +164,30 @@ def test_a_distributed_value_is_no_number(strategy):
 # ---- experimental_local_results
 
 
-def test_local_results_of_arrays_of_different_shapes(strategy):
-    found = strategy.run(lambda: np.full((RANK, 3), RANK, np.float32))
+def test_local_results_of_arrays_of_different_shapes(strategy, place):
+    found = strategy.run(lambda: place.xp.full((RANK, 3), RANK, np.float32))
     everyones = strategy.experimental_local_results(found)
     assert isinstance(everyones, tuple) and len(everyones) == N
     for rank, one in enumerate(everyones):
+        assert isinstance(one, place.xp.ndarray)
         assert one.shape == (rank, 3) and one.dtype == np.float32 and (one == rank).all()
     digests = COMM.allgather([one.tobytes() for one in everyones])
     assert digests == [digests[0]] * N
 
 
-def test_local_results_of_a_nest(strategy):
-    found = strategy.run(lambda: {"a": RANK, "b": [np.full(2, RANK)]})
+def test_local_results_of_a_nest(strategy, place):
+    found = strategy.run(lambda: {"a": RANK, "b": [place.xp.full(2, RANK), np.full(2, -RANK)]})
     everyones = strategy.experimental_local_results(found)
     assert len(everyones) == N
     for rank, one in enumerate(everyones):
-        assert one["a"] == rank and one["b"][0].tolist() == [rank] * 2
+        assert one["a"] == rank
+        for array, module, number in zip(one["b"], (place.xp, np), (rank, -rank), strict=True):
+            assert isinstance(array, module.ndarray) and array.tolist() == [number] * 2
 
 
-def test_local_results_of_anything_else(strategy):
+def test_local_results_of_anything_else(strategy, place):
     before = strategy._communicator.number
-    array = np.ones(3)
+    array = place.xp.ones(3)
     for value in (5, "text", None, [1, 2], {"a": None}):
         assert strategy.experimental_local_results(value) == (value,)
     assert strategy.experimental_local_results(array)[0] is array
@@ -191,23 +211,25 @@ def test_local_results_of_what_cannot_travel(strategy):
 # ---- experimental_distribute_values_from_function
 
 
-def test_values_from_a_function(strategy):
+def test_values_from_a_function(strategy, place):
     contexts = []
 
-    def value_fn(context):
+    def value_fn(context, module):
         contexts.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
-        return np.full((RANK + 1, 2), context.replica_id_in_sync_group)
+        return module.full((RANK + 1, 2), context.replica_id_in_sync_group)
 
-    found = strategy.experimental_distribute_values_from_function(value_fn)
-    assert contexts == [(RANK, N)]
-    assert isinstance(found, np.ndarray if N == 1 else hs.PerReplica)
-    for rank, one in enumerate(strategy.experimental_local_results(found)):
-        assert one.tolist() == [[rank] * 2] * (rank + 1)
-    assert strategy.reduce("SUM", found, axis=(0, 1)) == sum(2 * rank * (rank + 1) for rank in range(N))
+    for module in (np, place.xp):  # an array of the host goes to the device
+        contexts.clear()
+        found = strategy.experimental_distribute_values_from_function(lambda context, xp=module: value_fn(context, xp))
+        assert contexts == [(RANK, N)]
+        assert isinstance(found, place.xp.ndarray if N == 1 else hs.PerReplica)
+        for rank, one in enumerate(strategy.experimental_local_results(found)):
+            assert isinstance(one, place.xp.ndarray) and one.tolist() == [[rank] * 2] * (rank + 1)
+        assert strategy.reduce("SUM", found, axis=(0, 1)) == sum(2 * rank * (rank + 1) for rank in range(N))
     for number in (3, 2.5, True, np.float32(1), [1, 2]):
         found = strategy.experimental_distribute_values_from_function(lambda _, number=number: number)
         for one in strategy.experimental_local_results(found):
-            assert np.array_equal(one, number)
+            assert np.array_equal(hs.asnumpy(one), number)
 
 
 # ---- old names

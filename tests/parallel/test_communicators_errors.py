@@ -1,0 +1,250 @@
+"""What goes wrong in communicators, on one rank or on all: every rank raises, and the next call works."""
+
+import numpy as np
+import pytest
+from transports import COMM, DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
+
+from hpcstrat import ReplicaMismatchError
+
+
+def pytest_generate_tests(metafunc):
+    parametrize(metafunc, {"communicator": HOST + DEVICE, "group": HOST[:3] + DEVICE})
+
+
+@pytest.fixture
+def communicator(request, monkeypatch, place):
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture
+def group(request, monkeypatch, place):
+    if COMM.size == 1:
+        pytest.skip("one rank cannot disagree with another")
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_in_the_end():
+    yield
+    close_devices()
+
+
+# ---- refusals
+
+REFUSED = {
+    "objects": (np.array([None, 1]), SUM, "object cannot be reduced"),
+    "int16": (np.arange(3, dtype=np.int16), SUM, "int16 cannot be reduced; it takes int8, int32"),
+    "uint16": (np.arange(3, dtype=np.uint16), MAX, "uint16 cannot be reduced"),
+    "long double": (np.arange(3, dtype=np.longdouble), SUM, "cannot be reduced"),
+    "text": (np.array(["a"]), MIN, "cannot be reduced"),
+    "records": (np.zeros(2, [("a", "f4")]), SUM, "cannot be reduced"),
+    "bool": (np.array([True]), SUM, "SUM of bool is not defined; bool takes MIN, MAX"),
+    "bool mean": (np.array([True]), MEAN, "MEAN of bool is not defined"),
+    "complex": (np.array([1j]), MAX, "MAX of complex128 is not defined; complex128 takes SUM, MEAN"),
+    "complex64": (np.array([1j], np.complex64), MIN, "MIN of complex64 is not defined"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_dtypes_that_are_refused(communicator, place, case):
+    array, op, message = REFUSED[case]
+    if array.dtype.char in "?hHFD":  # the others are no dtypes of a GPU
+        array = place.xp.asarray(array)
+    with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
+        communicator.all_reduce("some_call", [array], op)
+    for rank in range(communicator.size):  # one rank only
+        with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
+            communicator.all_reduce("some_call", [array if communicator.rank == rank else place.xp.ones(9000)], op)
+    works(communicator, place)
+
+
+def test_objects_are_not_gathered_as_arrays(communicator, place):
+    with pytest.raises(TypeError, match="some_call: an array of dtype object cannot be gathered"):
+        communicator.all_gather("some_call", [place.xp.ones(3), np.array([None])], 0)
+    works(communicator, place)
+
+
+def test_axes_that_are_not_there(communicator, place):
+    for axis in (1, -2):
+        with pytest.raises(ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"):
+            communicator.all_gather("some_call", [place.xp.ones(3)], axis)
+    with pytest.raises(ReplicaMismatchError, match="axis 0 does not exist"):
+        communicator.all_gather("some_call", [place.xp.array(1.0)], 0)
+    works(communicator, place)
+
+
+# ---- ranks that disagree
+
+DISAGREEMENTS = {
+    "shape": (
+        lambda c, xp, odd: c.all_reduce("call", [xp.ones((3, 5 if odd else 4))], SUM),
+        "float64, (3, {})",
+        (4, 5),
+    ),
+    "dimensions": (
+        lambda c, xp, odd: c.all_reduce("call", [xp.ones((1, 3) if odd else 3)], SUM),
+        "{}",
+        ("(3,)", "(1, 3)"),
+    ),
+    "size": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(50_000 if odd else 3)], SUM), "({},)", (3, 50_000)),
+    "large": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(50_000 + odd)], SUM), "({},)", (50_000, 50_001)),
+    "dtype": (
+        lambda c, xp, odd: c.all_reduce("call", [xp.ones(3, "f4" if odd else "f8")], SUM),
+        "({}, (3,)))",
+        ("float64", "float32"),
+    ),
+    "op": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)], MAX if odd else SUM), "call({},", ("SUM", "MAX")),
+    "count": (
+        lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)] * (1 + odd), SUM),
+        "{}",
+        ("(3,)))", "(3,)), (float64"),
+    ),
+    "call": (lambda c, xp, odd: c.all_reduce("odd" if odd else "even", [xp.ones(3)], SUM), "{}(SUM", ("even", "odd")),
+    "verb": (
+        lambda c, xp, odd: c.barrier("pause") if odd else c.all_gather("meet", [xp.ones(9000)], 0),
+        "{}",
+        ("meet(axis=0", "pause()"),
+    ),
+    "object": (
+        lambda c, xp, odd: c.all_gather_obj("tell", xp.ones(9000)) if odd else c.all_reduce("call", [xp.ones(3)], SUM),
+        "{}",
+        ("call(SUM", "tell()"),
+    ),
+    "root": (lambda c, xp, odd: c.broadcast_obj("call", 1, root=int(odd)), "call(root={})", (0, 1)),
+    "gathered axis": (lambda c, xp, odd: c.all_gather("call", [xp.ones((2, 2))], int(odd)), "axis={}", (0, 1)),
+    "gathered dtype": (
+        lambda c, xp, odd: c.all_gather("call", [xp.ones(2, "f4" if odd else "f8")], 0),
+        ", {})",
+        ("float64", "float32"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+def test_ranks_that_disagree(group, place, case):
+    call, text, facts = DISAGREEMENTS[case]
+    for odd in range(group.size):
+        with pytest.raises(ReplicaMismatchError, match="must make the same call") as caught:
+            call(group, place.xp, group.rank == odd)
+        lines = str(caught.value).splitlines()[1:]
+        assert len(lines) == group.size
+        for rank, line in enumerate(lines):
+            assert line.startswith(f"  rank {rank}: ")
+            assert text.format(facts[rank == odd]) in line
+        works(group, place)
+
+
+def test_every_rank_makes_another_call(group, place):
+    with pytest.raises(ReplicaMismatchError) as caught:
+        group.barrier(f"call number {group.rank}")
+    for rank in range(group.size):
+        assert f"rank {rank}: call number {rank}()" in str(caught.value)
+    works(group, place)
+
+
+def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
+    xp = place.xp
+    for unit in (1, 5000):
+        with pytest.raises(ReplicaMismatchError, match="some_call: shapes may differ along axis 0 only") as caught:
+            group.all_gather("some_call", [xp.ones((2, unit * (group.rank + 1)))], 0)
+        for rank in range(group.size):
+            assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
+        with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
+            group.all_gather("some_call", [xp.ones(unit) if group.rank else xp.ones((unit, 1))], 0)
+        assert f"({unit}, 1) on rank 0, ({unit},) on rank 1" in str(caught.value)
+        works(group, place)
+
+
+# ---- work that fails on some ranks
+
+
+class Special(ValueError):
+    pass
+
+
+class Strange(Exception):
+    pass
+
+
+ERRORS = {
+    ValueError("a value"): ValueError,
+    Special("special"): ValueError,
+    Strange("strange"): RuntimeError,
+    KeyError("key"): KeyError,
+    MemoryError("full"): MemoryError,
+    ReplicaMismatchError("differs"): ReplicaMismatchError,
+    NotImplementedError("not yet"): NotImplementedError,
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"): ValueError,
+}
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_what_fails_on_one_rank_fails_on_all(group, place, error):
+    for failing in range(group.size):
+        with pytest.raises(Exception) as caught:
+            with group.joint("some_call"):
+                if group.rank == failing:
+                    raise error
+            group.all_reduce("some_call", [place.xp.ones(9000)], SUM)
+        if group.rank == failing:
+            assert caught.value is error
+        else:
+            assert type(caught.value) is ERRORS[error]
+            assert str(error) in str(caught.value)
+            assert f"(found by rank {failing})" in str(caught.value)
+    works(group, place)
+
+
+def test_what_fails_on_several_ranks(group, place):
+    for first in range(group.size):
+        with pytest.raises(ValueError) as caught:
+            with group.joint("some_call"):
+                if group.rank >= first:
+                    raise ValueError(f"fault of rank {group.rank}")
+            group.all_gather_obj("some_call", np.ones(9000))
+        mine = f"fault of rank {group.rank}"
+        assert str(caught.value) == (mine if group.rank >= first else f"fault of rank {first} (found by rank {first})")
+    works(group, place)
+
+
+def test_a_joint_block_around_another_and_around_a_call(group, place):
+    with pytest.raises(ValueError, match="inner"):
+        with group.joint("outer"):
+            with group.joint("inner"):
+                if group.rank == 1:
+                    raise ValueError("inner")
+            group.barrier("meet")
+    with pytest.raises(TypeError, match="int16"):
+        with group.joint("outer"):
+            group.all_reduce("call", [place.xp.ones(3, np.int16 if group.rank == 0 else np.int32)], SUM)
+    with pytest.raises(ReplicaMismatchError):
+        with group.joint("outer"):
+            group.barrier("one" if group.rank else "other")
+    works(group, place)
+
+
+def test_one_rank_fails_where_another_makes_a_different_call(group, place):
+    if group.size < 3:
+        pytest.skip("needs three ranks: one that fails and two that differ")
+    with pytest.raises(ValueError, match="mine"):
+        with group.joint("some_call"):
+            if group.rank == 1:
+                raise ValueError("mine")
+        group.barrier(f"call {group.rank}")
+    works(group, place)
+
+
+def test_a_message_for_which_there_is_no_memory(communicator, place):
+    huge = place.xp.broadcast_to(place.xp.asarray(np.float32(1)), (10**14,))
+    with pytest.raises(MemoryError):
+        communicator.all_reduce("some_call", [huge], SUM)
+    with pytest.raises(MemoryError):
+        communicator.all_gather("some_call", [huge], 0)
+    works(communicator, place)
+    for rank in range(communicator.size):  # one rank only, and the others have something small
+        mine = huge if communicator.rank == rank else place.xp.ones(3, np.float32)
+        with pytest.raises((MemoryError, ReplicaMismatchError)):
+            communicator.all_reduce("some_call", [mine], SUM)
+        with pytest.raises(MemoryError):
+            communicator.all_gather("some_call", [mine], 0)
+        works(communicator, place)

@@ -1,0 +1,320 @@
+"""What communicators of GPUs have that others have not, and how NCCL is started and fails."""
+
+import threading
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from transports import (
+    COMM,
+    DEVICE,
+    MAX,
+    MEAN,
+    MIN,
+    SUM,
+    check,
+    close_devices,
+    has,
+    kind,
+    on_gpus,
+    parametrize,
+    transport,
+    values,
+    works,
+)
+
+import hpcstrat as hs
+from hpcstrat import _world
+from hpcstrat._communicators import nccl
+from hpcstrat._communicators.nccl import NcclCommunicator
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._communicators.staged import StagedCommunicator
+
+N = COMM.size
+RANK = COMM.rank
+several = pytest.mark.skipif(N == 1, reason="one rank has nothing to do for NCCL")
+on_gpu = pytest.mark.parametrize("place", ["GPU"], indirect=True)
+
+
+def pytest_generate_tests(metafunc):
+    parametrize(metafunc, {"communicator": DEVICE})
+
+
+@pytest.fixture
+def communicator(request, monkeypatch, place):
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture
+def connected(monkeypatch, place):
+    """NCCL's."""
+    return transport("NCCL", monkeypatch, place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_in_the_end():
+    yield
+    close_devices()
+
+
+@on_gpu
+@pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
+    with place.make(made) as strategy, place.make(made) as other:
+        assert type(strategy._communicator) is (NcclCommunicator if N > 1 else StagedCommunicator)
+        assert other._communicator is strategy._communicator
+
+
+# ---- arrays of the GPU and of the host
+
+
+def test_arrays_of_both_kinds_in_one_call(communicator, place):
+    rank, xp = communicator.rank, place.xp
+    parts = [[values((3, 5), np.dtype(t), r) for t in ("f4", "f8", "i4", "f4")] for r in range(communicator.size)]
+    modules = (xp, np, xp, np)
+    mine = [module.asarray(part) for module, part in zip(modules, parts[rank], strict=True)]
+    for op, fn in [(SUM, np.sum), (MIN, np.min), (MAX, np.max)]:
+        found = communicator.all_reduce("test", mine, op)
+        for one, module, *everyones in zip(found, modules, *parts, strict=True):
+            check(one, fn(everyones, axis=0).astype(everyones[0].dtype), module)
+    for one, module, *everyones in zip(communicator.all_gather("test", mine, 1), modules, *parts, strict=True):
+        check(one, np.concatenate(everyones, 1), module)
+    (mean, total) = communicator.all_reduce("test", [xp.array([rank]), np.array([rank])], MEAN)
+    for one, module in [(mean, xp), (total, np)]:
+        assert isinstance(one, module.ndarray) and one.tolist() == [(communicator.size - 1) / 2]
+
+
+PLACES = {
+    "an array": (lambda here: [here], lambda here: [np.ones(3)]),
+    "one of two": (lambda here: [here, here], lambda here: [here, np.ones(3)]),
+    "the other way": (lambda here: [np.ones(3), here], lambda here: [here, np.ones(3)]),
+}
+
+
+@several
+@on_gpu
+@pytest.mark.parametrize("case", PLACES)
+def test_ranks_that_disagree_on_what_is_on_the_gpu(connected, place, case):
+    here = place.xp.ones(3)
+    for odd in range(N):
+        mine = PLACES[case][connected.rank == odd](here)
+        for call in (
+            lambda mine=mine: connected.all_reduce("call", mine, SUM),
+            lambda mine=mine: connected.all_gather("call", mine, 0),
+        ):
+            with pytest.raises(hs.ReplicaMismatchError, match="must make the same call") as caught:
+                call()
+            for rank in range(N):
+                indices = [i for i, one in enumerate(PLACES[case][rank == odd](here)) if one is here]
+                assert f"rank {rank}: call(" in str(caught.value)
+                assert f"on the GPU {indices}" in str(caught.value)
+        works(connected, place)
+
+
+@several
+@on_gpu
+def test_what_goes_through_the_host_may_be_on_any_side(monkeypatch, place):
+    """As with replicas of both kinds: each result is where the rank's own array is."""
+    communicator: Any = transport("staged", monkeypatch, place)
+    xp = (np, place.xp)[RANK % 2]
+    check(communicator.all_reduce("test", [xp.full(3, RANK + 0.5)], SUM)[0], np.full(3, N * N / 2), xp)
+    check(communicator.all_gather("test", [xp.array([RANK])], 0)[0], np.arange(N), xp)
+
+
+@several
+@on_gpu
+def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
+    """The others must not wait for it in NCCL."""
+
+    def full(*args):
+        raise MemoryError("no room on the GPU")
+
+    here = place.xp.ones(3)
+    for lacking in range(N):
+        for call in (
+            lambda: connected.all_reduce("some_call", [here, here], SUM),
+            lambda: connected.all_gather("some_call", [here], 0),
+        ):
+            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room on the GPU") as caught:
+                if connected.rank == lacking:
+                    patch.setattr(place.xp, "empty", full)
+                call()
+            assert connected.rank == lacking or f"(found by rank {lacking})" in str(caught.value)
+        works(connected, place)
+
+
+# ---- the caller's stream
+
+
+def test_calls_are_ordered_with_whatever_stream_is_current(communicator, place):
+    """The processor runs ahead: work that is not waited for gives old numbers."""
+    xp, n = place.xp, communicator.size
+    for stream in (xp.cuda.Stream.null, xp.cuda.Stream(non_blocking=True), communicator.stream.raw):
+        with stream:
+            array = xp.zeros(100_000)
+            for _ in range(10):
+                array += communicator.rank + 1
+                (array,) = communicator.all_reduce("test", [array], MEAN)
+                array = array * 2 - array
+            whole = communicator.all_gather("test", [array[:1000] + communicator.rank], 0)[0] + 1
+            assert array.tolist() == [10 * (n + 1) / 2] * 100_000
+            assert whole.tolist() == [10 * (n + 1) / 2 + 1 + rank for rank in range(n) for _ in range(1000)]
+
+
+# ---- flat arrays, in place, as storage moves them
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "uint8", "complex64"])
+@pytest.mark.parametrize("size", [0, 1, 70_001])
+def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
+    xp, n = place.xp, communicator.size
+    if not has(xp, kind(name)):
+        pytest.skip(f"CuPy {xp.__version__} does not compute with {name}")
+    numbers = (np.arange(size) % 5 * n).astype(kind(name))
+    total = numbers * (n * (n + 1) // 2)
+    means = [] if numbers.dtype.kind in "iuc" else [(MEAN, total / kind(name).type(n))]
+    for op, expected in [(SUM, total), *means]:
+        for root in (None, *range(n)):
+            with communicator.stream.current():
+                mine = xp.asarray(numbers * (communicator.rank + 1))
+                if root is None:
+                    communicator.all_reduce_flat(mine, op)
+                else:
+                    communicator.reduce_flat(mine, op, root)
+            if root in (None, communicator.rank):
+                check(mine, expected, xp)
+
+
+@pytest.mark.parametrize("name", ["float32", "bool", "int16", "complex128"])
+@pytest.mark.parametrize("size", [0, 1, 70_001])
+def test_flat_arrays_are_broadcast_in_place(communicator, place, name, size):
+    for root in range(communicator.size):
+        parts = [values((size,), np.dtype(name), rank) for rank in range(communicator.size)]
+        with communicator.stream.current():
+            mine = place.xp.asarray(parts[communicator.rank])
+            communicator.broadcast_flat(mine, root)
+        check(mine, parts[root], place.xp)
+
+
+# ---- life and death of NCCL
+
+
+@several
+@on_gpu
+def test_a_closed_communicator(place):
+    comm: Any = _world.start().comm
+    communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
+    works(communicator, place)
+    for _ in range(2):
+        communicator.close()
+    for call in (
+        lambda: communicator.all_reduce("some_call", [place.xp.ones(3)], SUM),
+        lambda: communicator.all_gather("some_call", [place.xp.ones(3)], 0),
+    ):
+        with pytest.raises(RuntimeError, match="some_call: the strategy's NCCL communicator is closed; make another"):
+            call()
+    assert communicator.all_gather_obj("next", RANK) == list(range(N))  # which needs no NCCL
+
+
+@several
+@on_gpu
+def test_an_error_of_nccl_says_what_to_do_and_ends_its_use(place):
+    comm: Any = _world.start().comm
+    communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
+    works(communicator, place)
+    real, ended = communicator._comm, []
+
+    def fail(*args):
+        raise communicator._nccl.NcclError(2)
+
+    communicator._comm = types.SimpleNamespace(
+        allReduce=fail, allGather=fail, send=fail, recv=fail, abort=lambda: ended.append(RANK)
+    )
+    text = rf"some_call: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
+    with pytest.raises(RuntimeError, match=text):
+        communicator.all_reduce("some_call", [place.xp.ones(3)], SUM)
+    assert ended == [RANK]
+    with pytest.raises(RuntimeError, match="some_call: .* is closed"):
+        communicator.all_gather("some_call", [place.xp.ones(RANK)], 0)
+    communicator._comm = real
+    works(communicator, place)
+    communicator.close()
+
+
+class Nccl:
+    """Stands for `cupy.cuda.nccl`."""
+
+    available = True
+
+    def __init__(self, version, connect: Any = None):
+        self.version, self.NcclCommunicator = version, connect
+
+    def get_version(self):
+        return self.version
+
+    def get_unique_id(self):
+        return (1, 2, 3)
+
+
+def stream() -> Any:
+    """Stands for a stream and, as far as starting NCCL needs it, for CuPy."""
+    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 12090, driverGetVersion=lambda: 13000)
+    cuda = types.SimpleNamespace(Device=lambda ordinal: types.SimpleNamespace(use=lambda: None), runtime=runtime)
+    return types.SimpleNamespace(ordinal=0, xp=types.SimpleNamespace(cuda=cuda, __version__="14.0"))
+
+
+@several
+def test_versions_of_nccl_that_differ(monkeypatch):
+    control = transport("shared memory", monkeypatch)
+    monkeypatch.setattr(nccl, "load_nccl", lambda: Nccl(22803 + 100 * RANK))
+    with pytest.raises(RuntimeError, match="starting NCCL: .*: 2.28.3 on rank 0, 2.29.3 on rank 1.*; install the same"):
+        nccl._start(control, stream())
+
+
+@several
+@pytest.mark.parametrize("failing", [0, N - 1])
+@pytest.mark.parametrize("how", ["fails", "waits"])
+def test_nccl_does_not_start_on_one_rank(monkeypatch, failing, how):
+    """The others may have been connected: they give that back."""
+    control = transport("shared memory", monkeypatch)
+    ended, over = [], threading.Event()
+
+    def connect(size, unique_id, rank):
+        assert (size, unique_id, rank) == (N, (1, 2, 3), RANK)
+        if rank != failing:
+            return types.SimpleNamespace(abort=lambda: ended.append(rank))
+        if how == "fails":
+            raise OSError("no such GPU")
+        over.wait()
+
+    monkeypatch.setattr(nccl, "load_nccl", lambda: Nccl(22803, connect))
+    monkeypatch.setattr(nccl, "START_SECONDS", 0.2)
+    with pytest.raises(RuntimeError, match=r"NCCL does not connect the \d ranks \(NCCL 2.28.3, CuPy 14.0, ") as caught:
+        nccl._start(control, stream())
+    over.set()
+    state = "OSError: no such GPU" if how == "fails" else "waits too long"
+    for rank in range(N):
+        assert f"\n  rank {rank}: {state if rank == failing else 'connected'}" in str(caught.value)
+    assert ended == [RANK] * (RANK != failing)
+    assert control.all_gather_obj("next", RANK) == list(range(N))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_available", "shared", "allowed", "problem"),
+    [
+        (22803, True, False, "", ""),
+        (22803, False, False, "", "CuPy finds no NCCL"),
+        (20903, True, False, "", "NCCL is 2.9.3 and 2.10.0 is the oldest that serves"),
+        (22803, True, True, "1", "several ranks share a GPU, NCCL is 2.28.3 and 2.30.0 is the first"),
+        (23001, True, True, "", "with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
+        (23001, True, True, "1", ""),
+    ],
+)
+def test_why_nccl_does_not_serve(monkeypatch, version, is_available, shared, allowed, problem):
+    found = Nccl(version)
+    found.available = is_available
+    monkeypatch.setattr(nccl, "load_nccl", lambda: found)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
+    assert problem in nccl.why_not(shared)
+    assert bool(nccl.why_not(shared)) is bool(problem)

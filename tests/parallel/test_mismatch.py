@@ -1,0 +1,168 @@
+"""Ranks that pass different things, or make different calls: every rank raises, and names what each of them did."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from misuse import FIVE, KINDS, ONES, RANK, Env, N
+
+import hpcstrat as hs
+
+pytestmark = pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def env(request, place):
+    with place.make(KINDS[request.param]) as strategy, place.make(KINDS[request.param]) as other:
+        yield Env(place, strategy, other)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_has_changed(env):
+    yield
+    env.works()
+    env.v.assign(np.zeros(3))
+
+
+def context():
+    found: Any = hs.get_replica_context()
+    return found
+
+
+def made(e, value):
+    with e.s.scope():
+        return hs.Variable(e.here(value))
+
+
+DIFFERENT = {
+    "reduce: shapes": (lambda e, odd: e.s.reduce("SUM", e.each(FIVE if odd else ONES), None), ("(3,)", "(5,)")),
+    "reduce: dtypes": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones(3) if odd else ONES), None),
+        ("float64", "float32"),
+    ),
+    "reduce: operations": (
+        lambda e, odd: e.s.reduce("MAX" if odd else "SUM", e.each(ONES), None),
+        ("Strategy.reduce(SUM", "Strategy.reduce(MAX"),
+    ),
+    "reduce: dimensions": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3 + odd))), 0), ("(3,)", "(4,)")),
+    "reduce: axes": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3))), int(odd)), ("Strategy.reduce",)),
+    "reduce: axes of a square": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones((3, 3))), int(odd)),
+        ("axis=0", "axis=1"),
+    ),
+    "reduce: operations along an axis": (
+        lambda e, odd: e.s.reduce("SUM" if odd else "MEAN", e.each(np.ones(3)), 0),
+        ("SUM", "MEAN"),
+    ),
+    "reduce: keys": (
+        lambda e, odd: e.s.reduce("SUM", e.each({"a": 1, "c" if odd else "b": 2}), None),
+        ("'b': *", "'c': *"),
+    ),
+    "reduce: None": (lambda e, odd: e.s.reduce("SUM", e.each([1, None] if odd else [None, 1]), None), ("[0]", "[1]")),
+    "reduce: plain or not": (
+        lambda e, odd: e.s.reduce("MEAN", [1, e.each(1)] if odd else [e.each(1), 1], None),
+        ("[0]", "[1]"),
+    ),
+    "gather: keys": (lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0), ("'a': *", "'b': *")),
+    "reduce: leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None), ("Strategy.reduce",)),
+    "reduce or gather": (
+        lambda e, odd: e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None),
+        ("gather",),
+    ),
+    "gather: axes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 2))), int(odd)), ("Strategy.gather",)),
+    "gather: shapes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 3 + odd))), 0), ("(2, 3)", "(2, 4)")),
+    "variables: shapes": (lambda e, odd: made(e, np.ones(3 + odd)), ("(3,)", "(4,)")),
+    "variables: dtypes": (
+        lambda e, odd: made(e, np.ones(3, np.float32 if odd else np.float64)),
+        ("float64", "float32"),
+    ),
+    "assign or add": (
+        lambda e, odd: (e.v.assign_add if odd else e.v.assign)(e.here(ONES)),
+        ("Variable.assign_add of 'v'",),
+    ),
+    "assign: variables": (lambda e, odd: (e.none if odd else e.v).assign(e.here(ONES)), ("'none'",)),
+    "reduce or close": (lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(), ("barrier",)),
+    "agree or barrier": (lambda e, odd: hs.agree(False) if odd else hs.barrier(), ("agree",)),
+    "strategies": (
+        lambda e, odd: e.place.make(hs.MirroredStrategy if odd else hs.CentralStorageStrategy),
+        ("MirroredStrategy",),
+    ),
+}
+DIFFERENT_INSIDE = {
+    "all_reduce: shapes": (lambda e, odd: context().all_reduce("SUM", e.here(FIVE if odd else ONES)), ("(3,)", "(5,)")),
+    "all_reduce: operations": (
+        lambda e, odd: context().all_reduce("MIN" if odd else "SUM", e.here(ONES)),
+        ("ReplicaContext.all_reduce(SUM", "ReplicaContext.all_reduce(MIN"),
+    ),
+    "all_reduce: None": (
+        lambda e, odd: context().all_reduce("SUM", e.here([None if odd else ONES, ONES])),
+        ("ReplicaContext.all_reduce",),
+    ),
+    "all_reduce: keys": (lambda e, odd: context().all_reduce("SUM", {"b" if odd else "a": 1}), ("'a': *", "'b': *")),
+    "all_reduce: the other None": (
+        lambda e, odd: context().all_reduce("SUM", [1, None] if odd else [None, 1]),
+        ("[0]", "[1]"),
+    ),
+    "all_gather: keys": (
+        lambda e, odd: context().all_gather(e.here({"b" if odd else "a": ONES}), 0),
+        ("'a': *", "'b': *"),
+    ),
+    "all_reduce or all_gather": (
+        lambda e, odd: context().all_gather(e.here(ONES), 0) if odd else context().all_reduce("SUM", e.here(ONES)),
+        ("all_gather",),
+    ),
+    "all_reduce or merge_call": (
+        lambda e, odd: context().merge_call(lambda s: 0) if odd else context().all_reduce("SUM", e.here(ONES)),
+        ("merge_call",),
+    ),
+    "assign: variables": (
+        lambda e, odd: e.large.assign(e.here(np.ones((300, 100)))) if odd else e.v.assign(e.here(ONES)),
+        ("'large'",),
+    ),
+    "assign or all_reduce": (
+        lambda e, odd: e.v.assign(e.here(ONES)) if odd else context().all_reduce("SUM", e.here(ONES)),
+        ("Variable.assign",),
+    ),
+}
+
+
+def check_different(call, env, texts):
+    for odd in range(N):
+        with pytest.raises(hs.ReplicaMismatchError) as caught:
+            call(env, RANK == odd)
+        for text in (*texts, *(f"rank {rank}" for rank in range(N))):
+            assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_across_replicas(env, name):
+    call, texts = DIFFERENT[name]
+    check_different(call, env, texts)
+
+
+@pytest.mark.parametrize("name", DIFFERENT_INSIDE)
+def test_ranks_that_differ_in_a_replica(env, name):
+    call, texts = DIFFERENT_INSIDE[name]
+    check_different(lambda env, odd: env.s.run(lambda: call(env, odd)), env, texts)
+
+
+PLACES = {
+    "reduce": lambda e, value: e.s.reduce("SUM", e.s.run(lambda: value), None),
+    "reduce along an axis": lambda e, value: e.s.reduce("MEAN", e.s.run(lambda: value), 0),
+    "gather": lambda e, value: e.s.gather(e.s.run(lambda: value), 0),
+    "all_reduce": lambda e, value: e.s.run(lambda: context().all_reduce("MAX", value)),
+    "all_gather": lambda e, value: e.s.run(lambda: context().all_gather(value, 0)),
+}
+
+
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+@pytest.mark.parametrize("name", PLACES)
+def test_arrays_on_the_gpu_of_some_ranks_only(env, place, name):
+    here = place.xp.asarray(ONES)
+    for even, odd in [([here], [ONES]), ([here, ONES], [ONES, here]), ([here, here], [here, ONES])]:
+        check_different(lambda env, is_odd, both=(even, odd): PLACES[name](env, both[is_odd]), env, ("on the GPU [0",))
+
+
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_devices_that_differ(env, place):
+    check_different(lambda env, odd: type(env.s)(["CPU:0"] * N if odd else place.devices), env, (place.devices[0],))

@@ -1,0 +1,135 @@
+"""The communicators of every transport, and the arrays that tests move by them."""
+
+import hashlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcstrat import ReduceOp, _gpu, _world, asnumpy
+from hpcstrat._communicators import SoloCommunicator
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+
+COMM = MPI.COMM_WORLD
+SUM, MEAN, MIN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX
+ARITHMETIC = (SUM, MEAN, MIN, MAX)
+OPERATIONS = {
+    **dict.fromkeys("int8 int32 int64 uint8 uint32 uint64 float16 float32 float64".split(), ARITHMETIC),
+    "bfloat16": ARITHMETIC,
+    "complex64": (SUM, MEAN),
+    "complex128": (SUM, MEAN),
+    "bool": (MIN, MAX),
+}
+HOST = ("shared memory", "MPI", "MPI in pieces", "solo")
+DEVICE = ("NCCL", "staged") if COMM.size > 1 else ("staged",)  # one rank alone has nothing to do for NCCL
+_made = {}
+
+
+def parametrize(metafunc, transports):
+    """Runs a test that takes one of these fixtures on each of its transports, with `place` where the arrays are."""
+    for fixture in transports.keys() & set(metafunc.fixturenames):
+        names = transports[fixture]
+        cases = [("GPU" if name in DEVICE else "CPU", name) for name in names]
+        mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True, ids=names)
+        metafunc.definition.add_marker(mark)  # which counts before the parameters that `place` has of its own
+
+
+def transport(name, monkeypatch, place=None):
+    """The communicator of this name, the same for a whole file."""
+    if name == "MPI in pieces":  # an odd number of bytes, so that pieces cut elements
+        monkeypatch.setattr(HostCommunicator, "PIECE", 5003)
+    if name == "solo":
+        return SoloCommunicator()
+    kind = "MPI" if name == "MPI in pieces" else name
+    if kind not in _made:
+        comm: Any = _world.start().comm
+        made = HostCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
+        _made[kind] = on_gpus(name, made, place) if kind in DEVICE else made
+    return _made[kind]
+
+
+def on_gpus(name, control, place) -> Any:
+    """A communicator of arrays on each rank's GPU."""
+    from hpcstrat._communicators import nccl, staged
+
+    stream = _gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
+    if name == "staged":
+        return staged.StagedCommunicator(control, stream)
+    if problem := nccl.why_not(shared=len(set(place.devices)) < control.size):
+        pytest.fail(problem)
+    return nccl.NcclCommunicator(control, stream)
+
+
+def close_devices():
+    """To be called when a file's tests are done."""
+    for name in DEVICE:
+        if name in _made:
+            COMM.Barrier()
+            _made.pop(name).close()
+
+
+def kind(name):
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def values(shape, dtype, rank) -> Any:
+    """Small whole numbers, exact in every dtype, that differ by rank and by place."""
+    size = int(np.prod(shape))
+    numbers = (np.arange(size) * 5 + 3 * rank + rank * np.arange(size)) % 11
+    if dtype.kind in "if":
+        numbers -= 4
+    if dtype.kind == "b":
+        return (numbers % 3 > 0).reshape(shape)
+    array = numbers.astype(dtype)
+    if dtype.kind == "c":
+        array += (1j * ((numbers + rank) % 5)).astype(dtype)
+    return array.reshape(shape)
+
+
+def reduced(parts, op):
+    """What the values of `values` must reduce to."""
+    dtype = parts[0].dtype
+    exact = [part.astype(np.complex128 if dtype.kind == "c" else np.float64) for part in parts]
+    if op is MIN or op is MAX:
+        pick = min if op is MIN else max
+        flat = [pick(column) for column in zip(*(part.ravel().tolist() for part in exact), strict=True)]
+        return np.array(flat).reshape(parts[0].shape).astype(dtype)
+    total = np.sum(exact, axis=0)
+    if op is SUM:
+        return total.astype(dtype)
+    if dtype.kind in "iu":
+        return total / len(parts) if len(parts) > 1 else parts[0]
+    narrow = {"float16": np.float32, "bfloat16": np.float32}.get(dtype.name, dtype)
+    return (total.astype(narrow) / np.asarray(len(parts), narrow)).astype(dtype)
+
+
+def check(found, expected, xp=np):
+    assert isinstance(found, xp.ndarray)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    host = asnumpy(found)
+    assert host.tobytes() == expected.tobytes() or np.array_equal(host, expected)  # the zeros of either sign
+
+
+def digests(arrays):
+    """The same on every rank, or the ranks have different bits."""
+    return COMM.allgather([hashlib.sha256(array.tobytes()).hexdigest() for array in arrays])
+
+
+def has(xp, dtype):
+    """Whether NumPy, or this version of CuPy, computes with the dtype."""
+    try:
+        return dtype.kind == "b" or (xp.asarray(np.ones(1, dtype)) * 1).dtype == dtype
+    except (TypeError, ValueError):
+        return False
+
+
+def works(communicator, place):
+    """The call after one that went wrong."""
+    rank, size = communicator.rank, communicator.size
+    (total,) = communicator.all_reduce("next", [place.xp.full(7000, float(rank + 1))], SUM)
+    assert total.tolist() == [size * (size + 1) / 2] * 7000
+    assert communicator.all_gather_obj("next", rank) == list(range(size))
