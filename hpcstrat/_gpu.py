@@ -39,9 +39,9 @@ def is_on_gpu(value: Any) -> bool:
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
-def array_module(array: Any) -> Any:
-    """`cupy` for a CuPy array, else `numpy`."""
-    return sys.modules["cupy"] if is_on_gpu(array) else np
+def array_module(*arrays: Any) -> Any:
+    """`cupy` where any of them is a CuPy array, else `numpy`."""
+    return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
 
 
 @functools.cache

@@ -50,7 +50,7 @@ class Metric:
                 f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
                 "for itself; call it inside the function of Strategy.run"
             )
-        xp = _gpu.array_module(total)
+        xp = _gpu.array_module(total, count)
         both = xp.empty(2)
         both[0], both[1] = total, count
         self._sums.assign_add(both)
@@ -61,7 +61,7 @@ class Metric:
 
 def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
-    xp = _gpu.array_module(values)
+    xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
     if sample_weight is None:
         return array.sum(), array.size
@@ -72,7 +72,7 @@ def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    xp = _gpu.array_module(y_pred if _gpu.is_on_gpu(y_pred) else y_true)
+    xp = _gpu.array_module(y_true, y_pred)
     true, predicted = xp.asarray(y_true), xp.asarray(y_pred)
     if true.shape != predicted.shape:
         raise ValueError(f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal")

@@ -97,7 +97,8 @@ def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[
         for _ in range(ahead):
             loading.append(executor.submit(load, next(slots)))
         while True:
-            while loading and len(copying) <= ahead and (not copying or loading[0].done()):
+            # The first is waited for, and an error comes when it is its turn.
+            while loading and len(copying) <= ahead and (not copying or _is_there(loading[0])):
                 loaded = loading.popleft().result()
                 if loaded is None:
                     loading.clear()
@@ -114,6 +115,10 @@ def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
         copies.synchronize()  # before the memory that is being copied to goes back
+
+
+def _is_there(future: Future[_Loaded | None]) -> bool:
+    return future.done() and future.exception() is None
 
 
 def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:

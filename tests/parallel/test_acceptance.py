@@ -93,8 +93,8 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of, in
 
 
 @pytest.fixture
-def strategy(request):
-    with request.param(*["CPU:0"] * (request.param is hs.OneDeviceStrategy)) as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
 
 
@@ -190,8 +190,8 @@ def every(dtype):
 # ---- the tests
 
 
-def test_the_batches_are_uneven_and_some_empty():
-    strategy = hs.CentralStorageStrategy()
+@pytest.mark.parametrize("strategy", [hs.CentralStorageStrategy], indirect=True)
+def test_the_batches_are_uneven_and_some_empty(strategy):
     dataset = hs.data.Dataset.from_tensor_slices(data("float32")).batch(BATCH)
     sizes = []
     for x, _ in strategy.experimental_distribute_dataset(dataset):
@@ -259,7 +259,7 @@ def test_the_ranks_share_the_work_of_many_elements(strategy, optimizer, rule, op
 
     def step(t):
         rank = MPI.COMM_WORLD.rank
-        optimizer.apply_gradients([(gradient(rank, t, n, start), variable)])
+        optimizer.apply_gradients([(strategy.xp.asarray(gradient(rank, t, n, start)), variable)])
 
     for t in range(1, 4):
         strategy.run(step, args=(t,))
@@ -308,8 +308,11 @@ def test_rows_of_a_table(strategy, optimizer, rule, options):
 
 
 @every_strategy
-def test_reducing_in_the_cross_replica_context_is_the_same(strategy):
-    """Gradients that `reduce` has summed, applied outside of `run`, give the bits of gradients applied inside."""
+def test_reducing_in_the_cross_replica_context_is_the_same(strategy, place):
+    """Gradients that `reduce` has summed, applied outside of `run`, give the bits of gradients applied inside.
+
+    On GPUs but for the last ones: NCCL adds up for one rank in another order than for all.
+    """
     start = initial(every("float64"))
     x, y = data("float64")
     distributed = strategy.experimental_distribute_dataset(hs.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
@@ -331,4 +334,5 @@ def test_reducing_in_the_cross_replica_context_is_the_same(strategy):
                 optimizer.apply_gradients([(strategy.reduce(hs.ReduceOp.SUM, parts, axis=None), w)])
         results.append({"w": w.numpy()})
         assert_same_on_all_ranks(results[-1])
-    assert bits(results[0]) == bits(results[1])
+    assert place.kind == "GPU" or bits(results[0]) == bits(results[1])
+    assert_close(results[0], results[1], TOLERANCE["float64"])

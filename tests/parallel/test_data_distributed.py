@@ -1,6 +1,7 @@
 """Distributed datasets under a real strategy, at any number of ranks."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -12,9 +13,14 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
-def strategy():
-    with hs.CentralStorageStrategy() as made:
+def strategy(place):
+    with place.make(hs.CentralStorageStrategy) as made:
         yield made
+
+
+@pytest.fixture
+def xp(place):
+    return place.xp
 
 
 def steps(strategy, distributed):
@@ -78,11 +84,12 @@ def test_it_is_left_early_and_begun_again(strategy):
         assert len(list(distributed)) == 5
 
 
-def test_batches_go_into_run(strategy):
+def test_batches_go_into_run(strategy, xp):
     x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
 
     def add_up(pair):
         a, more = pair
+        assert type(a) is type(more["y"]) is xp.ndarray
         return a.sum() + more["y"].sum()
 
     total = 0.0
@@ -106,6 +113,27 @@ def test_an_error_on_one_rank_is_raised_on_all(strategy):
     hs.barrier()
 
 
+@pytest.mark.parametrize("wrong", [7, 23])
+def test_an_error_comes_after_the_steps_before_it(strategy, wrong):
+    """On all ranks, though one replica alone is given the element, and however far ahead batches are loaded."""
+    n = strategy.num_replicas_in_sync
+
+    def load(x):
+        if x == wrong:
+            raise KeyError(f"no element {wrong}")
+        return x
+
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n)))
+    for step in range(wrong // n):
+        time.sleep(0.005)  # in which the loader comes to the error
+        parts = strategy.experimental_local_results(next(iterator))
+        assert [part.tolist() for part in parts] == [[step * n + replica] for replica in range(n)]
+    with pytest.raises(KeyError, match=f"no element {wrong}"):
+        next(iterator)
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
 def test_generators_that_differ_are_named(strategy):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica agrees with itself")
@@ -127,3 +155,97 @@ def test_unbatched_datasets_are_refused(strategy):
         pytest.skip("one replica takes elements as they are")
     with pytest.raises(ValueError, match=r"call Dataset\.batch"):
         strategy.experimental_distribute_dataset(Dataset.range(4))
+
+
+# ---- loading ahead
+
+
+def own(strategy, batch):
+    """This replica's part."""
+    found = []
+    strategy.run(found.append, args=(batch,))
+    return found[0]
+
+
+@pytest.mark.parametrize("buffer", [0, 1, 4])
+@pytest.mark.parametrize("slow", ["producer", "consumer", "nobody"])
+def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
+    n, steps, kept = strategy.num_replicas_in_sync, 40, []
+    work = xp.eye(100)
+    with strategy.scope():
+        weighted, whole = hs.Variable(np.zeros(100), aggregation="SUM"), hs.Variable(np.zeros(100))
+    optimizer = hs.optimizers.SGD(1.0)
+
+    def produce(x):
+        if slow == "producer" and x % 300 == 0:
+            time.sleep(0.003)
+        return x * 2.0
+
+    def consume(x, step):
+        if slow == "consumer":
+            for _ in range(3):
+                work[...] = work @ work  # which a GPU is still at when the next batch comes
+            weighted.assign_add(x * (step + 1) * work[0, 0])
+        optimizer.apply_gradients([(x, whole)])
+
+    options = hs.InputOptions(experimental_per_replica_buffer_size=buffer)
+    dataset = Dataset.range(100 * n * steps).map(produce).batch(100 * n)
+    for step, batch in enumerate(strategy.experimental_distribute_dataset(dataset, options)):
+        strategy.run(consume, args=(batch, step))
+        if step % 3 == 0:
+            kept.append(own(strategy, batch))
+    values = 2.0 * np.arange(100 * n * steps).reshape(steps, n, 100)
+    assert (-whole.numpy()).tolist() == values.sum(axis=(0, 1)).tolist()
+    if slow == "consumer":
+        assert weighted.numpy().tolist() == (values.sum(axis=1).T @ np.arange(1.0, steps + 1)).tolist()
+    for part, expected in zip(kept, values[::3, hs.rank()], strict=True):  # nothing came over what is still held
+        assert part.tolist() == expected.tolist()
+
+
+def test_nests_of_any_dtype_and_size(strategy, xp):
+    n, r, sizes = strategy.num_replicas_in_sync, hs.rank(), [1, 3, 0, 40, 2] * 4
+
+    def nest(step):
+        rows = np.arange(sizes[step] * n) + step
+        return {
+            "half": np.outer(rows, np.arange(step)).astype(np.float16),
+            "nest": [(rows[:, None] * np.array([1, 2j])).astype(np.complex64), rows % 2 == 0],
+            "empty": np.zeros((len(rows), 0)),
+            "name": np.array([f"row {row}" for row in rows], "U12"),
+        }
+
+    distributed = strategy.experimental_distribute_dataset([nest(step) for step in range(len(sizes))])
+    for step, batch in zip(range(len(sizes)), distributed, strict=True):
+        part, whole = own(strategy, batch), nest(step)
+        mine = slice(r * sizes[step], (r + 1) * sizes[step])
+        pairs = [(part[name], whole[name]) for name in ("half", "empty", "name")]
+        for found, expected in [*pairs, *zip(part["nest"], whole["nest"], strict=True)]:
+            assert type(found) is (np.ndarray if expected.dtype.kind == "U" else xp.ndarray)
+            assert found.dtype == expected.dtype and found.tolist() == expected[mine].tolist()
+
+
+def test_batches_stay_on_the_host_where_it_is_asked(strategy):
+    n = strategy.num_replicas_in_sync
+    options = hs.InputOptions(experimental_fetch_to_device=False)
+    for distributed in (
+        strategy.experimental_distribute_dataset(Dataset.range(6 * n).batch(2 * n), options),
+        strategy.distribute_datasets_from_function(lambda context: Dataset.range(6 * n).batch(2), options),
+    ):
+        parts = [own(strategy, batch) for batch in distributed]
+        assert [type(part) for part in parts] == [np.ndarray] * 3
+        starts = [2 * (step * n + hs.rank()) for step in range(3)]
+        assert [part.tolist() for part in parts] == [[a, a + 1] for a in starts]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
+    n = strategy.num_replicas_in_sync
+    distributed = strategy.experimental_distribute_dataset(Dataset.range(20 * n).map(lambda x: x + 1).batch(2 * n))
+    left = iter(distributed)
+    for _ in range(taken):
+        next(left)
+    between = steps(strategy, distributed)
+    assert between == [[[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)]
+    assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
+    del left
+    assert steps(strategy, distributed) == between

@@ -12,9 +12,14 @@ RANK = COMM.rank
 
 
 @pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
+
+
+@pytest.fixture
+def xp(place):
+    return place.xp
 
 
 def make(strategy, kind, *args):
@@ -32,9 +37,9 @@ def everything():
     return np.concatenate([batch for rank in range(N) for batch in batches(rank)]).astype(np.float64)
 
 
-def feed(strategy, metric, *more):
+def feed(strategy, metric, xp):
     for batch in batches(RANK):
-        strategy.run(lambda batch=batch: metric.update_state(batch, *more))
+        strategy.run(lambda batch=batch: metric.update_state(xp.asarray(batch)))
 
 
 def test_names():
@@ -43,26 +48,26 @@ def test_names():
     assert hs.metrics.Mean("loss").name == "loss"
 
 
-def test_mean_and_sum(strategy):
+def test_mean_and_sum(strategy, xp):
     mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum, "total")
     for _ in range(2):
         assert mean.result() == 0 and total.result() == 0
-        feed(strategy, mean)
-        feed(strategy, total)
+        feed(strategy, mean, xp)
+        feed(strategy, total, xp)
         for _ in range(2):  # reading changes nothing
             assert mean.result() == pytest.approx(everything().mean(), rel=1e-15)
             assert total.result() == everything().sum()
         results = COMM.allgather((float(mean.result()), float(total.result())))
         assert len(set(results)) == 1
-        assert mean.result().dtype == np.float64
+        assert type(mean.result()) is type(total.result()) is np.float64
         mean.reset_state()
         with strategy.scope():
             total.reset_state()
 
 
-def test_results_in_a_replica_are_of_all_replicas(strategy):
+def test_results_in_a_replica_are_of_all_replicas(strategy, xp):
     mean = make(strategy, hs.metrics.Mean)
-    feed(strategy, mean)
+    feed(strategy, mean, xp)
     found = strategy.run(mean.result)
     for one in strategy.experimental_local_results(found):
         assert one == pytest.approx(everything().mean(), rel=1e-15)
@@ -83,13 +88,27 @@ def test_update_state_never_communicates(strategy):
     assert mean.result() == (3 if N > 1 else 0)
 
 
-def test_weights(strategy):
+def test_values_of_the_host_and_of_the_device_add_up(strategy, xp):
+    total = make(strategy, hs.metrics.Sum)
+
+    def replica():
+        total.update_state(xp.full(3, RANK + 1.0))
+        total.update_state(np.full(2, RANK + 1.0))
+        total.update_state(xp.ones(()))
+        total.update_state(RANK)
+        total.update_state(np.ones((2, 2)), xp.array([1.0, RANK]))
+
+    strategy.run(replica)
+    assert total.result() == sum(5 * (rank + 1) + 1 + rank + 2 + 2 * rank for rank in range(N))
+
+
+def test_weights(strategy, xp):
     mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum)
 
     def replica():
-        values = np.arange(6.0).reshape(3, 2) + RANK
+        values = xp.arange(6.0).reshape(3, 2) + RANK
         for metric in (mean, total):
-            metric.update_state(values, np.array([1.0, 0.0, RANK]))  # one weight a row
+            metric.update_state(values, xp.array([1.0, 0.0, RANK]))  # one weight a row
             metric.update_state(values, np.ones((3, 2)))
             metric.update_state(5.0, 2.0)
 
@@ -103,10 +122,11 @@ def test_weights(strategy):
     assert mean.result() == pytest.approx(sums / counts, rel=1e-15)
 
 
-def test_accuracy(strategy):
+def test_accuracy(strategy, xp):
     accuracy = make(strategy, hs.metrics.Accuracy)
-    strategy.run(lambda: accuracy.update_state(np.arange(4), np.where(np.arange(4) < RANK, np.arange(4), -1)))
-    strategy.run(lambda: accuracy.update_state(np.zeros(0), np.zeros(0)))
+    numbers = xp.arange(4)
+    strategy.run(lambda: accuracy.update_state(np.arange(4), xp.where(numbers < RANK, numbers, -1)))
+    strategy.run(lambda: accuracy.update_state(xp.zeros(0), xp.zeros(0)))
     right = sum(min(rank, 4) for rank in range(N))
     assert accuracy.result() == right / (4 * N)
     strategy.run(lambda: accuracy.update_state([1, 1], [1, 0], sample_weight=[3, 1]))
@@ -114,20 +134,20 @@ def test_accuracy(strategy):
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.uint8, np.int8, bool])
-def test_squared_errors_of_any_dtype(strategy, dtype):
+def test_squared_errors_of_any_dtype(strategy, xp, dtype):
     """In their own dtype 0 - 1 is 255 and 100 * 100 is 16 for 8 bits; 300 squared is inf for 16."""
     metric = make(strategy, hs.metrics.MeanSquaredError)
     largest = {np.float64: 1e3, np.float16: 300, np.uint8: 200, np.int8: 100, bool: 1}[dtype]
-    true, predicted = np.array([0, largest, 0]).astype(dtype), np.array([largest, 0, 0]).astype(dtype)
+    true, predicted = xp.array([0, largest, 0]).astype(dtype), xp.array([largest, 0, 0]).astype(dtype)
     strategy.run(lambda: metric.update_state(true if RANK % 2 else predicted, predicted if RANK % 2 else true))
     assert metric.result() == 2 * largest**2 / 3
 
 
 @pytest.mark.parametrize("kind", [hs.metrics.Accuracy, hs.metrics.MeanSquaredError])
-def test_shapes_that_differ(strategy, kind):
+def test_shapes_that_differ(strategy, xp, kind):
     metric = make(strategy, kind)
     with pytest.raises(ValueError, match=rf"{kind.__name__}.update_state: y_true has shape \(3,\) and y_pred \(3, 1\)"):
-        strategy.run(lambda: metric.update_state(np.ones(3), np.ones((3, 1))))
+        strategy.run(lambda: metric.update_state(xp.ones(3), xp.ones((3, 1))))
     assert metric.result() == 0
 
 
@@ -149,15 +169,15 @@ def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
 # ---- losses
 
 
-def test_the_average_loss_of_the_global_batch(strategy):
+def test_the_average_loss_of_the_global_batch(strategy, xp):
     """Uneven parts with the global batch size told: their sum is the mean of all."""
     losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
     size = sum(map(len, losses))
-    found = strategy.run(lambda: hs.losses.compute_average_loss(losses[RANK], global_batch_size=size))
+    found = strategy.run(lambda: hs.losses.compute_average_loss(xp.asarray(losses[RANK]), global_batch_size=size))
     total = strategy.reduce("SUM", found, None)
     assert total.dtype == np.float32
-    assert total == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
-    found = strategy.run(lambda: hs.losses.compute_average_loss(np.full((4, 2), RANK + 1.0), np.array([1, 0, 2, 1])))
-    assert strategy.reduce("SUM", found, None) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
-    found = strategy.run(lambda: hs.losses.scale_regularization_loss(np.array([1.0, 5.0])))
-    assert strategy.reduce("SUM", found, None) == pytest.approx(6, rel=1e-15)
+    assert float(total) == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
+    found = strategy.run(lambda: hs.losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1])))
+    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
+    found = strategy.run(lambda: hs.losses.scale_regularization_loss(xp.array([1.0, 5.0])))
+    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(6, rel=1e-15)

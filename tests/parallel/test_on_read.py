@@ -15,9 +15,14 @@ several = pytest.mark.skipif(N == 1, reason="with one replica there is nothing t
 
 
 @pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
+
+
+@pytest.fixture
+def xp(place):
+    return place.xp
 
 
 def make(strategy, initial, aggregation, **kwargs):
@@ -33,24 +38,25 @@ def brought_together(aggregation, parts):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_replicas_write_their_own(strategy, shape, aggregation):
-    v = make(strategy, np.full(shape, 2.0), aggregation)
+def test_replicas_write_their_own(strategy, xp, shape, aggregation):
+    v = make(strategy, xp.full(shape, 2.0), aggregation)
 
     def replica():
-        v.assign_add(np.full(shape, 3.0 * RANK))
-        v.assign_sub(np.full(shape, 1.0))
-        assert np.array_equal(v.value(), np.full(shape, 1.0 + 3 * RANK))
+        v.assign_add(xp.full(shape, 3.0 * RANK))
+        v.assign_sub(np.full(shape, 1.0))  # from the host
+        assert np.array_equal(hs.asnumpy(v.value()), np.full(shape, 1.0 + 3 * RANK))
         assert np.array_equal(v.numpy(), np.full(shape, 1.0 + 3 * RANK))
-        assert np.array_equal(v + 1, np.full(shape, 2.0 + 3 * RANK))
+        assert np.array_equal(hs.asnumpy(v + 1), np.full(shape, 2.0 + 3 * RANK))
 
     strategy.run(replica)
     expected = brought_together(aggregation, [np.full(shape, 1.0 + 3 * rank) for rank in range(N)])
+    assert type(v.numpy()) is np.ndarray and type(v.read_value()) is xp.ndarray
     for found in (v.read_value(), v.numpy(), strategy.extended.read_var(v)):
-        assert np.array_equal(found, expected) and found.dtype == np.float64
+        assert np.array_equal(hs.asnumpy(found), expected) and found.dtype == np.float64
         assert len(set(COMM.allgather(found.tobytes()))) == 1
         found[...] = -1  # a copy
     assert np.array_equal(v.numpy(), expected)
-    strategy.run(lambda: v.assign(np.full(shape, float(RANK))))
+    strategy.run(lambda: v.assign(xp.full(shape, float(RANK))))
     assert np.array_equal(v.numpy(), brought_together(aggregation, [np.full(shape, float(r)) for r in range(N)]))
 
 
@@ -61,13 +67,13 @@ def test_an_initial_value_is_every_replicas(strategy):
     assert make(strategy, 2.0 + RANK, "ONLY_FIRST_REPLICA").numpy() == 2
 
 
-def test_writes_and_reads_of_a_replica_never_communicate(strategy):
+def test_writes_and_reads_of_a_replica_never_communicate(strategy, xp):
     v = make(strategy, np.zeros(3), "SUM")
 
     def replica():
         before = strategy._communicator.number
         for _ in range(RANK):
-            v.assign_add(np.ones(3))
+            v.assign_add(xp.ones(3))
             assert [v.read_value(), v.numpy(), v.value(), v[0], v + 1, len(v), repr(v)]
         assert strategy._communicator.number == before
 
@@ -75,12 +81,21 @@ def test_writes_and_reads_of_a_replica_never_communicate(strategy):
     assert v.numpy().tolist() == [N * (N - 1) / 2] * 3
 
 
-def test_views_of_a_replica_are_read_only_and_copied_on_the_way_out(strategy):
+@pytest.mark.parametrize("place", ["CPU"], indirect=True)  # CuPy's arrays are never read-only
+def test_views_of_a_replica_are_read_only(strategy):
     v = make(strategy, np.arange(4.0), "MEAN")
 
     def replica():
         with pytest.raises(ValueError, match="read-only"):
             v.value()[0] = 1
+
+    strategy.run(replica)
+
+
+def test_views_of_a_replica_are_copied_on_the_way_out(strategy, xp):
+    v = make(strategy, xp.arange(4.0), "MEAN")
+
+    def replica():
         v.assign(v.value()[::-1] + RANK)
         v.assign_add(v.value()[::-1])
         kept = v.read_value()
@@ -88,7 +103,7 @@ def test_views_of_a_replica_are_read_only_and_copied_on_the_way_out(strategy):
         return kept, out
 
     kept, out = strategy.run(replica)
-    strategy.run(lambda: v.assign(np.zeros(4)))
+    strategy.run(lambda: v.assign(xp.zeros(4)))
     for one in (kept, out):
         for rank, found in enumerate(strategy.experimental_local_results(one)):
             assert found.tolist() == [3 + 2 * rank] * 4
@@ -96,21 +111,21 @@ def test_views_of_a_replica_are_read_only_and_copied_on_the_way_out(strategy):
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_assign_across_replicas_reads_back(strategy, shape, aggregation):
+def test_assign_across_replicas_reads_back(strategy, xp, shape, aggregation):
     v = make(strategy, np.zeros(shape), aggregation)
     with strategy.scope():
-        assert v.assign(np.full(shape, 12.0)) is v
+        assert v.assign(xp.full(shape, 12.0)) is v
     assert np.array_equal(v.numpy(), np.full(shape, 12.0))
     own = strategy.run(v.read_value)
     for found in strategy.experimental_local_results(own):
-        assert np.array_equal(found, np.full(shape, 12 / N if aggregation == "SUM" else 12.0))
+        assert np.array_equal(hs.asnumpy(found), np.full(shape, 12 / N if aggregation == "SUM" else 12.0))
 
 
 @pytest.mark.parametrize("aggregation", ["MEAN", "ONLY_FIRST_REPLICA"])
-def test_changes_across_replicas_change_all(strategy, aggregation):
+def test_changes_across_replicas_change_all(strategy, xp, aggregation):
     v = make(strategy, np.zeros(3), aggregation)
-    strategy.run(lambda: v.assign(np.full(3, float(RANK))))
-    v.assign_add(np.full(3, 10.0))
+    strategy.run(lambda: v.assign(xp.full(3, float(RANK))))
+    v.assign_add(xp.full(3, 10.0))
     v.assign_sub([1.0, 1.0, 1.0])
     for rank, found in enumerate(strategy.experimental_local_results(strategy.run(v.read_value))):
         assert found.tolist() == [rank + 9] * 3
@@ -118,15 +133,15 @@ def test_changes_across_replicas_change_all(strategy, aggregation):
 
 @several
 @pytest.mark.parametrize("verb", ["assign_add", "assign_sub"])
-def test_changes_of_a_sum_across_replicas_are_refused(strategy, verb):
+def test_changes_of_a_sum_across_replicas_are_refused(strategy, xp, verb):
     v = make(strategy, np.zeros(3), "SUM", name="total")
     with pytest.raises(ValueError, match=rf"Variable.{verb} of 'total': .*ON_READ variable that sums"):
-        getattr(v, verb)(np.ones(3))
+        getattr(v, verb)(xp.ones(3))
     assert v.numpy().tolist() == [0, 0, 0]
 
 
 @several
-def test_it_is_no_array_across_replicas(strategy):
+def test_it_is_no_array_across_replicas(strategy, xp):
     v = make(strategy, np.arange(3.0), "SUM", name="total")
     i = make(strategy, 3, "SUM", name="total")
     with strategy.scope():
@@ -134,8 +149,9 @@ def test_it_is_no_array_across_replicas(strategy):
             lambda: v + 1,
             lambda: 1 + v,
             lambda: v == v,
-            lambda: np.sum(v),
-            lambda: np.asarray(v),
+            lambda: np.add.reduce(v),
+            lambda: xp.asarray(v),
+            lambda: xp.exp(v),
             lambda: v[0],
             lambda: v.value(),
             lambda: bool(i),
@@ -144,7 +160,7 @@ def test_it_is_no_array_across_replicas(strategy):
             lambda: complex(i),
             lambda: range(i),
             lambda: list(v),
-            lambda: np.from_dlpack(v),
+            lambda: xp.from_dlpack(v),
         ):
             before = strategy._communicator.number
             with pytest.raises(RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"):
@@ -155,9 +171,9 @@ def test_it_is_no_array_across_replicas(strategy):
 
 
 @several
-def test_no_aggregation_cannot_be_read(strategy):
+def test_no_aggregation_cannot_be_read(strategy, xp):
     v = make(strategy, np.zeros(3), "NONE", name="total")
-    strategy.run(lambda: v.assign_add(np.full(3, float(RANK))))
+    strategy.run(lambda: v.assign_add(xp.full(3, float(RANK))))
     for read in (v.read_value, v.numpy):
         with pytest.raises(ValueError, match=r"of 'total': it is not said .*aggregation=VariableAggregation.SUM"):
             read()
@@ -166,19 +182,19 @@ def test_no_aggregation_cannot_be_read(strategy):
 
 
 @pytest.mark.skipif(N > 1, reason="what is special of one replica")
-def test_with_one_replica_it_is_an_array(strategy):
+def test_with_one_replica_it_is_an_array(strategy, xp):
     v = make(strategy, np.arange(3.0), "SUM")
-    v.assign_add(np.ones(3))
+    v.assign_add(xp.ones(3))
     assert (v + 1).tolist() == [2, 3, 4]
     assert v.value().tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
-def test_a_sum_of_integers_is_shared_out(strategy, dtype):
+def test_a_sum_of_integers_is_shared_out(strategy, xp, dtype):
     v = make(strategy, np.zeros(3, dtype), "SUM")
-    strategy.run(lambda: v.assign_add(np.arange(3, dtype=dtype)))
+    strategy.run(lambda: v.assign_add(xp.arange(3, dtype=dtype)))
     assert v.numpy().tolist() == [0, N, 2 * N]
-    v.assign([N, 0, 5 * N])
+    v.assign(xp.array([N, 0, 5 * N], dtype))
     own = strategy.experimental_local_results(strategy.run(v.read_value))
     assert [found.tolist() for found in own] == [[1, 0, 5]] * N
     assert v.numpy().tolist() == [N, 0, 5 * N]
@@ -202,11 +218,11 @@ def test_wrong_writes_change_nothing(strategy):
     assert v.numpy().tolist() == [0, 0, 0]
 
 
-def test_a_write_that_is_wrong_on_one_rank_raises_on_all(strategy):
+def test_a_write_that_is_wrong_on_one_rank_raises_on_all(strategy, xp):
     v = make(strategy, np.zeros(3), "MEAN")
     for wrong in range(N):
         with pytest.raises(ValueError, match=r"has shape \(2,\)"):
-            v.assign(np.ones(2 if RANK == wrong else 3))
+            v.assign(xp.ones(2 if RANK == wrong else 3))
     assert v.numpy().tolist() == [0, 0, 0]
     v.assign(np.full(3, 2.0))
     assert v.numpy().tolist() == [2, 2, 2]

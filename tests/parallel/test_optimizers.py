@@ -11,8 +11,8 @@ RANK = MPI.COMM_WORLD.rank
 
 
 @pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
-    with request.param() as made:
+def strategy(request, place):
+    with place.make(request.param) as made:
         yield made
 
 
@@ -21,16 +21,16 @@ def stepped(strategy, gradient, rate):
     with strategy.scope():
         table = hs.Variable(np.ones((4, 2)))
         optimizer = hs.optimizers.SGD(rate)
-    strategy.run(lambda: optimizer.apply_gradients([(gradient(), table)]))
+    strategy.run(lambda: optimizer.apply_gradients([(gradient(strategy.xp), table)]))
     return table
 
 
-def dense():
-    return np.ones((4, 2))
+def dense(xp):
+    return xp.ones((4, 2))
 
 
-def rows():
-    return hs.IndexedSlices(np.ones((2, 2)), np.array([1, 3]), (4, 2))
+def rows(xp):
+    return hs.IndexedSlices(xp.ones((2, 2)), xp.array([1, 3]), (4, 2))
 
 
 @pytest.mark.skipif(N == 1, reason="one rank's learning rate is everyone's")

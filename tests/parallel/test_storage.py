@@ -18,22 +18,28 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 MIB = 1 << 20
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 
 
 @pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request):
+def strategy(request, place):
     gc.collect()
-    with request.param() as made, made.scope():
+    with place.make(request.param) as made, made.scope():
         settle()
         yield made
 
 
 @pytest.fixture
-def central():
+def central(place):
     gc.collect()
-    with hs.CentralStorageStrategy() as made, made.scope():
+    with place.make(hs.CentralStorageStrategy) as made, made.scope():
         settle()
         yield made
+
+
+@pytest.fixture
+def xp(place):
+    return place.xp
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def settle():
     hs.Variable(0.0)
 
 
-def place(v):
+def start_of(v):
     return v._block.start
 
 
@@ -66,21 +72,22 @@ def test_many_come_and_go(strategy):
             del alive[int(random.choice(list(alive)))]
     for i, v in alive.items():
         assert (v.numpy() == i % 100).all()
-    spans = sorted((place(v), place(v) + v.size * v.dtype.itemsize) for v in alive.values() if v.size)
+    spans = sorted((start_of(v), start_of(v) + v.size * v.dtype.itemsize) for v in alive.values() if v.size)
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
-    assert all(place(v) % v.dtype.itemsize == 0 for v in alive.values())
+    assert all(start_of(v) % v.dtype.itemsize == 0 for v in alive.values())
 
 
 def test_memory_is_used_again(strategy):
     first = hs.Variable(np.ones(10_000))
     fence = hs.Variable(np.ones(3))
-    start = place(first)
+    start = start_of(first)
     del first
     second = hs.Variable(np.full(10_000, 2.0))
-    assert place(second) == start
+    assert start_of(second) == start
     assert (second.numpy() == 2).all() and (fence.numpy() == 1).all()
 
 
+@on_the_cpu
 def test_memory_goes_back_to_the_system(strategy):
     big = hs.Variable(np.ones(8 * MIB))
     COMM.Barrier()
@@ -101,11 +108,12 @@ def backed(strategy):
     return os.fstat(found._file).st_blocks * 512
 
 
+@on_the_cpu
 def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
     """Garbage collection comes at different moments: here on rank 0 first, then on each other."""
     ring = [hs.Variable(np.full(5_000, 3.0))]
     ring.append(ring)  # dies only when the collector finds it
-    start = place(ring[0])
+    start = start_of(ring[0])
     fence = hs.Variable(0.0)
     del ring
     for collector in range(N):
@@ -113,8 +121,8 @@ def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
             gc.collect()
         settle()
         other = hs.Variable(np.full(5_000, float(collector)))
-        assert len(set(COMM.allgather(place(other)))) == 1
-        assert (place(other) == start) == (collector == N - 1)
+        assert len(set(COMM.allgather(start_of(other)))) == 1
+        assert (start_of(other) == start) == (collector == N - 1)
         assert (other.numpy() == collector).all()
         del other
         settle()
@@ -122,7 +130,7 @@ def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
 
 
 @pytest.mark.parametrize("collector", range(N))
-def test_many_in_rings_with_collection_on_one_rank_only(strategy, no_collection, collector):
+def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_collection, collector):
     keep = []
     for i in range(60):
         ring = [hs.Variable(np.full(1 + 97 * i % 3000, float(i)), aggregation="SUM")]
@@ -131,18 +139,18 @@ def test_many_in_rings_with_collection_on_one_rank_only(strategy, no_collection,
             keep.append((i, ring[0]))
         if collector == RANK and i % 7 == 0:
             gc.collect()
-        strategy.run(lambda ring=ring: ring[0].assign_add(np.ones(ring[0].shape)))
+        strategy.run(lambda ring=ring: ring[0].assign_add(place.xp.ones(ring[0].shape)))
         del ring
     for i, v in keep:
         assert (v.numpy() == i + N).all()
-        if isinstance(strategy, hs.CentralStorageStrategy):
-            assert len(set(COMM.allgather(place(v)))) == 1
+        if isinstance(strategy, hs.CentralStorageStrategy) and place.kind == "CPU":  # one memory for all ranks
+            assert len(set(COMM.allgather(start_of(v)))) == 1
 
 
 def test_dead_variables_are_told_also_after_a_failure(central):
     first = hs.Variable(np.ones(10_000))
     fence = hs.Variable(1.0)
-    start = place(first)
+    start = start_of(first)
     del first
     if N > 1:
         with pytest.raises(hs.ReplicaMismatchError):  # the call that would have told
@@ -150,20 +158,21 @@ def test_dead_variables_are_told_also_after_a_failure(central):
     with pytest.raises(MemoryError):
         hs.Variable(np.broadcast_to(np.float32(0), (10**14,)))
     second = hs.Variable(np.full(10_000, 2.0))
-    assert place(second) == start
+    assert start_of(second) == start
     assert fence.numpy() == 1
 
 
-def test_a_variable_for_which_there_is_no_memory(strategy):
+def test_a_variable_for_which_there_is_no_memory(strategy, xp):
     before = hs.Variable([1.0, 2.0], aggregation="SUM")
     for shape in [(10**14,), (10**7, 10**7)]:
         with pytest.raises(MemoryError, match="bytes"):
             hs.Variable(np.broadcast_to(np.float32(0), shape))
         after = hs.Variable([3.0])
-        strategy.run(lambda: before.assign(np.ones(2)))
+        strategy.run(lambda: before.assign(xp.ones(2)))
         assert before.numpy().tolist() == [N, N] and after.numpy().tolist() == [3]
 
 
+@on_the_cpu
 def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
     """Less than what is reserved, so it is the system that refuses, on the rank that asks it."""
     first = hs.Variable([1.0])
@@ -175,7 +184,7 @@ def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
     second = hs.Variable([4.0])
     assert (first.numpy().tolist(), second.numpy().tolist()) == ([1], [4])
     if isinstance(strategy, hs.CentralStorageStrategy) and N > 1:  # nothing was lost
-        assert place(second) - place(first) < MIB
+        assert start_of(second) - start_of(first) < MIB
 
 
 @pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
@@ -195,22 +204,22 @@ def test_an_initial_value_that_fails_on_one_rank(strategy):
 
 
 @pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
-def test_ranks_that_write_different_variables_are_told(strategy):
+def test_ranks_that_write_different_variables_are_told(strategy, xp):
     """Of one name and one shape: nothing but the variable itself differs."""
     for shape in [(3,), (9_000,)]:
         v, w = (hs.Variable(np.zeros(shape), aggregation="SUM") for _ in range(2))
         with pytest.raises(hs.ReplicaMismatchError) as caught:
-            (v if RANK == 0 else w).assign(np.ones(shape))
+            (v if RANK == 0 else w).assign(xp.ones(shape))
         for rank in range(N):
             assert f"rank {rank}: Variable.assign of 'Variable'" in str(caught.value)
         with pytest.raises(hs.ReplicaMismatchError):
-            strategy.run(lambda v=v, w=w, shape=shape: (v if RANK == 0 else w).assign(np.ones(shape)))
+            strategy.run(lambda v=v, w=w, shape=shape: (v if RANK == 0 else w).assign(xp.ones(shape)))
         assert not v.numpy().any() and not w.numpy().any()
 
 
-def test_strategies_share_one_memory_and_keep_apart(central):
+def test_strategies_share_one_memory_and_keep_apart(central, place):
     v = hs.Variable(np.full(1000, 1.0), aggregation="SUM")
-    with hs.CentralStorageStrategy() as other:
+    with place.make(hs.CentralStorageStrategy) as other:
         w = None
 
         def make():
@@ -221,7 +230,7 @@ def test_strategies_share_one_memory_and_keep_apart(central):
         assert w is not None
         assert (v.numpy() == 1).all() and (w.numpy() == 2).all()
         if N > 1:
-            assert abs(place(v) - place(w)) >= 8000
+            assert abs(start_of(v) - start_of(w)) >= 8000
 
 
 def outside(strategy, fn):
@@ -234,13 +243,13 @@ def outside(strategy, fn):
     contextvars.Context().run(run)
 
 
-def test_numbers_of_one_rank_are_seen_by_all_at_once(central):
+def test_numbers_of_one_rank_are_seen_by_all_at_once(central, xp):
     """After each write every rank reads the new numbers, whichever rank wrote that part."""
     v = hs.Variable(np.zeros(40_000), aggregation="SUM")
 
     def replica():
         for step in range(20):
-            v.assign_add(np.full(40_000, float(RANK + step)))
+            v.assign_add(xp.full(40_000, float(RANK + step)))
             total = sum(N * s + N * (N - 1) / 2 for s in range(step + 1))
             view = v.value()
             assert view[0] == view[-1] == view.min() == view.max() == total

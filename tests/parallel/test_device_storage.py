@@ -1,0 +1,397 @@
+"""Storage with GPUs wherever its parts are: parameters of any rank or of the host, replicas of both kinds."""
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+SUM = N * (N + 1) // 2  # of what the replicas give: rank r gives r + 1 parts
+
+pytestmark = [
+    pytest.mark.parametrize("place", ["GPU"], indirect=True),
+    pytest.mark.filterwarnings("ignore:.*goes through host memory instead of NCCL"),
+]
+
+# The compute devices and the parameter device, where rank r has the r-th of these GPUs.
+PLACEMENTS = {
+    "parameters of rank 0": lambda gpus: (gpus, None),
+    "parameters of the host": lambda gpus: (gpus, "CPU:0"),
+}
+if N > 1:
+    PLACEMENTS |= {
+        "parameters of the last rank": lambda gpus: (gpus, gpus[-1]),
+        "CPU first": lambda gpus: (["CPU:0", *gpus[1:]], None),
+        "CPU first, parameters of the last rank": lambda gpus: (["CPU:0", *gpus[1:]], gpus[-1]),
+        "CPU last": lambda gpus: ([*gpus[:-1], "CPU:0"], None),
+        "CPU last, parameters there": lambda gpus: ([*gpus[:-1], "CPU:0"], "CPU:0"),
+    }
+
+
+@pytest.fixture(params=PLACEMENTS)
+def strategy(request, place):
+    gc.collect()
+    with hs.CentralStorageStrategy(*PLACEMENTS[request.param](place.devices)) as made, made.scope():
+        yield made
+
+
+@pytest.fixture
+def root(strategy):
+    """The parameter rank."""
+    devices, (parameter,) = strategy.extended.worker_devices, strategy.extended.parameter_devices
+    return devices.index(parameter) if parameter in devices else 0
+
+
+@pytest.fixture
+def xp(strategy):
+    """This rank's array module, which may be another one than the next rank's."""
+    return strategy.xp
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
+
+
+def check(v, expected, rtol=0.0, atol=0.0):
+    """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
+    read = []
+    v._strategy.run(lambda: read.append(v.read_value()))
+    assert type(read[0]) is v._strategy.xp.ndarray
+    assert hs.asnumpy(read[0]).tobytes() == v.numpy().tobytes()
+    assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
+    np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
+
+
+# ---- variables
+
+
+def test_facts(strategy, xp, root):
+    v = hs.Variable(np.full(3, RANK + 5.0))
+    assert v.device == strategy.extended.parameter_devices[0]
+    assert strategy.xp.__name__ == ("numpy" if "CPU" in strategy.extended.worker_devices[RANK] else "cupy")
+    check(v, root + 5)
+    check(hs.Variable(lambda: xp.full((300, 70), RANK + 1.0)), root + 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8, np.complex64])
+@pytest.mark.parametrize("shape", [(), (0, 3), (5, 9), (70_001,)], ids=str)
+def test_writes(strategy, xp, shape, dtype):
+    one = xp.ones(shape, dtype)
+    v = hs.Variable(np.full(shape, 50, dtype), aggregation="SUM")
+    v.assign_sub(one)
+    v.assign_add(np.ones(shape, dtype))
+    v.assign_add(v)
+    check(v, 100)
+    strategy.run(lambda: v.assign_sub(one * (RANK + 1)))
+    check(v, 100 - SUM)
+    strategy.run(lambda: v.assign(v.value()))
+    check(v, (100 - SUM) * N % (256 if dtype == np.uint8 else 10**9))
+    first = hs.Variable(one, aggregation="ONLY_FIRST_REPLICA")
+    strategy.run(lambda: first.assign(one * (RANK + 7)))
+    check(first, 7)
+    if dtype in (np.float32, np.float16):
+        mean = hs.Variable(one, aggregation="MEAN")
+        strategy.run(lambda: mean.assign_add(one * (RANK * 2)))
+        check(mean, N)
+
+
+def test_a_value_may_overlap_storage(strategy):
+    v = hs.Variable(np.arange(1000.0), aggregation="SUM")
+    strategy.run(lambda: v.assign(v.value()[::-1]))
+    check(v, np.arange(1000.0)[::-1] * N)
+    v.assign(v.value()[::-1])
+    check(v, np.arange(1000.0) * N)
+
+
+def test_what_leaves_run_is_a_copy_of_each_rank(strategy, xp):
+    v = hs.Variable(np.arange(4.0))
+    whole, part, same = strategy.run(lambda: (v.value(), v[1:3], v))
+    kept = strategy.run(lambda x: x, args=(whole,))
+    v.assign(xp.zeros(4))
+    assert same is v
+    for found, expected in ((whole, [0, 1, 2, 3]), (kept, [0, 1, 2, 3]), (part, [1, 2])):
+        assert [one.tolist() for one in strategy.experimental_local_results(found)] == [expected] * N
+
+
+def test_on_read(strategy, xp):
+    total = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="SUM")
+    first = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA")
+
+    def replica():
+        for v in (total, first):
+            v.assign_add(xp.full(3, RANK + 1.0))
+            assert v.value().tolist() == [RANK + 1] * 3
+
+    strategy.run(replica)
+    assert total.numpy().tolist() == [SUM] * 3 and first.read_value().tolist() == [1] * 3
+    assert type(total.read_value()) is type(first.read_value()) is xp.ndarray
+    first.assign(xp.full(3, 9.0))
+    assert first.numpy().tolist() == [9] * 3
+
+
+# ---- memory
+
+
+def scattered(count, collector):
+    """So many variables of ones, of growing size, for which one rank had gaps that the others did not have.
+
+    There dead variables were collected before these were made, and with them memory in the middle of what was in use.
+    """
+    gc.disable()
+    rings = []
+    for i in range(2 * count):
+        ring = [hs.Variable(np.zeros(64 * (1 + i % 3), np.float32))]
+        ring.append(ring)  # dies only when the collector finds it
+        if i % 2:
+            rings.append(ring)
+        del ring
+    if RANK == collector:
+        gc.collect()
+    made = [hs.Variable(np.ones(1 + 20 * i, np.float32), aggregation="SUM") for i in range(count)]
+    gc.enable()
+    del rings
+    gc.collect()
+    return made
+
+
+@pytest.mark.skipif(N == 1, reason="one rank's memory is everyone's")
+@pytest.mark.parametrize("collector", [0, N - 1])
+def test_memory_that_is_in_pieces_on_one_rank_only(strategy, xp, collector):
+    variables = scattered(12, collector)
+    starts = [v._block.start - variables[0]._block.start for v in variables]
+    assert len(set(map(tuple, COMM.allgather(starts)))) > 1
+    optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
+
+    def replica():
+        optimizer.apply_gradients([(xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)])
+
+    for change in (0.5, 0.75):  # of the first step, and of the second with half of the first
+        before = [v.numpy() for v in variables]
+        strategy.run(replica)
+        for i, v in enumerate(variables):
+            check(v, before[i] - change * i * SUM)
+    for v in variables:
+        strategy.run(lambda v=v: v.assign(xp.full(v.shape, RANK + 1.0)))
+        check(v, SUM)
+
+
+def test_variables_die_in_another_order_on_every_rank(strategy, xp):
+    for again in range(3):
+        variables: list[Any] = [hs.Variable(np.full(500 + i, float(i)), aggregation="SUM") for i in range(20)]
+        alive = dict(list(enumerate(variables))[::4])
+        for i in np.random.default_rng([RANK, again]).permutation(20):
+            variables[i] = None
+        fresh = [hs.Variable(np.full(300 + i, -1.0), aggregation="SUM") for i in range(10)]
+        for i, v in [*alive.items(), *enumerate(fresh)]:
+            before = v.numpy()
+            strategy.run(lambda v=v, i=i: v.assign_add(xp.full(v.shape, float(i * (RANK + 1)))))
+            check(v, before + i * SUM)
+
+
+def test_slots_live_once(strategy, xp, root):
+    variables = [hs.Variable(np.ones(5)), hs.Variable(np.ones((), np.float32))]
+    optimizer = hs.optimizers.Adam(0.1)
+    strategy.run(lambda: optimizer.apply_gradients([(xp.ones(v.shape), v) for v in variables]))
+    slots = [slot for _, slots in optimizer._slots.values() for slot in slots]
+    assert len(slots) == 4
+    has_numbers = [slot.array is not None for slot in slots]
+    is_alone = N == 1 and strategy.extended.parameter_devices == strategy.extended.worker_devices
+    assert COMM.allgather(has_numbers) == [[rank == root or is_alone] * 4 for rank in range(N)]
+
+
+# ---- optimizers, by what a gradient does that is the same in all steps
+
+CASES = {
+    "SGD": (lambda: hs.optimizers.SGD(0.5), lambda t, g: 0.5 * g),
+    "momentum": (lambda: hs.optimizers.SGD(0.5, momentum=0.5), lambda t, g: 0.5 * g * (2 - 0.5 ** (t - 1))),
+    "Adam": (lambda: hs.optimizers.Adam(0.1, epsilon=1e-12), lambda t, g: 0.1 * np.sign(g)),
+    "Adagrad": (
+        lambda: hs.optimizers.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=1e-12),
+        lambda t, g: 0.1 * np.sign(g) / np.sqrt(t),
+    ),
+    "RMSprop": (
+        lambda: hs.optimizers.RMSprop(0.1, rho=0.5, epsilon=1e-12),
+        lambda t, g: 0.1 * np.sign(g) / np.sqrt(1 - 0.5**t),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_optimizers(strategy, xp, case):
+    """On variables of every kind of shape and of two dtypes, of one of which a kernel does not pack all at once."""
+    make, change = CASES[case]
+    shapes = [(), (0,), (3, 5), (70_001,), *[(1 + i % 4,) for i in range(130)]]
+    dtypes = [np.float64 if 0 < i < 3 else np.float32 for i in range(len(shapes))]
+    variables = [hs.Variable(np.full(*form)) for form in zip(shapes, [2] * len(shapes), dtypes, strict=True)]
+    table = hs.Variable(np.full((6, 2), 2.0))
+    optimizer, slope = make(), [(-1) ** i * (1 + i % 3) for i in range(len(shapes))]
+
+    def replica():
+        dense = [(xp.full(v.shape, a * (RANK + 1), v.dtype), v) for v, a in zip(variables, slope, strict=True)]
+        rows = hs.IndexedSlices(xp.full((2, 2), RANK + 1.0), xp.array([4, 1]))
+        optimizer.apply_gradients([*dense[:7], (rows, table), *dense[7:]])
+
+    expected, of_rows = [2.0] * len(shapes), 2.0
+    for t in (1, 2, 3):
+        strategy.run(replica)
+        expected = [value - change(t, a * SUM) for value, a in zip(expected, slope, strict=True)]
+        of_rows -= change(t, SUM)
+    for v, value in zip(variables[:6], expected, strict=False):
+        check(v, value, rtol=2e-6, atol=1e-6)
+    for v, value in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(v.numpy(), np.full(v.shape, value), rtol=2e-6, atol=1e-6)
+    check(table, [[of_rows if row in (1, 4) else 2] for row in range(6)], rtol=1e-9)
+
+
+def test_gradients_of_any_layout_and_dtype(strategy, xp):
+    v, w, h = hs.Variable(np.zeros((4, 6), np.float32)), hs.Variable(np.zeros((4, 6))), hs.Variable(np.zeros((4, 6)))
+    grid = np.arange(24).reshape(4, 6)
+    transposed, strided = xp.asarray(grid.T * 1.0).T, xp.repeat(xp.asarray(grid * 1.0), 2, axis=1)[:, ::2]
+    wide, short = transposed * (RANK + 1), (strided * (RANK + 1)).astype(np.float16)
+    optimizer = hs.optimizers.SGD(1.0)
+    strategy.run(lambda: optimizer.apply_gradients([(wide, v), (short, w), ((grid * (RANK + 1))[::-1] * 1.0, h)]))
+    check(v, -SUM * grid)
+    check(w, -SUM * grid)
+    check(h, -SUM * grid[::-1])
+    strategy.run(lambda: optimizer.apply_gradients([(strided.T.T, h), (strided[::-1, ::-1], w)]))
+    check(h, -SUM * grid[::-1] - N * grid)
+    check(w, -SUM * grid - N * grid[::-1, ::-1])
+
+
+def test_rows_of_every_replica(strategy, xp):
+    """Replica r names its own row r twice and row N; the last one none at all."""
+    table, optimizer = hs.Variable(np.zeros((N + 2, 3), np.float32)), hs.optimizers.SGD(1.0)
+    rows = [] if N > 1 and RANK == N - 1 else [RANK, N, RANK]
+
+    def replica():
+        values = xp.full((len(rows), 3), RANK + 1.0)
+        optimizer.apply_gradients([(hs.IndexedSlices(values, xp.array(rows, np.int32)), table)])
+
+    strategy.run(replica)
+    naming = range(N - 1) if N > 1 else range(1)
+    expected = [-2 * (row + 1) if row in naming else 0 for row in range(N + 2)]
+    expected[N] = -sum(row + 1 for row in naming)
+    check(table, np.reshape(expected, (-1, 1)))
+
+
+@pytest.mark.parametrize("most", [1.0, 1e9])
+def test_gradients_are_clipped_together(strategy, xp, most):
+    v, w = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((2, 2)))
+    optimizer = hs.optimizers.SGD(1.0, global_clipnorm=most)
+
+    def replica():
+        part = RANK + 1.0
+        rows = hs.IndexedSlices(xp.full((1, 2), part), xp.array([1]))
+        optimizer.apply_gradients([(xp.full(3, 2 * part), v), (rows, w)])
+
+    strategy.run(replica)
+    norm = SUM * np.sqrt(3 * 4 + 2)
+    scale = SUM * min(1, most / norm)
+    check(v, -2 * scale, rtol=1e-14)
+    check(w, [[0], [-scale]], rtol=1e-14)
+
+
+def test_gradients_of_the_cross_replica_context(strategy, xp):
+    v, table, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((3, 2))), hs.optimizers.SGD(1.0)
+    rows = hs.IndexedSlices(xp.ones((2, 2)), xp.array([2, 0]))
+    optimizer.apply_gradients([(xp.full(3, 2.0), v), (rows, table)])
+    strategy.run(lambda: optimizer.apply_gradients([(xp.full(3, 2.0), v)], skip_gradients_aggregation=True))
+    check(v, -4)
+    check(table, [[-1], [0], [-1]])
+
+
+# ---- updates
+
+
+def test_update_runs_on_the_parameter_rank(strategy, root):
+    v, w = hs.Variable(np.arange(3.0)), hs.Variable(np.ones((2, 2)))
+    ran = []
+
+    def fn(var, other, value):
+        ran.append(RANK)
+        var.assign_add(value)
+        other.assign(other * 5)
+        return {"array": var.value() * 2, "sum": var.value().sum(), "variable": other}
+
+    result = strategy.extended.update(v, fn, (w, strategy.xp.full(3, 2.0)))
+    assert COMM.allgather(ran) == [[rank] if rank == root else [] for rank in range(N)]
+    check(v, [2, 3, 4])
+    check(w, 5)
+    assert result["variable"] is w and result["array"].tolist() == [4, 6, 8] and float(result["sum"]) == 9
+
+
+def test_updates_within_merge_call(strategy, xp):
+    v = hs.Variable(np.zeros(1000))
+
+    def merge(strategy, gradient):
+        total = strategy.extended.reduce_to("SUM", gradient, v)
+        strategy.extended.update(v, lambda var, g: var.assign_add(g), (total,))
+        v.assign_add(xp.ones(1000))
+        return strategy.run(lambda x: x * 2, args=(gradient,))
+
+    def replica():
+        doubled = replica_context().merge_call(merge, (xp.full(1000, RANK + 1.0),))
+        assert doubled.tolist() == [2 * (RANK + 1)] * 1000
+        return v.value()
+
+    left = strategy.run(replica)
+    check(v, SUM + 1)
+    assert [one[-1] for one in strategy.experimental_local_results(left)] == [SUM + 1] * N
+
+
+def test_a_failed_update_leaves_what_was_written(strategy, xp):
+    v = hs.Variable(np.zeros(3))
+
+    def fn(var):
+        var.assign(xp.full(3, 4.0))
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        strategy.extended.update(v, fn)
+    check(v, 4)
+
+
+# ---- around them
+
+
+def test_data_metrics_and_reductions(strategy, xp):
+    """A step of training as replicas of both kinds run it."""
+    w, loss, optimizer = hs.Variable(np.zeros(2)), hs.metrics.Mean(), hs.optimizers.SGD(1.0)
+
+    def step(x):
+        assert type(x) is xp.ndarray
+        loss.update_state(x.sum(axis=1))
+        optimizer.apply_gradients([(x.sum(axis=0), w)])
+        return x.sum()
+
+    rows = np.arange(2.0 * 7 * N).reshape(-1, 2)
+    total = 0.0
+    for x in strategy.experimental_distribute_dataset(hs.data.Dataset.from_tensor_slices(rows).batch(3 * N)):
+        total += float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None))
+    assert total == rows.sum() and loss.result() == rows.sum(axis=1).mean()
+    check(w, -rows.sum(axis=0))
+    gathered = strategy.gather(strategy.run(lambda: xp.full((1, 2), float(RANK))), axis=0)
+    assert type(gathered) is xp.ndarray and gathered.tolist() == [[rank, rank] for rank in range(N)]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["CPU first", "CPU last"])
+def test_mirrors_of_both_kinds(place, first):
+    devices = ["CPU:0", *place.devices[1:]] if first else [*place.devices[:-1], "CPU:0"]
+    with hs.MirroredStrategy(devices) as strategy, strategy.scope():
+        xp = strategy.xp
+        v, optimizer = hs.Variable(np.full(100, RANK + 3.0), aggregation="SUM"), hs.optimizers.SGD(0.5, momentum=0.5)
+        assert v.device == strategy.extended.worker_devices[RANK]
+        check(v, 3)
+        strategy.run(lambda: v.assign(xp.full(100, RANK + 1.0)))
+        check(v, SUM)
+        for change in (0.5, 1.25):
+            strategy.run(lambda: optimizer.apply_gradients([(xp.full(100, RANK + 1.0), v)]))
+            check(v, SUM - change * SUM)
+        strategy.extended.update(v, lambda var: var.assign(xp.full(100, 2.0)))
+        check(v, 2)
