@@ -1,64 +1,58 @@
-"""Times a training step on CPU replicas: ours beside two ways of writing it by hand, in one run.
+"""Times a training step on CPU replicas: ours beside other ways to it, in one run.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py
+    OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python    # which has TensorFlow
 
-Each network is a perceptron of some layers, trained by SGD with momentum 0.9; the forward and the backward pass are the
-same code for all. The ways to a step:
+The networks of networks.py are trained by SGD with momentum 0.9. The ways to a step:
 
-    ours        hpcstrat.CentralStorageStrategy
-    allreduce   mpi4py: one Allreduce of the flat gradient, then every rank updates its own copy
-    window      mpi4py: one copy in an MPI-3 shared window, each rank updates its slice between two barriers
+    ours         hpcstrat.CentralStorageStrategy
+    allreduce    mpi4py: one Allreduce of the flat gradient, then every rank updates its own copy
+    window       mpi4py: one copy in an MPI-3 shared window, each rank updates its slice between two barriers
+    DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
+    TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
 
-The ways take turns, round by round, so that all meet the same state of the machine. Printed are medians over all steps
-of the time on rank 0, and their ratio to ours.
+The first three share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
+The ways take turns, round by round, so that all meet the same state of the machine, and all must end with the same
+weights. Printed are medians over rounds, of the slowest rank, their ratio to ours, and the most that it is to be.
+
+TensorFlow is one process for all replicas, started by rank 0. It may use all cores that the ranks may, with its own
+choice of threads, and times itself, so that nothing of the pipe is in its figure. In its turn the ranks sleep, and in
+theirs it waits for a line of input; a pause between the two lets its threads stop polling for work.
 """
 
 import argparse
+import contextlib
 import itertools
+import json
+import os
+import pathlib
+import subprocess
+import tempfile
 import time
 
 import numpy as np
+from by_hand import AllReduce, Window
 from mpi4py import MPI
+from networks import MOMENTUM, NETWORKS, RATE, data, gradients, initial
+from rounds import header, interleaved, repeated, row
 
 import hpcstrat as hs
 
-NETWORKS = {  # layers: (batch of a replica, steps a round)
-    (64, 32, 10): (32, 200),
-    (64, 128, 64, 10): (64, 100),
-    (1024, 2048, 2048, 1024): (16, 3),
-}
-RATE, MOMENTUM, CHUNK = 1e-4, 0.9, 16_384
+try:
+    import torch
+except ImportError:
+    torch = None
+
+GOALS = {"allreduce": (1.5, 1.25, 0.6), "window": (None, None, 1.1), "TensorFlow": (0.5, 0.7, 1.0)}
+PAUSE = 0.02
 COMM = MPI.COMM_WORLD
 
 
-def gradients(weights, x, y):
-    """The gradients of half the squared error of a perceptron with ReLU, in the order of the weights."""
-    inputs = [x]
-    for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
-        inputs.append(np.maximum(inputs[-1] @ w + b, 0))
-    d = (inputs[-1] @ weights[-2] + weights[-1] - y) / len(x)
-    found = []
-    for i in range(len(inputs) - 1, -1, -1):
-        found += [d.sum(axis=0), inputs[i].T @ d]
-        if i:
-            d = (d @ weights[2 * i].T) * (inputs[i] > 0)
-    return found[::-1]
-
-
-def initial(layers):
-    random = np.random.default_rng(0)
-    for a, b in itertools.pairwise(layers):
-        yield random.normal(0, (2 / a) ** 0.5, (a, b)).astype(np.float32)
-        yield np.zeros(b, np.float32)
-
-
-def views(flat, arrays):
-    ends = np.cumsum([0, *(array.size for array in arrays)])
-    return [flat[a:b].reshape(array.shape) for a, b, array in zip(ends, ends[1:], arrays, strict=False)]
+# ---- the ways: each gives a step, and a function that gives the weights
 
 
 def ours(layers, x, y):
-    strategy = hs.CentralStorageStrategy()
+    strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
         optimizer = hs.optimizers.SGD(RATE, MOMENTUM)
@@ -70,83 +64,122 @@ def ours(layers, x, y):
     return lambda: strategy.run(replica_step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
 
 
-def allreduce(layers, x, y):
-    start = list(initial(layers))
-    flat = np.concatenate([value.ravel() for value in start])
-    weights, velocity, gradient = views(flat, start), np.zeros_like(flat), np.empty_like(flat)
-    places = views(gradient, start)
+def by_hand(kind, layers, x, y):
+    hand = kind(list(initial(layers)))
+    return lambda: hand.step(gradients(hand.weights, x, y)), lambda: hand.weights
+
+
+def ddp(layers, x, y):
+    modules = []
+    for a, b in itertools.pairwise(layers):
+        modules += [torch.nn.Linear(a, b), torch.nn.ReLU()]
+    module = torch.nn.Sequential(*modules[:-1])
+    with torch.no_grad():
+        for parameter, value in zip(module.parameters(), initial(layers), strict=True):
+            parameter.copy_(torch.from_numpy(value.T))
+    model = torch.nn.parallel.DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM, fused=True)
+    x, y = torch.from_numpy(x), torch.from_numpy(y)
 
     def step():
-        for place, value in zip(places, gradients(weights, x, y), strict=True):
-            place[...] = value
-        COMM.Allreduce(MPI.IN_PLACE, gradient)
-        np.multiply(velocity, MOMENTUM, out=velocity)
-        np.multiply(gradient, RATE, out=gradient)
-        np.subtract(velocity, gradient, out=velocity)
-        np.add(flat, velocity, out=flat)
+        optimizer.zero_grad()
+        (COMM.size * (model(x) - y).square().sum() / (2 * len(x))).backward()  # of which it takes the mean over ranks
+        optimizer.step()
 
-    return step, lambda: weights
+    return step, lambda: [parameter.detach().numpy().T for parameter in model.parameters()]
 
 
-def window(layers, x, y):
-    start = list(initial(layers))
-    size = sum(value.size for value in start)
-    shared = MPI.Win.Allocate_shared((2 + COMM.size) * size * 4 if COMM.rank == 0 else 0, 4, comm=COMM)
-    memory = np.frombuffer(shared.Shared_query(0)[0], np.float32).reshape(2 + COMM.size, size)
-    flat, velocity, mailboxes = memory[0], memory[1], memory[2:]
-    weights, places = views(flat, start), views(mailboxes[COMM.rank], start)
-    if COMM.rank == 0:
-        for weight, value in zip(weights, start, strict=True):
-            weight[...] = value
-        velocity[...] = 0
-    COMM.Barrier()
-    own = range(size * COMM.rank // COMM.size, size * (COMM.rank + 1) // COMM.size)
-    total = np.empty(CHUNK, np.float32)
+class TensorFlow:
+    """The process of tensorflow_step.py, on rank 0; the other ranks have None for it."""
 
-    def step():
-        for place, value in zip(places, gradients(weights, x, y), strict=True):
-            place[...] = value
-        COMM.Barrier()
-        for a in range(own.start, own.stop, CHUNK):
-            b = min(a + CHUNK, own.stop)
-            g, v, w = total[: b - a], velocity[a:b], flat[a:b]
-            g[...] = mailboxes[0, a:b]
-            for mailbox in mailboxes[1:]:
-                np.add(g, mailbox[a:b], out=g)
-            np.multiply(v, MOMENTUM, out=v)
-            np.multiply(g, RATE, out=g)
-            np.subtract(v, g, out=v)
-            np.add(w, v, out=w)
-        COMM.Barrier()
+    def __init__(self, python):
+        cores = set().union(*COMM.allgather(os.sched_getaffinity(0)))
+        self.process = None
+        if COMM.rank == 0:
+            program = pathlib.Path(__file__).with_name("tensorflow_step.py")
+            command = [python, program, str(COMM.size)]
+            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            os.sched_setaffinity(self.process.pid, cores)
 
-    return step, lambda: weights
+    def ask(self, **command):
+        """The answer, on rank 0. Collective; the other ranks sleep until it is there."""
+        answer = None
+        if self.process is not None:
+            print(json.dumps(command), file=self.process.stdin, flush=True)
+            answer = json.loads(self.process.stdout.readline())
+        done = COMM.Ibarrier()
+        while not done.Test():
+            time.sleep(PAUSE)
+        return answer
+
+    def turn(self, steps):
+        time.sleep(PAUSE)
+        seconds = COMM.bcast(self.ask(steps=steps))
+        time.sleep(PAUSE)
+        return seconds
+
+    def weights(self):
+        """On rank 0; the other ranks have no copy."""
+        with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+            self.ask(save=file.name)
+            return list(np.load(file).values()) if COMM.rank == 0 else None
+
+    def close(self):
+        if self.process is not None:
+            self.process.communicate()
+
+
+# ---- the program
+
+
+def measure(layers, tensorflow, rounds):
+    """Medians of the ways to a step of one network, which must end with the same weights."""
+    batch, steps = NETWORKS[layers]
+    x, y = data(layers, batch, COMM.rank)
+    made = {
+        "ours": ours(layers, x, y),
+        "allreduce": by_hand(AllReduce, layers, x, y),
+        "window": by_hand(Window, layers, x, y),
+    }
+    if torch is not None:
+        made["DDP"] = ddp(layers, x, y)
+    ways = {name: repeated(step) for name, (step, _) in made.items()}
+    results = {name: weights for name, (_, weights) in made.items()}
+    if tensorflow is not None:
+        tensorflow.ask(layers=layers, batch=batch)
+        ways["TensorFlow"], results["TensorFlow"] = tensorflow.turn, tensorflow.weights
+    medians = interleaved(ways, rounds, steps, COMM)
+    expected = results["ours"]()
+    for weights in results.values():
+        for one, other in zip(weights() or expected, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    return medians
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="turns that each way takes (%(default)s)")
-    rounds = parser.parse_args().rounds
-    ways = {"ours": ours, "allreduce": allreduce, "window": window}
-    print(f"{COMM.size} ranks, microseconds a step (ours / that)")
-    for layers, (batch, steps) in NETWORKS.items():
-        random = np.random.default_rng(COMM.rank)
-        x, y = random.random((batch, layers[0]), np.float32), random.random((batch, layers[-1]), np.float32)
-        made = {name: way(layers, x, y) for name, way in ways.items()}
-        times = {name: [] for name in ways}
-        for turn in range(rounds + 1):
-            for name, (step, _) in made.items():
-                COMM.Barrier()
-                for _ in range(steps):
-                    begin = time.perf_counter()
-                    step()
-                    if turn:  # the first one warms up
-                        times[name].append(time.perf_counter() - begin)
-        results = [np.concatenate([value.ravel() for value in values()]) for _, values in made.values()]
-        for result in results[1:]:
-            np.testing.assert_allclose(result, results[0], rtol=1e-2, atol=1e-3)
-        medians = {name: 1e6 * float(np.median(values)) for name, values in times.items()}
-        shown = ", ".join(f"{name} {t:,.0f} ({medians['ours'] / t:.2f})" for name, t in medians.items())
-        print(f"{'-'.join(map(str, layers)):24} batch {batch:3}: {shown}")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
+    options = parser.parse_args()
+    tensorflow = TensorFlow(options.tensorflow) if options.tensorflow else None
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
+        if torch is not None:
+            torch.set_num_threads(1)
+            meeting = f"file://{COMM.bcast(folder)}/ranks"
+            torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
+            ending.callback(torch.distributed.destroy_process_group)
+        print(f"A step on {COMM.size} ranks, medians of {options.rounds} rounds\n")
+        header("network, batch of a replica", "way", "microseconds", "ours / that", "goal")
+        for number, layers in enumerate(NETWORKS):
+            medians = measure(layers, tensorflow, options.rounds)
+            name = f"{'-'.join(map(str, layers))}, {NETWORKS[layers][0]}"
+            for way, seconds in medians.items():
+                goal = GOALS.get(way, [None] * len(NETWORKS))[number]
+                row(name, way, f"{1e6 * seconds:,.0f}", f"{medians['ours'] / seconds:.2f}", goal or "")
+                name = ""
+        COMM.Barrier()
+    if tensorflow is not None:
+        tensorflow.close()
 
 
 if __name__ == "__main__":

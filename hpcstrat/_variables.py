@@ -58,7 +58,10 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         MemoryError: there is no room for it, on any rank.
     """
 
-    __slots__ = ("__weakref__", "_block", "_plan", "_strategy", "aggregation", "name", "synchronization", "trainable")
+    __slots__ = (
+        *("__weakref__", "_block", "_is_on_read", "_plan", "_strategy"),
+        *("aggregation", "name", "synchronization", "trainable"),
+    )
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __init__(
@@ -83,11 +86,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             self.aggregation: VariableAggregation = parse_choice(
                 VariableAggregation, aggregation, "Variable", "aggregation"
             )
-            on_read = self.synchronization is VariableSynchronization.ON_READ
-            self.trainable: bool = not on_read if trainable is None else bool(trainable)
+            self._is_on_read: bool = self.synchronization is VariableSynchronization.ON_READ
+            self.trainable: bool = not self._is_on_read if trainable is None else bool(trainable)
             self.name: str = "Variable" if name is None else str(name)
             initial = initial_array(initial_value, dtype, shape, strategy._stream is not None)
-        storage = strategy._replica_storage if on_read else strategy._storage
+        storage = strategy._replica_storage if self._is_on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)
         self._plan: Plan | None = None
 
@@ -329,7 +332,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     def _readable(self) -> Array:
         """The array in storage, for a read whose result is a fresh array."""
-        self._check_readable()
+        if self._is_on_read:
+            self._check_readable()
         return self._block.view
 
     def _check_readable(self) -> None:
@@ -338,10 +342,6 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
                 f"the ON_READ variable {self.name!r} has one value a replica, and arithmetic does not communicate: in "
                 "the cross-replica context call read_value() or numpy(), which bring them together"
             )
-
-    @property
-    def _is_on_read(self) -> bool:
-        return self.synchronization is VariableSynchronization.ON_READ
 
     def _is_divided(self) -> bool:
         """Whether a read here would have to bring several replicas' values together."""

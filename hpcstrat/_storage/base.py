@@ -70,15 +70,25 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
-        agreed = plan.signature(call, op, numbers)
+        in_buffers = plan.are_in_buffers(values)
+        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers)
         # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
         with np.errstate(all="ignore"):
-            self._update(agreed, plan, values, op, rule)
+            self._update(agreed, plan, None if in_buffers else values, op, rule)
 
     @abc.abstractmethod
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule
-    ) -> None: ...
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+    ) -> None:
+        """`update`; the values are `None` where they lie in the plan's buffers."""
+
+    @abc.abstractmethod
+    def make_buffers(self, call: str, plan: Plan) -> None:
+        """Gives a plan buffers from which the gradients of its variables need not be copied. Collective.
+
+        Raises:
+            MemoryError: there is no room for them.
+        """
 
     def update_rows(
         self,

@@ -42,7 +42,9 @@ class BroadcastStorage(DeviceStorage):
         """See `Storage.plan`. The other ranks know nothing of slots."""
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
-    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+    def _update(
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+    ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():

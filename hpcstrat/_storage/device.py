@@ -136,12 +136,26 @@ class DeviceStorage(Storage):
 
     # ---- updates
 
-    def _pack(self, plan: DevicePlan, values: Sequence[Array]) -> None:
-        """Copies the values to the plan's message, cast where they are of another dtype."""
-        stream = self._communicator.stream
+    def make_buffers(self, call: str, plan: Plan) -> None:
+        """See `Storage.make_buffers`. They are the plan's message, which is written nowhere else."""
+        assert isinstance(plan, DevicePlan)
+        with self._communicator.joint(call), self._current():
+            self._make_message(plan)
+            self._communicator.exchange(plan.signature(call, None, ()))
+        plan.buffers = plan.arranged(plan.message)
+
+    def _make_message(self, plan: DevicePlan) -> None:
         if plan.message is None:
+            stream = self._communicator.stream
             # The padding between variables is updated with them: it holds zeros, which stay finite.
             plan.message = (np if stream is None else stream.xp).zeros(plan.form.nbytes, np.uint8)
+
+    def _pack(self, plan: DevicePlan, values: Sequence[Array] | None) -> None:
+        """Copies the values to the plan's message, cast where they are of another dtype."""
+        stream = self._communicator.stream
+        self._make_message(plan)
+        if values is None:
+            return
         if stream is None:
             plan.write(plan.message, values)
             return

@@ -10,6 +10,7 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat._communicators.barrier import LINE
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
@@ -34,6 +35,7 @@ class HostStorage(Storage):
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         self._communicator = communicator
         self._scratch = Scratch()
+        self._messages: weakref.WeakKeyDictionary[Plan, list[Array]] = weakref.WeakKeyDictionary()  # of plans' buffers
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet told
         self._reports: dict[int, int] = {}  # number of a block -> ranks that told
@@ -98,9 +100,21 @@ class HostStorage(Storage):
         communicator = self._communicator
         return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
 
-    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+    def make_buffers(self, call: str, plan: Plan) -> None:
+        """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
+        nbytes = -(-plan.form.nbytes // LINE) * LINE
+        block = plan.buffer_block = self.create(call, np.zeros((self._communicator.size, nbytes), np.uint8))
+        plan.buffers = plan.arranged(block.array[self._communicator.rank])
+        self._messages[plan] = list(block.array)
+
+    def _update(
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+    ) -> None:
         communicator = self._communicator
-        if op is not None or communicator.rank == 0:
+        if values is None:
+            communicator.exchange(agreed)
+            messages = self._messages[plan]
+        elif op is not None or communicator.rank == 0:
             messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
         else:
             messages = communicator.exchange(agreed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import final
 
@@ -24,6 +25,7 @@ class MirroredStorage(Storage):
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._scratch = Scratch()
+        self._buffers: weakref.WeakKeyDictionary[Plan, Array] = weakref.WeakKeyDictionary()
         # Several threads may write variables made outside of every scope; what they work in is shared.
         self._lock = threading.Lock()
         self._created = 0
@@ -60,14 +62,30 @@ class MirroredStorage(Storage):
         """See `Storage.plan`. Each rank's has all elements."""
         return Plan(private_memory().segment, variables, slots)
 
-    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+    def make_buffers(self, call: str, plan: Plan) -> None:
+        """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
+        with self._communicator.joint(call):
+            message = np.zeros(plan.form.nbytes, np.uint8)
+            self._communicator.exchange(plan.signature(call, None, ()))
+        self._buffers[plan] = message
+        plan.buffers = plan.arranged(message)
+
+    def _update(
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+    ) -> None:
         communicator = self._communicator
 
         def write(message: Array) -> None:
-            plan.write(message, values)
+            if values is None:
+                message[: plan.form.nbytes] = self._buffers[plan]
+            else:
+                plan.write(message, values)
 
         with self._lock:
-            if op is not None or communicator.size == 1:
+            if values is None and communicator.size == 1:
+                communicator.exchange(agreed)
+                reduced = self._buffers[plan]
+            elif op is not None or communicator.size == 1:
                 if self._sum.size < plan.form.nbytes:
                     self._sum = np.empty(plan.form.nbytes, np.uint8)
                 reduced = self._sum

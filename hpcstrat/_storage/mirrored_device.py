@@ -22,7 +22,9 @@ class MirroredDeviceStorage(DeviceStorage):
         """See `Storage.create_slot`."""
         return self.create(call, slot_values(variable, value))
 
-    def _update(self, agreed: Signature, plan: Plan, values: Sequence[Array], op: ReduceOp | None, rule: Rule) -> None:
+    def _update(
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+    ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -72,6 +73,8 @@ class Plan:
         )
         self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]
         self.chunks: list[Chunk] = []
+        self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
+        self.buffer_block: Block | None = None  # where these are in shared memory
         self._signatures: dict[tuple[str, ReduceOp | None], Signature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
@@ -98,6 +101,15 @@ class Plan:
             self._signatures[call, op] = found
         return found
 
+    def arranged(self, message: Array) -> list[Array]:
+        """The variables' parts of a message, as views, in the order of the call."""
+        in_order = dict(zip(self._order, self.form.views(message), strict=True))
+        return [in_order[i] for i in range(len(in_order))]
+
+    def are_in_buffers(self, values: Sequence[Array]) -> bool:
+        """Whether these gradients are the plan's buffers, and so need not be copied."""
+        return self.buffers is not None and all(map(operator.is_, values, self.buffers))
+
     def in_order(self, values: Sequence[Array]) -> list[Array]:
         """The variables' gradients, or new values, in the order of a message."""
         return [values[i] for i in self._order]
@@ -108,8 +120,7 @@ class Plan:
         if kept is None or kept[0] is not message:
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
-            in_order = dict(zip(self._order, self.form.views(message), strict=True))
-            kept = self._views[id(message)] = (message, [in_order[i] for i in range(len(in_order))])
+            kept = self._views[id(message)] = (message, self.arranged(message))
         for view, value in zip(kept[1], values, strict=True):
             view[...] = value
 

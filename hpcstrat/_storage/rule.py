@@ -39,18 +39,18 @@ class Rule(NamedTuple):
 
     Attributes:
         apply: as array operations, for either.
-        kernel: the same as one kernel; `None` where `apply` is one operation anyway.
+        kernel: gives the same as one kernel; `None` where `apply` is one operation anyway.
     """
 
     apply: Apply
-    kernel: Kernel | None = None
+    kernel: Callable[[], Kernel] | None = None
 
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
         if self.kernel is None:
             self.apply(value, gradient, slots, gradient)
         else:
-            name, slot_names, numbers, body = self.kernel
+            name, slot_names, numbers, body = self.kernel()
             kernel = _compiled(name, slot_names, tuple(numbers), body, accumulator(value.dtype) != value.dtype)
             kernel(gradient, *numbers.values(), value, *slots)
 

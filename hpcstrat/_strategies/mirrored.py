@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
@@ -29,6 +30,13 @@ class MirroredStrategy(Strategy):
         placed, communicator = place_on_one_host(call, devices)
         with given_back_on_error(communicator):
             communicator.exchange(signature(call, *map(str, placed)))
-        storage = replica_storage(communicator)
-        super().__init__(communicator, placed, placed[communicator.rank], storage, storage)
+        local = storage = replica_storage(communicator)
+        is_mixed = len({device.kind for device in placed}) > 1
+        if is_mixed and isinstance(communicator, DeviceCommunicator):
+            # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
+            from hpcstrat._storage.broadcast import BroadcastStorage
+
+            storage = BroadcastStorage(communicator, root=0)
+        super().__init__(communicator, placed, placed[communicator.rank], storage, local)
+        self._updates_everywhere = not is_mixed
         self._parameter_device = placed[0]

@@ -67,5 +67,7 @@ class Adagrad(Optimizer):
             np.multiply(work, number(learning_rate), out=work)
             np.subtract(value, work, out=value)
 
-        kernel = Kernel("adagrad", ("accumulator",), {"learning_rate": learning_rate, "epsilon": epsilon}, _BODY)
+        def kernel() -> Kernel:
+            return Kernel("adagrad", ("accumulator",), {"learning_rate": learning_rate, "epsilon": epsilon}, _BODY)
+
         return Rule(descend, kernel), (learning_rate, epsilon)

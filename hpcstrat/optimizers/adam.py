@@ -68,11 +68,13 @@ class _Adam(Optimizer):
             np.multiply(work, number(rate), out=work)
             np.subtract(value, work, out=value)
 
-        numbers = {
-            **{"kept": 1 - decay * learning_rate, "rate": rate, "epsilon": epsilon},
-            **{"new_1": 1 - beta_1, "new_2": 1 - beta_2},
-        }
-        kernel = Kernel("adam", ("m", "v"), numbers, _BODY)
+        def kernel() -> Kernel:
+            numbers = {
+                **{"kept": 1 - decay * learning_rate, "rate": rate, "epsilon": epsilon},
+                **{"new_1": 1 - beta_1, "new_2": 1 - beta_2},
+            }
+            return Kernel("adam", ("m", "v"), numbers, _BODY)
+
         return Rule(descend, kernel), (learning_rate, beta_1, beta_2, epsilon, decay, step)
 
 

@@ -136,6 +136,40 @@ class Optimizer(abc.ABC):
             strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
         self._iterations += 1
 
+    def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
+        """Arrays to write the gradients of these variables to, which `apply_gradients` then need not copy.
+
+        For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of `x.T @ d`. Pass them to
+        `apply_gradients`, all of them, with the same variables in the same order:
+        `apply_gradients(zip(buffers, variables))`. What they hold after it is undefined. They are made once and live as
+        long as the optimizer. Collective: all ranks call this.
+
+        Args:
+            variables: trainable variables of one strategy, each once.
+
+        Returns:
+            For each variable an array of its shape and dtype on this replica's device, zeros at first.
+
+        Raises:
+            ValueError: no variable, one that no optimizer can change, or that occurs twice.
+            MemoryError: there is no room for them, on any rank.
+            ReplicaMismatchError: the replicas pass different variables.
+        """
+        call = f"{self.name}.gradient_buffers"
+        variables = list(variables)
+        strategy = self._strategy_of(call, [(None, v) for v in variables])
+        with strategy._communicator.joint(call):
+            self._check_variables(call, strategy, variables)
+            strategy._communicator.exchange(signature(call, *[v._block.number for v in variables]))
+        key = tuple([id(v) for v in variables])
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = self._plan(strategy, variables)
+        if plan.buffers is None:
+            strategy._storage.make_buffers(call, plan)
+        assert plan.buffers is not None
+        return list(plan.buffers)
+
     def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
         if not pairs or not isinstance(pairs[0], (tuple, list)) or not isinstance(pairs[0][-1], Variable):
             raise ValueError(f"{call}: it takes (gradient, variable) pairs, at least one; it got {pairs!r}")

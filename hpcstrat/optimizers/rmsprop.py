@@ -96,16 +96,18 @@ class RMSprop(Optimizer):
             else:
                 np.subtract(value, work, out=value)
 
-        slots = ("squares", *["mean"] * centered, *["velocity"] * bool(momentum))
-        numbers = {
-            "learning_rate": learning_rate,
-            "rho": rho,
-            "rest": 1 - rho,
-            "epsilon": epsilon,
-            "momentum": momentum,
-        }
-        body = _CENTERED if centered else _PLAIN
-        kernel = Kernel("rmsprop", slots, numbers, body + (_WITH_MOMENTUM if momentum else "value -= change;"))
+        def kernel() -> Kernel:
+            slots = ("squares", *["mean"] * centered, *["velocity"] * bool(momentum))
+            numbers = {
+                "learning_rate": learning_rate,
+                "rho": rho,
+                "rest": 1 - rho,
+                "epsilon": epsilon,
+                "momentum": momentum,
+            }
+            body = _CENTERED if centered else _PLAIN
+            return Kernel("rmsprop", slots, numbers, body + (_WITH_MOMENTUM if momentum else "value -= change;"))
+
         return Rule(descend, kernel), (learning_rate, rho, momentum, epsilon, centered)
 
 

@@ -76,7 +76,9 @@ class SGD(Optimizer):
             else:
                 np.add(value, velocity, out=value)
 
-        body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
-        slots = ("velocity",) if momentum else ()
-        kernel = Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+        def kernel() -> Kernel:
+            body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
+            slots = ("velocity",) if momentum else ()
+            return Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+
         return Rule(descend, kernel), (learning_rate, momentum, nesterov)

@@ -70,7 +70,8 @@ def place(request):
 
     size = MPI.COMM_WORLD.size
     if request.param == "CPU":
-        return Place("CPU", np, ["CPU:0"] * size)
+        yield Place("CPU", np, ["CPU:0"] * size)
+        return
     # A launcher may show each rank a GPU of its own.
     count = len({gpu for gpus in MPI.COMM_WORLD.allgather(_gpu.visible()) for gpu in gpus})
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
@@ -81,7 +82,10 @@ def place(request):
     elif count < size and not is_shared:
         missing = f"{size} ranks and {count} GPUs; launch/share-gpu lets ranks share one"
     else:
-        return Place("GPU", _gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
+        found = Place("GPU", _gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
+        with found.make(hs.MirroredStrategy):  # keeps the GPUs connected from test to test
+            yield found
+        return
     if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
         pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
     pytest.skip(missing)

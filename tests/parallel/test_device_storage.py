@@ -395,3 +395,14 @@ def test_mirrors_of_both_kinds(place, first):
             check(v, SUM - change * SUM)
         strategy.extended.update(v, lambda var: var.assign(xp.full(100, 2.0)))
         check(v, 2)
+
+
+@pytest.mark.skipif(N == 1, reason="one replica is of one kind")
+def test_mirrors_of_both_kinds_stay_equal_to_the_last_bit(place):
+    with hs.MirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy, strategy.scope():
+        xp = strategy.xp
+        v, optimizer = hs.Variable(np.linspace(-1, 1, 10_001, dtype=np.float32)), hs.optimizers.Adam(0.1)
+        for step in range(3):
+            gradient = xp.linspace(-1, RANK + step, 10_001).astype(np.float32)
+            strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v)]))
+        assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1

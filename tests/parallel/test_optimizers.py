@@ -57,3 +57,65 @@ def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
 
 def test_rows_without_a_gradient_stay(strategy):
     assert stepped(strategy, rows, 0.5).numpy()[[0, 2]].tolist() == [[1, 1]] * 2
+
+
+SHAPES = [(7,), (20, 50), (), (40_000,), (0, 3)]
+
+
+def made(seed):
+    random = np.random.default_rng(seed)
+    return [hs.Variable(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("kind", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+def test_gradients_in_buffers_do_the_same(place, kind):
+    with place.make(kind) as strategy, strategy.scope():
+        xp = strategy.xp
+        copied, in_place = made(0), made(0)
+        one, other = hs.optimizers.Adam(0.1), hs.optimizers.Adam(0.1)
+
+        def step(number):
+            gradients = [xp.full(shape, (RANK + 1) * (number + 1), np.float32) for shape in SHAPES]
+            one.apply_gradients(zip(gradients, copied, strict=True))
+            buffers = other.gradient_buffers(in_place)
+            for buffer, gradient in zip(buffers, gradients, strict=True):
+                assert buffer.shape == gradient.shape and buffer.dtype == np.float32
+                buffer[...] = gradient
+            # What is moved in between does not touch them.
+            hs.get_replica_context().all_reduce("SUM", xp.ones(100_000))
+            other.apply_gradients(zip(buffers, in_place, strict=True))
+            # Some of them, or in another order, are gradients as any others.
+            for gradient in gradients:
+                gradient[...] = 1.0
+            buffers[0][...] = 1.0
+            one.apply_gradients([(gradients[1], copied[1]), (gradients[0], copied[0])])
+            other.apply_gradients([(gradients[1], in_place[1]), (buffers[0], in_place[0])])
+
+        for number in range(3):
+            strategy.run(step, args=(number,))
+        for v, w in zip(copied, in_place, strict=True):
+            assert np.array_equal(v.numpy(), w.numpy())
+
+
+def test_buffers_are_made_once(place):
+    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
+        variables, optimizer = made(1), hs.optimizers.SGD(0.1)
+        first = optimizer.gradient_buffers(variables)
+        second = optimizer.gradient_buffers(variables)
+        assert all(a is b for a, b in zip(first, second, strict=True))
+        assert not any(hs.asnumpy(buffer).any() for buffer in first)
+        with pytest.raises(ValueError, match=r"SGD\.gradient_buffers: .* at least one"):
+            optimizer.gradient_buffers([])
+        with pytest.raises(ValueError, match=r"SGD\.gradient_buffers: a variable occurs twice"):
+            optimizer.gradient_buffers([variables[0], variables[0]])
+
+
+@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+def test_one_rank_passes_its_buffers_and_another_does_not(place):
+    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
+        variables, optimizer = made(2), hs.optimizers.SGD(0.1)
+        buffers = optimizer.gradient_buffers(variables)
+        gradients = buffers if RANK == 0 else [buffer.copy() for buffer in buffers]
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\("):
+            strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        strategy.run(lambda: optimizer.apply_gradients(zip(buffers, variables, strict=True)))

@@ -1,0 +1,109 @@
+"""Times how fast a shuffled and batched dataset is shared out to CPU replicas, beside indexing arrays by hand.
+
+    OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/input.py
+
+The ways to an epoch of 60,000 rows of 784 numbers and their labels, which take turns:
+
+    ours       from_tensor_slices(...).shuffle(60_000).batch(B), by experimental_distribute_dataset
+    by hand    plain NumPy: rows[indices] of this rank's part of each batch, of an order that is drawn beforehand
+
+Milliseconds, medians over rounds, of the slowest rank. Then, how many rows each rank touches in an epoch: those of its
+part, and no others. For this every row is a page of memory, and the system knows which pages were read.
+"""
+
+import argparse
+import mmap
+
+import numpy as np
+from mpi4py import MPI
+from rounds import header, interleaved, repeated, row
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+
+
+def distributed(strategy, arrays, batch):
+    dataset = hs.data.Dataset.from_tensor_slices(arrays).shuffle(len(arrays[0]), seed=0).batch(batch)
+    return strategy.experimental_distribute_dataset(dataset)
+
+
+def by_hand(rows, labels, batch):
+    """A function that goes through this rank's parts of an epoch's batches."""
+    order, parts = np.random.default_rng(0).permutation(len(rows)), []
+    for start in range(0, len(rows), batch):
+        share, rest = divmod(batch, COMM.size)
+        first = start + share * COMM.rank + min(COMM.rank, rest)
+        last = first + share + (COMM.rank < rest)
+        parts.append(order[first : min(last, start + batch)])
+
+    def epoch():
+        for part in parts:
+            yield rows[part], labels[part]
+
+    return epoch
+
+
+def exhaust(batches):
+    for _ in batches:
+        pass
+
+
+def labels_of_all_ranks(strategy, batches):
+    """The labels of an epoch, rank by rank."""
+    own = [strategy.experimental_local_results(y)[COMM.rank] for _, y in batches]
+    return COMM.allgather(np.concatenate(own))
+
+
+def check(strategy, ours, hand, count):
+    """Each row comes once, and each rank gets as many of them either way."""
+    found = labels_of_all_ranks(strategy, ours)
+    np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
+    expected = COMM.allgather(sum(len(y) for _, y in hand()))
+    assert [len(one) for one in found] == expected, (found, expected)
+
+
+def pages_read(memory, rows):
+    """Which pages of a fresh mapping were touched, as truth values."""
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(memory.ctypes.data // mmap.PAGESIZE * 8)
+        entries = np.frombuffer(file.read(8 * rows), np.uint64)
+    return entries >> np.uint64(63) == 1
+
+
+def touched(strategy, count, batch):
+    """How many rows each rank reads in an epoch, and whether they are those that it is given."""
+    mapping = mmap.mmap(-1, count * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    rows = np.frombuffer(mapping, np.uint8).reshape(count, mmap.PAGESIZE)
+    given = labels_of_all_ranks(strategy, distributed(strategy, (rows, np.arange(count)), batch))[COMM.rank]
+    read = np.flatnonzero(pages_read(rows, count))
+    np.testing.assert_array_equal(read, np.sort(given))
+    return COMM.allgather(len(read))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=10, help="turns that each way takes (%(default)s)")
+    parser.add_argument("--rows", type=int, default=60_000, help="of the dataset (%(default)s)")
+    options = parser.parse_args()
+    strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
+    rows, labels = np.ones((options.rows, 784), np.float32), np.arange(options.rows)
+    print(f"An epoch on {COMM.size} ranks, milliseconds, medians of {options.rounds} rounds\n")
+    header("batch", "ours", "by hand", "ours of its speed", "goal")
+    for batch in (128, 256):
+        ours, hand = distributed(strategy, (rows, labels), batch), by_hand(rows, labels, batch)
+        check(strategy, ours, hand, options.rows)
+        ways = {
+            "ours": repeated(lambda ours=ours: exhaust(ours)),
+            "by hand": repeated(lambda hand=hand: exhaust(hand())),
+        }
+        medians = interleaved(ways, options.rounds, comm=COMM)
+        speed = medians["by hand"] / medians["ours"]
+        row(batch, *(f"{1e3 * seconds:,.1f}" for seconds in medians.values()), f"{100 * speed:.0f} %", "80 %")
+    counts = ", ".join(f"{count:,}" for count in touched(strategy, options.rows, 256))
+    print(f"\nRows that each rank touched in an epoch of {options.rows:,}: {counts}")
+
+
+if __name__ == "__main__":
+    main()
