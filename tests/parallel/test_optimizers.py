@@ -1,5 +1,7 @@
 """What optimizers agree on between ranks, and how they take a learning rate."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -59,6 +61,10 @@ def test_rows_without_a_gradient_stay(strategy):
     assert stepped(strategy, rows, 0.5).numpy()[[0, 2]].tolist() == [[1, 1]] * 2
 
 
+def replica_context() -> Any:
+    return hs.get_replica_context()
+
+
 SHAPES = [(7,), (20, 50), (), (40_000,), (0, 3)]
 
 
@@ -82,7 +88,7 @@ def test_gradients_in_buffers_do_the_same(place, kind):
                 assert buffer.shape == gradient.shape and buffer.dtype == np.float32
                 buffer[...] = gradient
             # What is moved in between does not touch them.
-            hs.get_replica_context().all_reduce("SUM", xp.ones(100_000))
+            replica_context().all_reduce("SUM", xp.ones(100_000))
             other.apply_gradients(zip(buffers, in_place, strict=True))
             # Some of them, or in another order, are gradients as any others.
             for gradient in gradients:
