@@ -6,12 +6,13 @@
 The networks of networks.py are trained by SGD with momentum 0.9. The ways to a step:
 
     ours         hpcstrat.CentralStorageStrategy
+    in buffers   the same, with gradients written to optimizer.gradient_buffers
     allreduce    mpi4py: one Allreduce of the flat gradient, then every rank updates its own copy
     window       mpi4py: one copy in an MPI-3 shared window, each rank updates its slice between two barriers
     DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
     TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
 
-The first three share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
+The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
 The ways take turns, round by round, so that all meet the same state of the machine, and all must end with the same
 weights. Printed are medians over rounds, of the slowest rank, their ratio to ours, and the most that it is to be.
 
@@ -51,15 +52,16 @@ COMM = MPI.COMM_WORLD
 # ---- the ways: each gives a step, and a function that gives the weights
 
 
-def ours(layers, x, y):
+def ours(layers, x, y, in_buffers=False):
     strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
         optimizer = hs.optimizers.SGD(RATE, MOMENTUM)
+        buffers = optimizer.gradient_buffers(weights) if in_buffers else None
 
     def replica_step(x, y):
         values = [weight.value() for weight in weights]
-        optimizer.apply_gradients(zip(gradients(values, x, y), weights, strict=True))
+        optimizer.apply_gradients(zip(gradients(values, x, y, buffers), weights, strict=True))
 
     return lambda: strategy.run(replica_step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
 
@@ -138,6 +140,7 @@ def measure(layers, tensorflow, rounds):
     x, y = data(layers, batch, COMM.rank)
     made = {
         "ours": ours(layers, x, y),
+        "in buffers": ours(layers, x, y, in_buffers=True),
         "allreduce": by_hand(AllReduce, layers, x, y),
         "window": by_hand(Window, layers, x, y),
     }

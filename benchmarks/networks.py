@@ -26,15 +26,16 @@ def data(layers, batch, replica):
     return random.random((batch, layers[0]), np.float32), random.random((batch, layers[-1]), np.float32)
 
 
-def gradients(weights, x, y):
-    """The gradients of half the squared error over the batch, in the order of the weights."""
+def gradients(weights, x, y, out=None):
+    """The gradients of half the squared error over the batch, in the order of the weights: `out`, or new arrays."""
+    out = [None] * len(weights) if out is None else out
     inputs = [x]
     for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
         inputs.append(np.maximum(inputs[-1] @ w + b, 0))
     d = (inputs[-1] @ weights[-2] + weights[-1] - y) / len(x)
     found = []
     for i in range(len(inputs) - 1, -1, -1):
-        found += [d.sum(axis=0), inputs[i].T @ d]
+        found += [np.sum(d, axis=0, out=out[2 * i + 1]), np.matmul(inputs[i].T, d, out=out[2 * i])]
         if i:
             d = (d @ weights[2 * i].T) * (inputs[i] > 0)
     return found[::-1]

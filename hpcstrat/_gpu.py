@@ -85,11 +85,11 @@ class Stream:
     """
 
     def __init__(self, ordinal: int) -> None:
-        self.xp = load_cupy("a GPU")
-        self.ordinal = ordinal
+        self.xp: Any = load_cupy("a GPU")
+        self.ordinal: int = ordinal
         self._cuda = self.xp.cuda
         self._cuda.Device(ordinal).use()
-        self.raw = self._cuda.Stream(non_blocking=True)
+        self.raw: Any = self._cuda.Stream(non_blocking=True)
         self._entered = self._cuda.Event(disable_timing=True)
         self._left = self._cuda.Event(disable_timing=True)
 
