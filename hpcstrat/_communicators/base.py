@@ -57,8 +57,8 @@ class Communicator(abc.ABC):
     # ---- what a transport fills in
 
     @abc.abstractmethod
-    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        """Exchanges records; returns all ranks'. Writes the message too, where it can travel at once."""
+    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        """Exchanges records made by `records.pack`; returns all. Writes the message too, if it can go at once."""
 
     @abc.abstractmethod
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
@@ -85,11 +85,15 @@ class Communicator(abc.ABC):
             RuntimeError: not all ranks are here, but in the function of an update.
         """
         self._count(agreed)
-        head = records.common(self._calls.number, self._calls.faults, records.OK, agreed.digest)
-        posted = self._post(head, nbytes, write)
+        own = records.pack(self._calls.number, self._calls.faults, records.OK, agreed.digest, nbytes)
+        posted = self._post(own, nbytes, write)
         for record in posted:
-            if record[: records.COMMON] != head:
-                self._disagree(posted, str(agreed), None)
+            if record != own:
+                break
+        else:  # the way of nearly all calls
+            return self._messages([nbytes] * self.size, write)
+        if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
+            self._disagree(posted, str(agreed), None)
         return self._messages(records.message_sizes(posted), write)
 
     def _count(self, agreed: Signature) -> None:
@@ -124,9 +128,9 @@ class Communicator(abc.ABC):
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
         self._calls.number += 1
-        head = records.common(self._calls.number, self._calls.faults, records.LEAVING, bytes(16))
-        posted = self._post(head, 0, None)
-        if any(record[: records.COMMON] != head for record in posted):
+        own = records.pack(self._calls.number, self._calls.faults, records.LEAVING, bytes(16), 0)
+        posted = self._post(own, 0, None)
+        if any(record != own for record in posted):
             self._disagree(posted, "leaves the program", None)
 
     # ---- verbs
@@ -207,8 +211,8 @@ class Communicator(abc.ABC):
         if self.size == 1:
             return
         self._calls.number += 1
-        head = records.common(self._calls.number, self._calls.faults, records.FAILED, bytes(16))
-        self._disagree(self._post(head, 0, None), call, error)
+        own = records.pack(self._calls.number, self._calls.faults, records.FAILED, bytes(16), 0)
+        self._disagree(self._post(own, 0, None), call, error)
 
     def _disagree(self, posted: Sequence[memoryview], text: str, error: Exception | None) -> None:
         """All ranks come here together, and all raise, or the job ends.
@@ -237,8 +241,8 @@ class Communicator(abc.ABC):
         """`all_gather_obj` without the check that brought us here."""
         message = objects.Message(obj)
         self._calls.number += 1
-        head = records.common(self._calls.number, 0, records.OK, bytes(16))
-        posted = self._post(head, message.nbytes, message.write)
+        own = records.pack(self._calls.number, 0, records.OK, bytes(16), message.nbytes)
+        posted = self._post(own, message.nbytes, message.write)
         return [objects.load(m) for m in self._messages(records.message_sizes(posted), message.write)]
 
     def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:

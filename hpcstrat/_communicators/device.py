@@ -28,8 +28,8 @@ class DeviceCommunicator(Communicator):
         self._control = control
         self.stream = stream
 
-    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        return self._control._post(head, nbytes, write)
+    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        return self._control._post(record, nbytes, write)
 
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
         return self._control._messages(sizes, write)

@@ -7,11 +7,10 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators import records
 from hpcstrat._communicators.base import Bytes, Write
 from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
 from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, Signature
+from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._types import ReduceOp
 
@@ -35,10 +34,9 @@ class HostCommunicator(MessageCommunicator):
         self._comm = comm
         self._record: Bytes = np.zeros(RECORD, np.uint8)
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
-        self._views = [memoryview(record) for record in self._records]
+        self._views = [memoryview(record[:WHOLE]) for record in self._records]
 
-    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        record = records.pack(head, nbytes)
+    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         self._record[: len(record)] = np.frombuffer(record, np.uint8)
         if write is not None and nbytes <= PAYLOAD:
             write(self._record[HEADER:])

@@ -14,8 +14,10 @@ RECORD = 256
 """Bytes of one rank's record."""
 
 _COMMON = struct.Struct("<qqq16s")  # number of the call, faults, status, digest of the signature: equal on all ranks
-_SIZE = struct.Struct("<q")  # bytes of this rank's message
+_WHOLE = struct.Struct("<qqq16sq")  # and the bytes of this rank's message
+_SIZE = struct.Struct("<q")
 COMMON = _COMMON.size
+WHOLE = _WHOLE.size
 HEADER = 64
 PAYLOAD = RECORD - HEADER
 """Bytes of a message that travels in the record itself."""
@@ -66,14 +68,9 @@ def _show(fact: Any) -> str:
     return str(fact)
 
 
-def common(number: int, faults: int, status: int, digest: bytes) -> bytes:
-    """The part of a record that is equal on all ranks unless something is wrong."""
-    return _COMMON.pack(number, faults, status, digest)
-
-
-def pack(head: bytes, nbytes: int) -> bytes:
-    """The header of a record: `head` made by `common`, and the size of this rank's message."""
-    return head + _SIZE.pack(nbytes)
+def pack(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
+    """A record but for the message in it, `WHOLE` bytes. The first `COMMON` are equal on all ranks if all is well."""
+    return _WHOLE.pack(number, faults, status, digest, nbytes)
 
 
 def message_sizes(posted: Sequence[Any]) -> list[int]:

@@ -51,6 +51,9 @@ def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]]
     An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
     """
     with np.errstate(all="ignore"):
+        if out.size <= CHUNK:
+            reduce_chunk(out, parts, op)
+            return
         for start in range(0, out.size, CHUNK):
             reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from hpcstrat._communicators import records
 from hpcstrat._communicators.barrier import LINE, barrier
 from hpcstrat._communicators.base import Bytes, Write
 from hpcstrat._communicators.heap import Heap
 from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
 from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, Signature
+from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._communicators.segment import physical_memory, shared_segment
 from hpcstrat._types import ReduceOp
@@ -52,7 +51,7 @@ class SharedMemoryCommunicator(MessageCommunicator):
         self._barrier = barrier(self.segment.array[records_end : records_end + self.size * LINE], comm)
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
-        self._records = [[whole[start : start + RECORD] for start in slot] for slot in starts]
+        self._records = [[whole[start : start + WHOLE] for start in slot] for slot in starts]
         self._payloads = [[self.segment.array[start + HEADER : start + RECORD] for start in slot] for slot in starts]
         self._own_records = [slot[self.rank] for slot in self._records]
 
@@ -61,12 +60,11 @@ class SharedMemoryCommunicator(MessageCommunicator):
         self._barrier()
         self._being_read = False
 
-    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         if self._being_read:
             self.sync()
         slot = self._calls.number & 1
-        record = records.pack(head, nbytes)
-        self._own_records[slot][: len(record)] = record
+        self._own_records[slot][:] = record
         if write is not None and nbytes <= self._capacity:
             write(self._payloads[slot][self.rank] if nbytes <= PAYLOAD else self._mailboxes[self.rank])
         self._barrier()
@@ -85,6 +83,8 @@ class SharedMemoryCommunicator(MessageCommunicator):
         if largest <= PAYLOAD:
             return payloads
         self._being_read = True
+        if min(sizes) > PAYLOAD:
+            return self._mailboxes
         return [payloads[rank] if size <= PAYLOAD else self._mailboxes[rank] for rank, size in enumerate(sizes)]
 
     def _grow(self, wanted: int) -> None:

@@ -7,7 +7,6 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators import records
 from hpcstrat._communicators.base import Bytes, Write
 from hpcstrat._communicators.messages import MessageCommunicator
 from hpcstrat._communicators.packing import Layout
@@ -22,8 +21,8 @@ class SoloCommunicator(MessageCommunicator):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def _post(self, head: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        return [memoryview(records.pack(head, nbytes))]
+    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        return [memoryview(record)]
 
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         message = np.empty(sizes[0], np.uint8)  # a fresh one, because several threads may each be here

@@ -51,7 +51,7 @@ def check_steps(table, ways):
 
 
 def ways_to_a_step():
-    return ["ours", "allreduce", "window"] + ["DDP"] * (importlib.util.find_spec("torch") is not None)
+    return ["ours", "in buffers", "allreduce", "window"] + ["DDP"] * (importlib.util.find_spec("torch") is not None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
