@@ -48,9 +48,7 @@ class BroadcastStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            with communicator.joint(agreed.call):
-                self._pack(plan, values)
-                communicator.exchange(agreed)
+            self._begin(agreed, plan, values)
             for group in plan.form.groups:
                 if op is not None:
                     communicator.reduce_flat(group.of(plan.message), op, self._root)

@@ -13,7 +13,7 @@ from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.pack import pack
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._storage.base import Rule, Storage
 from hpcstrat._storage.memory import Block
@@ -149,6 +149,12 @@ class DeviceStorage(Storage):
             stream = self._communicator.stream
             # The padding between variables is updated with them: it holds zeros, which stay finite.
             plan.message = (np if stream is None else stream.xp).zeros(plan.form.nbytes, np.uint8)
+
+    def _begin(self, agreed: Signature, plan: DevicePlan, values: Sequence[Array] | None) -> None:
+        """Packs the values, and agrees on the update: what fails here on one rank, all ranks raise."""
+        with self._communicator.joint(agreed.call):
+            self._pack(plan, values)
+            self._communicator.exchange(agreed)
 
     def _pack(self, plan: DevicePlan, values: Sequence[Array] | None) -> None:
         """Copies the values to the plan's message, cast where they are of another dtype."""

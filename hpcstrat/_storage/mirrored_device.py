@@ -28,9 +28,7 @@ class MirroredDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            with communicator.joint(agreed.call):
-                self._pack(plan, values)
-                communicator.exchange(agreed)
+            self._begin(agreed, plan, values)
             for group in plan.form.groups:
                 if op is None:
                     communicator.broadcast_flat(group.of(plan.message), 0)

@@ -21,6 +21,7 @@ from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
 from hpcstrat._strategies.renamed import warn_renamed
+from hpcstrat._strategies.scope import Scope
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, select
 from hpcstrat._variables import Variable
@@ -85,13 +86,13 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
     # ---- life
 
-    def scope(self) -> _Scope:
+    def scope(self) -> Scope:
         """A context manager: variables made inside are the strategy's.
 
         Raises:
             RuntimeError: on entering, inside a replica function or the scope of another strategy.
         """
-        return _Scope(self)
+        return Scope(self)
 
     def close(self) -> None:
         """Ends the use of the strategy; its variables can still be read. Collective. Again: nothing happens."""
@@ -384,21 +385,3 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             )
         if context.strategy is not self:
             raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
-
-
-class _Scope:
-    """See `Strategy.scope`."""
-
-    __slots__ = ("_strategy", "_tokens")
-
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
-        self._tokens: list[Any] = []
-
-    def __enter__(self) -> Strategy:
-        self._strategy._require_cross_replica("Strategy.scope")
-        self._tokens.append(_context.current.set(self._strategy._cross_context))
-        return self._strategy
-
-    def __exit__(self, *_: Any) -> None:
-        _context.current.reset(self._tokens.pop())

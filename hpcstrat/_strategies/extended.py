@@ -207,25 +207,22 @@ class StrategyExtended:
         communicator.barrier(call)  # nobody reads what is written next
         if strategy._updates_everywhere:
             with communicator.joint(call):
-                results, form = self._updated(call, fn, args, kwargs, variables)
+                results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
                 communicator.barrier(call)
         else:
             written = [one._block for one in variables if one._strategy is strategy and not one._is_on_read]
             try:
-                result = self._updated_by_root(call, fn, args, kwargs, variables)
-            finally:  # also where the update failed half way, on all ranks: they see what there is
+                result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
+            except Exception:  # which all ranks raise: they see how far the update came
                 strategy._storage.publish(call, written)
+                raise
+            strategy._storage.publish(call, written)
             results, form = _nest.flatten(result)
             results = [variables[leaf.place] if isinstance(leaf, _Reference) else leaf for leaf in results]
         return form.unflatten(results if group else [(leaf,) for leaf in results])  # pyright: ignore
 
     def _updated(
-        self,
-        call: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        variables: Sequence[Variable],
+        self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]
     ) -> tuple[list[Any], _nest.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         strategy = self._strategy
@@ -233,25 +230,18 @@ class StrategyExtended:
         strategy._communicator.pause(call)
         try:
             with strategy._on_stream():
-                return _nest.flatten(fn(*args, **kwargs))
+                return _nest.flatten(fn())
         finally:
             strategy._communicator.pause(None)
             _context.current.reset(token)
 
-    def _updated_by_root(
-        self,
-        call: str,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        variables: Sequence[Variable],
-    ) -> Any:
+    def _updated_by_root(self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
         strategy, communicator = self._strategy, self._strategy._communicator
         sent: list[Any] = []
         with communicator.joint(call):
             if communicator.rank == strategy._root:
-                results, form = self._updated(call, fn, args, kwargs, variables)
+                results, form = self._updated(call, fn, variables)
                 leaves = [
                     _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
                 ]
