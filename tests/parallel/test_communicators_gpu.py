@@ -1,6 +1,5 @@
-"""What communicators of GPUs have that others have not, and how NCCL is started and fails."""
+"""What communicators of GPUs have that others have not."""
 
-import threading
 import types
 from typing import Any
 
@@ -26,7 +25,6 @@ from transports import (
 
 import hpcstrat as hs
 from hpcstrat import _world
-from hpcstrat._communicators import nccl
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
@@ -240,81 +238,3 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_its_use(place):
     communicator._comm = real
     works(communicator, place)
     communicator.close()
-
-
-class Nccl:
-    """Stands for `cupy.cuda.nccl`."""
-
-    available = True
-
-    def __init__(self, version, connect: Any = None):
-        self.version, self.NcclCommunicator = version, connect
-
-    def get_version(self):
-        return self.version
-
-    def get_unique_id(self):
-        return (1, 2, 3)
-
-
-def stream() -> Any:
-    """Stands for a stream and, as far as starting NCCL needs it, for CuPy."""
-    runtime = types.SimpleNamespace(runtimeGetVersion=lambda: 12090, driverGetVersion=lambda: 13000)
-    cuda = types.SimpleNamespace(Device=lambda ordinal: types.SimpleNamespace(use=lambda: None), runtime=runtime)
-    return types.SimpleNamespace(ordinal=0, xp=types.SimpleNamespace(cuda=cuda, __version__="14.0"))
-
-
-@several
-def test_versions_of_nccl_that_differ(monkeypatch):
-    control = transport("shared memory", monkeypatch)
-    monkeypatch.setattr(nccl, "load_nccl", lambda: Nccl(22803 + 100 * RANK))
-    with pytest.raises(RuntimeError, match="starting NCCL: .*: 2.28.3 on rank 0, 2.29.3 on rank 1.*; install the same"):
-        nccl._start(control, stream())
-
-
-@several
-@pytest.mark.parametrize("failing", [0, N - 1])
-@pytest.mark.parametrize("how", ["fails", "waits"])
-def test_nccl_does_not_start_on_one_rank(monkeypatch, failing, how):
-    """The others may have been connected: they give that back."""
-    control = transport("shared memory", monkeypatch)
-    ended, over = [], threading.Event()
-
-    def connect(size, unique_id, rank):
-        assert (size, unique_id, rank) == (N, (1, 2, 3), RANK)
-        if rank != failing:
-            return types.SimpleNamespace(abort=lambda: ended.append(rank))
-        if how == "fails":
-            raise OSError("no such GPU")
-        over.wait()
-
-    monkeypatch.setattr(nccl, "load_nccl", lambda: Nccl(22803, connect))
-    monkeypatch.setattr(nccl, "START_SECONDS", 0.2)
-    with pytest.raises(RuntimeError, match=r"NCCL does not connect the \d ranks \(NCCL 2.28.3, CuPy 14.0, ") as caught:
-        nccl._start(control, stream())
-    over.set()
-    state = "OSError: no such GPU" if how == "fails" else "waits too long"
-    for rank in range(N):
-        assert f"\n  rank {rank}: {state if rank == failing else 'connected'}" in str(caught.value)
-    assert ended == [RANK] * (RANK != failing)
-    assert control.all_gather_obj("next", RANK) == list(range(N))
-
-
-@pytest.mark.parametrize(
-    ("version", "is_available", "shared", "allowed", "problem"),
-    [
-        (22803, True, False, "", ""),
-        (22803, False, False, "", "CuPy finds no NCCL"),
-        (20903, True, False, "", "NCCL is 2.9.3 and 2.10.0 is the oldest that serves"),
-        (22803, True, True, "1", "several ranks share a GPU, NCCL is 2.28.3 and 2.30.0 is the first"),
-        (23001, True, True, "", "with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
-        (23001, True, True, "1", ""),
-    ],
-)
-def test_why_nccl_does_not_serve(monkeypatch, version, is_available, shared, allowed, problem):
-    found = Nccl(version)
-    found.available = is_available
-    monkeypatch.setattr(nccl, "load_nccl", lambda: found)
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
-    assert problem in nccl.why_not(shared)
-    assert bool(nccl.why_not(shared)) is bool(problem)
