@@ -13,11 +13,14 @@ Structure: TypeAlias = optree.PyTreeSpec
 """What a nest is without its leaves. Hashable; two nests of equal structure have equal ones."""
 
 _NAMESPACE = "hpcstrat"
+_LEAF: Structure = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
     """The leaves of `nest` in a fixed order (the keys of dicts sorted), and its structure."""
+    if type(nest) in _leaf_types:
+        return [nest], _LEAF
     leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
     for leaf in leaves:
         if type(leaf) not in _leaf_types and _register(type(leaf)):

@@ -23,6 +23,9 @@ class ReduceOp(enum.Enum):
     MIN = "MIN"
     MAX = "MAX"
 
+    # By identity, in C: members are singletons, and Enum's own hash is Python code in the middle of every reduction.
+    __hash__ = object.__hash__
+
     @classmethod
     def parse(cls, op: ReduceOp | str, call: str) -> ReduceOp:
         """The operation that `op`, a member or its name in any case, stands for.
@@ -30,7 +33,7 @@ class ReduceOp(enum.Enum):
         Raises:
             ValueError: `op` is neither. `call` names the method in the message.
         """
-        return parse_choice(cls, op, call, "reduce_op")
+        return op if isinstance(op, ReduceOp) else parse_choice(cls, op, call, "reduce_op")
 
 
 def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -> _Choice:

@@ -65,7 +65,7 @@ class Communicator(abc.ABC):
         """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
 
     @abc.abstractmethod
-    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         """`all_reduce` of arrays that are fit for it. `facts` and the arrays' forms must agree."""
 
     @abc.abstractmethod
@@ -296,10 +296,10 @@ class Joint:
         self._call = call
 
     def __enter__(self) -> None:
-        self._number = self._communicator.number
+        self._number = self._communicator._calls.number
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if isinstance(error, Exception) and self._communicator.number == self._number:
+        if error is not None and isinstance(error, Exception) and self._communicator._calls.number == self._number:
             self._communicator._fail(self._call, error)
 
 

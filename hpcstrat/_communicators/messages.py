@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +26,12 @@ class MessageCommunicator(Communicator):
     def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
 
-    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        form = _layout(call, arrays)
+    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        _check_on_host(call, arrays)
+        form, agreed = _agreed(
+            call, facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+        )
         out = np.empty(form.nbytes, np.uint8)
-        agreed = signature(call, *facts, *[(array.dtype, array.shape) for array in arrays])
         self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
         return form.views(out)
 
@@ -37,7 +40,8 @@ class MessageCommunicator(Communicator):
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
     def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
-        form = _layout(call, arrays)
+        _check_on_host(call, arrays)
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
         shapes = pack_shapes(arrays)
         start = -(-shapes.nbytes // 16) * 16
 
@@ -54,13 +58,20 @@ class MessageCommunicator(Communicator):
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
 
 
-def _layout(call: str, arrays: Sequence[Array]) -> Layout:
+def _check_on_host(call: str, arrays: Sequence[Array]) -> None:
     for array in arrays:
         if not isinstance(array, np.ndarray):
             raise TypeError(
                 f"{call}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass hs.asnumpy(array)"
             )
-    return layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+
+
+@functools.lru_cache(maxsize=1024)
+def _agreed(
+    call: str, facts: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+) -> tuple[Layout, Signature]:
+    """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
+    return layout(shapes, dtypes), signature(call, *facts, *zip(dtypes, shapes, strict=True))
 
 
 def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -73,8 +73,8 @@ class NcclCommunicator(DeviceCommunicator):
 
     # ---- arrays
 
-    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        def move(arrays: Sequence[Array], facts: Sequence[Any]) -> list[Array]:
+    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
             form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             with self.stream.current():
                 out = self.stream.xp.empty(form.nbytes, np.uint8)
@@ -96,7 +96,7 @@ class NcclCommunicator(DeviceCommunicator):
         )
 
     def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
-        def move(arrays: Sequence[Array], facts: Sequence[Any]) -> list[Array]:
+        def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
             shapes = pack_shapes(arrays).view(np.uint8)
 
             def write(message: Any) -> None:
@@ -121,8 +121,8 @@ class NcclCommunicator(DeviceCommunicator):
         call: str,
         facts: Sequence[Any],
         arrays: Sequence[Array],
-        move: Callable[[Sequence[Array], Sequence[Any]], list[Array]],
-        move_on_host: Callable[[Sequence[Array], Sequence[Any]], list[Array]],
+        move: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
+        move_on_host: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
     ) -> list[Array]:
         """Moves the arrays on the GPU and those on the host, each their own way; which are which must agree."""
         on_gpu = [i for i, array in enumerate(arrays) if _gpu.is_on_gpu(array)]

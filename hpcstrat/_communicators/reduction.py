@@ -31,12 +31,11 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
             out[...] = parts[0]
         return
     ufunc = _UFUNCS[op]
-    wide = accumulator(out.dtype)
     # `out` may be one of `parts`, and must not be written before that part was read.
-    total = ufunc(parts[0], parts[1], dtype=wide) if len(parts) > 2 or wide != out.dtype else None
-    if total is None:
-        ufunc(parts[0], parts[1], out=out)
-        total = out
+    if len(parts) == 2 and out.itemsize > 2:
+        total = ufunc(parts[0], parts[1], out=out)
+    else:
+        total = ufunc(parts[0], parts[1], dtype=accumulator(out.dtype))
     for part in parts[2:]:
         ufunc(total, part, out=total)
     if op is ReduceOp.MEAN:

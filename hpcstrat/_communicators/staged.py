@@ -28,7 +28,7 @@ class StagedCommunicator(DeviceCommunicator):
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 
-    def _reduce_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         return self._staged(lambda hosts: self._control._reduce_arrays(call, facts, hosts, op), arrays)
 
     def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:

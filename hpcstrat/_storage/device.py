@@ -180,10 +180,9 @@ class DeviceStorage(Storage):
                 rule.on_gpu(chunk.value, flat[chunk.group][chunk.start : chunk.stop], chunk.slots)
             return
         message = self._host_message(plan)
-        for chunk, (part,) in zip(plan.chunks, plan.parts([message]), strict=True):
-            gradient, work = self._scratch.of(chunk)
+        for value, slots, (part,), gradient, work in plan.pieces([message], self._scratch):
             gradient[...] = part
-            rule.apply(chunk.value, gradient, chunk.slots, work)
+            rule.apply(value, gradient, slots, work)
 
     def _host_message(self, plan: DevicePlan) -> Any:
         if not self._is_apart:

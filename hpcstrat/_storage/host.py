@@ -114,15 +114,18 @@ class HostStorage(Storage):
         if values is None:
             communicator.exchange(agreed)
             messages = self._messages[plan]
-        elif op is not None or communicator.rank == 0:
-            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: plan.write(message, values))
-        else:
+        elif op is None and communicator.rank != 0:
             messages = communicator.exchange(agreed)
+        else:
+            write = plan.write if op is None else plan.write_for_others
+            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
+        pieces = plan.pieces(messages if op else messages[:1], self._scratch)
+        if op is not None and values is not None:
+            pieces = plan.with_own(pieces, messages, values)
         try:
-            for chunk, parts in zip(plan.chunks, plan.parts(messages if op else messages[:1]), strict=True):
-                gradient, work = self._scratch.of(chunk)
+            for value, slots, parts, gradient, work in pieces:
                 reduce_chunk(gradient, parts, op or ReduceOp.SUM)
-                rule.apply(chunk.value, gradient, chunk.slots, work)
+                rule.apply(value, gradient, slots, work)
         finally:
             communicator.sync()
 

@@ -94,10 +94,9 @@ class MirroredStorage(Storage):
                 reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
             else:
                 reduced = communicator.exchange(agreed)[0]
-            for chunk, (part,) in zip(plan.chunks, plan.parts([reduced]), strict=True):
-                gradient, work = self._scratch.of(chunk)
+            for value, slots, (part,), gradient, work in plan.pieces([reduced], self._scratch):
                 gradient[...] = part
-                rule.apply(chunk.value, gradient, chunk.slots, work)
+                rule.apply(value, gradient, slots, work)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         update_rows(blocks, rows, gradient, rule)

@@ -33,6 +33,38 @@ class Chunk(NamedTuple):
     slots: tuple[Array, ...]
 
 
+class Piece(NamedTuple):
+    """A chunk as it meets the messages of one update.
+
+    Attributes:
+        value, slots: see `Chunk`.
+        parts: the same elements of every message.
+        gradient: of their length and dtype, to reduce them into.
+        work: likewise, for the rule to work in.
+    """
+
+    value: Array
+    slots: tuple[Array, ...]
+    parts: list[Array]
+    gradient: Array
+    work: Array
+
+
+class Own(NamedTuple):
+    """The part of one large variable that this rank updates in whole chunks. Nobody else reads its gradient there.
+
+    Attributes:
+        begin: the variable's first element among its dtype's of the message.
+        start, stop: the part, in elements from there.
+        chunks: the indices of its chunks.
+    """
+
+    begin: int
+    start: int
+    stop: int
+    chunks: range
+
+
 class Memory(Protocol):
     """Where blocks are."""
 
@@ -64,6 +96,7 @@ class Plan:
         alignment: int = 1,
     ) -> None:
         # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
+        self._forms = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.form: Layout = layout(
@@ -77,7 +110,7 @@ class Plan:
         self.buffer_block: Block | None = None  # where these are in shared memory
         self._signatures: dict[tuple[str, ReduceOp | None], Signature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
-        self._parts: dict[int, tuple[Array, list[list[Array]]]] = {}
+        self._pieces: dict[tuple[int, int], tuple[Array, list[Piece]]] = {}
         for index, group in enumerate(self.form.groups):
             mine = slice_of(group.elements, rank, size)
             for place, count, starts in _ranges(group, variables, slots, self.form.starts, alignment):
@@ -89,6 +122,8 @@ class Plan:
                         for start in starts
                     ]
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
+        self._rank = rank
+        self._own = self._own_parts()
 
     def signature(self, call: str, op: ReduceOp | None, numbers: tuple[float, ...]) -> Signature:
         """What the ranks must agree on for an update."""
@@ -110,29 +145,88 @@ class Plan:
         """Whether these gradients are the plan's buffers, and so need not be copied."""
         return self.buffers is not None and all(map(operator.is_, values, self.buffers))
 
+    def _own_parts(self) -> dict[int, Own]:
+        """By the place in the call, where there is any such part."""
+        found: dict[int, Own] = {}
+        for index, group in enumerate(self.form.groups):
+            for i in group.members:
+                begin, size = (self.form.starts[i] - group.start) // group.dtype.itemsize, self.form.sizes[i]
+                inside = [
+                    k
+                    for k, chunk in enumerate(self.chunks)
+                    if chunk.group == index and begin <= chunk.start and chunk.stop <= begin + size
+                ]
+                if size >= CHUNK and inside:
+                    start, stop = self.chunks[inside[0]].start - begin, self.chunks[inside[-1]].stop - begin
+                    found[self._order[i]] = Own(begin, start, stop, range(inside[0], inside[-1] + 1))
+        return found
+
+    def fits(self, gradients: Sequence[Any]) -> bool:
+        """Whether these are arrays of the variables' kind, shapes and dtypes, in the order of the call."""
+        for gradient, (kind, shape, dtype) in zip(gradients, self._forms, strict=True):
+            # Equal dtypes need not be identical; those that are not take the longer way.
+            if type(gradient) is not kind or gradient.shape != shape or gradient.dtype is not dtype:
+                return False
+        return True
+
     def in_order(self, values: Sequence[Array]) -> list[Array]:
         """The variables' gradients, or new values, in the order of a message."""
         return [values[i] for i in self._order]
 
     def write(self, message: Array, values: Sequence[Array]) -> None:
-        """Copies the variables' gradients, or new values, into a message. A mailbox's views are kept."""
+        """Copies the variables' gradients, or new values, into a message."""
+        for view, value in zip(self._message_views(message), values, strict=True):
+            view[...] = value
+
+    def write_for_others(self, message: Array, values: Sequence[Array]) -> None:
+        """`write`, but for what `with_own` takes from the values themselves."""
+        views = self._message_views(message)
+        for i, (view, value) in enumerate(zip(views, values, strict=True)):
+            own = self._own.get(i)
+            if own is not None and _is_readable_in_place(value, view):
+                flat, given = view.reshape(-1), value.reshape(-1)
+                flat[: own.start] = given[: own.start]
+                flat[own.stop :] = given[own.stop :]
+            else:
+                view[...] = value
+
+    def with_own(self, pieces: list[Piece], messages: Sequence[Array], values: Sequence[Array]) -> list[Piece]:
+        """The pieces, with this rank's parts taken from its values where `write_for_others` left them out."""
+        if not self._own:
+            return pieces
+        pieces = list(pieces)
+        views = self._message_views(messages[self._rank])
+        for i, own in self._own.items():
+            if _is_readable_in_place(values[i], views[i]):
+                given = values[i].reshape(-1)
+                for k in own.chunks:
+                    parts = list(pieces[k].parts)
+                    parts[self._rank] = given[self.chunks[k].start - own.begin : self.chunks[k].stop - own.begin]
+                    pieces[k] = pieces[k]._replace(parts=parts)
+        return pieces
+
+    def _message_views(self, message: Array) -> list[Array]:
+        """The variables' parts of a message, in the order of the call. A mailbox's are kept."""
         kept = self._views.get(id(message))
         if kept is None or kept[0] is not message:
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
             kept = self._views[id(message)] = (message, self.arranged(message))
-        for view, value in zip(kept[1], values, strict=True):
-            view[...] = value
+        return kept[1]
 
-    def parts(self, messages: Sequence[Array]) -> list[list[Array]]:
-        """For each chunk, its elements in every message."""
-        kept = self._parts.get(id(messages[0]))
-        if kept is None or kept[0] is not messages[0] or (kept[1] and len(kept[1][0]) != len(messages)):
-            if len(self._parts) == 3:
-                self._parts.clear()
+    def pieces(self, messages: Sequence[Array], scratch: Scratch) -> list[Piece]:
+        """The chunks with these messages. Those of mailboxes are kept."""
+        key = (id(messages[0]), len(messages))
+        kept = self._pieces.get(key)
+        if kept is None or kept[0] is not messages[0]:
+            if len(self._pieces) == 3:
+                self._pieces.clear()
             flat = [[group.of(message) for message in messages] for group in self.form.groups]
-            parts = [[part[chunk.start : chunk.stop] for part in flat[chunk.group]] for chunk in self.chunks]
-            kept = self._parts[id(messages[0])] = (messages[0], parts)
+            pieces = [
+                Piece(value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value))
+                for group, start, stop, value, slots in self.chunks
+            ]
+            kept = self._pieces[key] = (messages[0], pieces)
         return kept[1]
 
 
@@ -142,13 +236,21 @@ class Scratch:
     def __init__(self) -> None:
         self._pairs: dict[np.dtype[Any], tuple[Array, Array]] = {}
 
-    def of(self, chunk: Chunk) -> tuple[Array, Array]:
-        """Two arrays of the size of a chunk: one for the reduced gradient, one for the rule to work in."""
-        dtype, n = chunk.value.dtype, chunk.value.size
+    def of(self, value: Array) -> tuple[Array, Array]:
+        """Two arrays like a chunk's: one for the reduced gradient, one for the rule to work in."""
+        dtype, n = value.dtype, value.size
         if dtype not in self._pairs:
             self._pairs[dtype] = (np.empty(CHUNK, dtype), np.empty(CHUNK, dtype))
         first, second = self._pairs[dtype]
         return first[:n], second[:n]
+
+
+def _is_readable_in_place(value: Array, view: Array) -> bool:
+    """Whether elements of `value` can be taken from it while variables change.
+
+    What is read-only may be a variable, which others update meanwhile.
+    """
+    return bool(value.flags.c_contiguous and value.flags.writeable and value.dtype == view.dtype)
 
 
 def _ranges(

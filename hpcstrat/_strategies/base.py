@@ -155,11 +155,12 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """
         del options
         self._require_cross_replica("Strategy.run")
-        arguments = select((tuple(args), dict(kwargs) if kwargs else {}))
+        args = [select(one) for one in args]
+        kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
         if self._stream is None:
-            return self._run(fn, *arguments)
+            return self._run(fn, args, kwargs)
         with self._stream.current():
-            return self._run(fn, *arguments)
+            return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         token = _context.current.set(self._replica_context)

@@ -35,18 +35,20 @@ def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str,
     with communicator.joint(call):
         op = ReduceOp.parse(reduce_op, call)
         leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_reduce_leaves(communicator, call, op, leaves, _nest.describe(structure)))
+        return structure.unflatten(_reduce_leaves(communicator, call, op, leaves, _nest.describe(structure)))
 
 
 def _reduce_leaves(
     communicator: Communicator, call: str, op: ReduceOp, leaves: Sequence[Any], *facts: str
 ) -> list[Any]:
-    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
+    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense.
+
+    It stands in a `joint` block.
+    """
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
     if places or not leaves:
-        with communicator.joint(call):
-            arrays = [as_numbers(call, leaves[i]) for i in places]
+        arrays = [as_numbers(call, leaves[i]) for i in places]
         if len(places) < len(leaves):
             facts = (*facts, f"arrays at {places}")
         for i, array in zip(places, communicator.all_reduce(call, arrays, op, *facts), strict=True):
@@ -85,30 +87,36 @@ def reduce(
                 places.append(i)
             elif leaf is not None:
                 results[i] = _reduce_plain(call, op, leaf, axis)
-        own = [_component(leaves[i]) for i in places]
-        inner = [] if axis is None else [_Inner(call, op, leaf, axis) for leaf in own]
-    if not places:
+        if places:
+            own = [_component(leaves[i]) for i in places]
+            # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
+            facts = [_nest.describe(structure), f"axis={axis}"]
+            if len(places) < len(leaves):
+                facts.append(f"distributed at {places}")
+            if axis is None:
+                reduced = _reduce_leaves(communicator, call, op, own, *facts)
+            else:
+                reduced = _reduce_along(communicator, call, op, own, axis, *facts)
+            for i, result in zip(places, reduced, strict=True):
+                results[i] = result
         return structure.unflatten(results)
-    # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
-    facts = [_nest.describe(structure), f"axis={axis}"]
-    if len(places) < len(leaves):
-        facts.append(f"distributed at {places}")
-    if axis is None:
-        reduced = _reduce_leaves(communicator, call, op, own, *facts)
-    elif op in (ReduceOp.SUM, ReduceOp.MEAN):
+
+
+def _reduce_along(
+    communicator: Communicator, call: str, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *facts: str
+) -> list[Any]:
+    """Along axes within each replica too. It stands in a `joint` block."""
+    inner = [_Inner(call, op, leaf, axis) for leaf in own]
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
         sums = communicator.all_reduce(
             call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM, op.name, *facts
         )
-        reduced = [
+        return [
             one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
-    else:
-        extremes = communicator.all_reduce(call, [one.total for one in inner], op, *facts)
-        counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
-        reduced = [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
-    for i, result in zip(places, reduced, strict=True):
-        results[i] = result
-    return structure.unflatten(results)
+    extremes = communicator.all_reduce(call, [one.total for one in inner], op, *facts)
+    counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
+    return [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
 
 
 class _Inner:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import final
 
@@ -58,27 +59,31 @@ class SGD(Optimizer):
         return {"momentum": 0.0} if self.momentum else {}
 
     def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
-        momentum, nesterov = self.momentum, self.nesterov
+        numbers = (learning_rate, self.momentum, self.nesterov)
+        return _descent(*numbers), numbers
 
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
-            number = value.dtype.type
-            np.multiply(gradient, number(learning_rate), out=gradient)
-            if not slots:
-                np.subtract(value, gradient, out=value)
-                return
-            (velocity,) = slots
-            np.multiply(velocity, number(momentum), out=velocity)
-            np.subtract(velocity, gradient, out=velocity)
-            if nesterov:
-                np.multiply(velocity, number(momentum), out=work)
-                np.subtract(work, gradient, out=work)
-                np.add(value, work, out=value)
-            else:
-                np.add(value, velocity, out=value)
 
-        def kernel() -> Kernel:
-            body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
-            slots = ("velocity",) if momentum else ()
-            return Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+@functools.lru_cache(maxsize=128)
+def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
+    def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+        number = value.dtype.type
+        np.multiply(gradient, number(learning_rate), out=gradient)
+        if not slots:
+            np.subtract(value, gradient, out=value)
+            return
+        (velocity,) = slots
+        np.multiply(velocity, number(momentum), out=velocity)
+        np.subtract(velocity, gradient, out=velocity)
+        if nesterov:
+            np.multiply(velocity, number(momentum), out=work)
+            np.subtract(work, gradient, out=work)
+            np.add(value, work, out=value)
+        else:
+            np.add(value, velocity, out=value)
 
-        return Rule(descend, kernel), (learning_rate, momentum, nesterov)
+    def kernel() -> Kernel:
+        body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
+        slots = ("velocity",) if momentum else ()
+        return Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+
+    return Rule(descend, kernel)

@@ -139,30 +139,27 @@ def test_on_read(strategy, xp):
 
 
 def scattered(count, collector):
-    """So many variables of ones, of growing size, for which one rank had gaps that the others did not have.
+    """So many variables of ones, of growing size, in a row on one rank and with gaps on the others.
 
-    There dead variables were collected before these were made, and with them memory in the middle of what was in use.
+    Between any two another died, whose memory that one rank had back before it made the next.
     """
     gc.disable()
-    rings = []
-    for i in range(2 * count):
+    made = []
+    for i in range(count):
+        made.append(hs.Variable(np.ones(1 + 20 * i, np.float32), aggregation="SUM"))
         ring = [hs.Variable(np.zeros(64 * (1 + i % 3), np.float32))]
         ring.append(ring)  # dies only when the collector finds it
-        if i % 2:
-            rings.append(ring)
         del ring
-    if RANK == collector:
-        gc.collect()
-    made = [hs.Variable(np.ones(1 + 20 * i, np.float32), aggregation="SUM") for i in range(count)]
+        if RANK == collector:
+            gc.collect()
     gc.enable()
-    del rings
     gc.collect()
     return made
 
 
 @pytest.mark.skipif(N == 1, reason="one rank's memory is everyone's")
 @pytest.mark.parametrize("collector", [0, N - 1])
-def test_memory_that_is_in_pieces_on_one_rank_only(strategy, xp, collector):
+def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     variables = scattered(12, collector)
     starts = [v._block.start - variables[0]._block.start for v in variables]
     assert len(set(map(tuple, COMM.allgather(starts)))) > 1

@@ -125,3 +125,46 @@ def test_one_rank_passes_its_buffers_and_another_does_not(place):
         with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\("):
             strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
         strategy.run(lambda: optimizer.apply_gradients(zip(buffers, variables, strict=True)))
+
+
+LARGE = [(5,), (300, 400), (3,), (400, 300)]  # each rank updates whole chunks of the large ones
+
+LAYOUTS = {
+    "new arrays": lambda xp, g: g,
+    "not contiguous": lambda xp, g: xp.repeat(g, 2, axis=-1)[..., ::2],
+    "transposed": lambda xp, g: xp.ascontiguousarray(g.T).T,
+    "of another dtype": lambda xp, g: g.astype(np.float64),
+    "read-only": lambda xp, g: xp.broadcast_to(g[:1], g.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_large_gradients_of_every_layout(strategy, layout):
+    xp = strategy.xp
+
+    def gradient(shape, rank):  # whole numbers, so that sums are exact
+        values = np.arange(np.prod(shape)).reshape(shape) % 97 + 1000 * rank
+        return values if layout != "read-only" else np.broadcast_to(values[:1], shape)
+
+    with strategy.scope():
+        variables = [hs.Variable(np.full(shape, 7, np.float32)) for shape in LARGE]
+        optimizer = hs.optimizers.SGD(1.0)
+    for _ in range(2):
+        gradients = [LAYOUTS[layout](xp, xp.asarray(gradient(shape, RANK).astype(np.float32))) for shape in LARGE]
+        strategy.run(lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)), args=(gradients,))
+        for given, shape in zip(gradients, LARGE, strict=True):
+            assert np.array_equal(hs.asnumpy(given), gradient(shape, RANK))  # they are the caller's
+    for variable, shape in zip(variables, LARGE, strict=True):
+        assert np.array_equal(variable.numpy(), 7 - 2 * sum(gradient(shape, rank) for rank in range(N)))
+
+
+def test_gradients_that_are_other_variables_values(strategy):
+    numbers = np.arange(120_000).reshape(300, 400) % 97
+    with strategy.scope():
+        one, other = hs.Variable(numbers.astype(np.float32)), hs.Variable((numbers[::-1] + 5).astype(np.float32))
+        optimizer = hs.optimizers.SGD(1.0)
+    for _ in range(3):
+        before = one.numpy(), other.numpy()
+        strategy.run(lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)]))
+        assert np.array_equal(one.numpy(), before[0] - N * before[1])
+        assert np.array_equal(other.numpy(), before[1] - N * before[0])

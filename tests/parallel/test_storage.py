@@ -78,8 +78,8 @@ def test_many_come_and_go(strategy):
 
 
 def test_memory_is_used_again(strategy):
-    first = hs.Variable(np.ones(10_000))
     fence = hs.Variable(np.ones(3))
+    first = hs.Variable(np.ones(10_000))
     start = start_of(first)
     del first
     second = hs.Variable(np.full(10_000, 2.0))
@@ -111,10 +111,10 @@ def backed(strategy):
 @on_the_cpu
 def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
     """Garbage collection comes at different moments: here on rank 0 first, then on each other."""
+    fence = hs.Variable(0.0)
     ring = [hs.Variable(np.full(5_000, 3.0))]
     ring.append(ring)  # dies only when the collector finds it
     start = start_of(ring[0])
-    fence = hs.Variable(0.0)
     del ring
     for collector in range(N):
         if RANK == collector:
@@ -148,8 +148,8 @@ def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_coll
 
 
 def test_dead_variables_are_told_also_after_a_failure(central):
-    first = hs.Variable(np.ones(10_000))
     fence = hs.Variable(1.0)
+    first = hs.Variable(np.ones(10_000))
     start = start_of(first)
     del first
     if N > 1:

@@ -14,18 +14,32 @@ def test_alignment():
     heap = Heap(0, 100)
     assert heap.allocate(3, 1) == 0
     assert heap.allocate(16, 8) == 8
+    assert heap.allocate(76, 1) == 24
     assert heap.allocate(5, 1) == 3  # the gap is used
-    assert heap.allocate(1, 1) == 24
 
 
-def test_the_first_hole_that_fits():
+def test_what_is_made_together_lies_in_a_row():
     heap = Heap(0, 1000)
     starts = [heap.allocate(100, 1) for _ in range(6)]
     heap.free(starts[1], 100)
     heap.free(starts[3], 100)
-    assert heap.allocate(150, 1) == 600
+    assert [heap.allocate(60, 1) for _ in range(3)] == [600, 660, 720]
+    heap.free(660, 60)
+    assert heap.allocate(60, 1) == 780
+    heap.free(780, 60)
+    assert heap.allocate(20, 1) == 780
+
+
+def test_holes_are_filled_when_the_end_is_reached():
+    heap = Heap(0, 1000)
+    starts = [heap.allocate(100, 1) for _ in range(6)]
+    heap.free(starts[1], 100)
+    heap.free(starts[3], 100)
+    assert heap.allocate(350, 1) == 600
     assert heap.allocate(60, 1) == 100
     assert heap.allocate(60, 1) == 300
+    assert heap.allocate(40, 1) == 360
+    assert heap.allocate(40, 1) == 950
     assert heap.allocate(40, 1) == 160
 
 
