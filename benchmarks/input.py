@@ -5,13 +5,14 @@
 The ways to an epoch of 60,000 rows of 784 numbers and their labels, which take turns:
 
     ours       from_tensor_slices(...).shuffle(60_000).batch(B), by experimental_distribute_dataset
-    by hand    plain NumPy: rows[indices] of this rank's part of each batch, of an order that is drawn beforehand
+    by hand    plain NumPy: rows[indices] of this rank's part of each batch, of orders that are drawn beforehand
 
 Milliseconds, medians over rounds, of the slowest rank. Then, how many rows each rank touches in an epoch: those of its
 part, and no others. For this every row is a page of memory, and the system knows which pages were read.
 """
 
 import argparse
+import itertools
 import mmap
 
 import numpy as np
@@ -28,20 +29,26 @@ def distributed(strategy, arrays, batch):
     return strategy.experimental_distribute_dataset(dataset)
 
 
-def by_hand(rows, labels, batch):
-    """A function that goes through this rank's parts of an epoch's batches."""
-    order, parts = np.random.default_rng(0).permutation(len(rows)), []
-    for start in range(0, len(rows), batch):
+def by_hand(rows, labels, batch, epochs):
+    """A function that goes through this rank's parts of an epoch's batches. Each epoch's order was drawn before."""
+    orders = itertools.cycle([own_parts(len(rows), batch, seed) for seed in range(epochs)])
+
+    def epoch():
+        for part in next(orders):
+            yield rows[part], labels[part]
+
+    return epoch
+
+
+def own_parts(count, batch, seed):
+    """The indices of this rank's rows in each batch."""
+    order, parts = np.random.default_rng(seed).permutation(count), []
+    for start in range(0, count, batch):
         share, rest = divmod(batch, COMM.size)
         first = start + share * COMM.rank + min(COMM.rank, rest)
         last = first + share + (COMM.rank < rest)
         parts.append(order[first : min(last, start + batch)])
-
-    def epoch():
-        for part in parts:
-            yield rows[part], labels[part]
-
-    return epoch
+    return parts
 
 
 def exhaust(batches):
@@ -92,7 +99,7 @@ def main():
     print(f"An epoch on {COMM.size} ranks, milliseconds, medians of {options.rounds} rounds\n")
     header("batch", "ours", "by hand", "ours of its speed", "goal")
     for batch in (128, 256):
-        ours, hand = distributed(strategy, (rows, labels), batch), by_hand(rows, labels, batch)
+        ours, hand = distributed(strategy, (rows, labels), batch), by_hand(rows, labels, batch, options.rounds)
         check(strategy, ours, hand, options.rows)
         ways = {
             "ours": repeated(lambda ours=ours: exhaust(ours)),
