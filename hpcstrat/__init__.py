@@ -1,6 +1,7 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
 
 from hpcstrat import _output
+from hpcstrat import checkpoint as checkpoint
 from hpcstrat import compat as compat
 from hpcstrat import data as data
 from hpcstrat import losses as losses

@@ -25,6 +25,7 @@ _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
         *(TypeError, ValueError, IndexError, KeyError, RuntimeError, NotImplementedError, MemoryError, OSError),
+        *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
         *(AttributeError, ZeroDivisionError, StopIteration, AssertionError, ReplicaMismatchError),
     )
 }

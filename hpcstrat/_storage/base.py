@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import Array as Array
+from hpcstrat._communicators.base import Bytes as Bytes
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import Rule as Rule
 from hpcstrat._types import ReduceOp
+
+PART = 1 << 22
+"""Bytes of a block that are read or written at once at most."""
 
 
 class Storage(abc.ABC):
@@ -126,6 +130,17 @@ class Storage(abc.ABC):
         """Changes a variable on this rank alone, which is not collective."""
 
     @abc.abstractmethod
+    def parts(self, block: Block) -> Iterator[Bytes]:
+        """The bytes of a block as this rank has it, in host memory, at most `PART` of them at once.
+
+        Each part is read-only by convention and valid until the next. Not collective.
+        """
+
+    @abc.abstractmethod
+    def write_part(self, block: Block, start: int, part: Bytes) -> None:
+        """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective."""
+
+    @abc.abstractmethod
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """Makes readable on every rank what the parameter rank alone wrote to these variables."""
 
@@ -138,6 +153,18 @@ def slot_values(variable: Block, value: float) -> Array:
     """The initial value of a slot, as a host array."""
     dtype = variable.array.dtype
     return np.broadcast_to(dtype.type(value), variable.array.shape)
+
+
+def flat(array: Array) -> Bytes:
+    """The bytes of an array of storage, in place."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def host_parts(array: Array) -> Iterator[Bytes]:
+    """The bytes of an array in host memory, in place and in parts."""
+    everything = flat(array)
+    for start in range(0, everything.size, PART):
+        yield everything[start : start + PART]
 
 
 def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.pack import pack
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._storage.base import Rule, Storage
+from hpcstrat._storage.base import PART, Bytes, Rule, Storage, flat, host_parts
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory, gpu_memory, host_memory
@@ -129,6 +129,30 @@ class DeviceStorage(Storage):
                 fill(block.view, block.array)
             else:
                 rule.apply(block.array, self.on_device(new), (), block.array)
+
+    def parts(self, block: Block) -> Iterator[Bytes]:
+        """See `Storage.parts`. What is on a GPU comes through pinned memory."""
+        if not _gpu.is_on_gpu(block.array):
+            yield from host_parts(block.array)
+            return
+        everything: Array = flat(block.array)
+        pinned = _gpu.pinned(min(PART, everything.size))
+        for start in range(0, everything.size, PART):
+            part = everything[start : start + PART]
+            with self._current():
+                part.get(out=pinned[: part.size])
+            yield pinned[: part.size]
+
+    def write_part(self, block: Block, start: int, part: Bytes) -> None:
+        """See `Storage.write_part`."""
+        blocks = [block] if block.copy is None else [block, block.copy]
+        with self._current():
+            if (stream := self._communicator.stream) is not None:
+                stream.synchronize()  # what was written before may still be on its way to the GPU
+            for one in blocks:
+                fill(flat(one.array)[start : start + part.size], part)
+            if stream is not None:
+                stream.synchronize()  # the caller may change `part`
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -14,7 +14,7 @@ from hpcstrat._communicators.barrier import LINE
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Rule, Storage, slot_values, update_rows
+from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts, slot_values, update_rows
 from hpcstrat._storage.memory import Block, block_of, size_of
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
@@ -141,6 +141,14 @@ class HostStorage(Storage):
     def write(self, block: Block, new: Array, rule: Rule) -> None:
         """See `Storage.write`."""
         rule.apply(block.array, new, (), block.array)
+
+    def parts(self, block: Block) -> Iterator[Bytes]:
+        """See `Storage.parts`."""
+        return host_parts(block.array)
+
+    def write_part(self, block: Block, start: int, part: Bytes) -> None:
+        """See `Storage.write_part`."""
+        flat(block.array)[start : start + part.size] = part
 
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. All ranks read what was written."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
 
 from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._storage.base import Array, Rule, Storage, slot_values, update_rows
+from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts, slot_values, update_rows
 from hpcstrat._storage.memory import Block, private_memory
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import ReduceOp
@@ -104,6 +104,14 @@ class MirroredStorage(Storage):
     def write(self, block: Block, new: Array, rule: Rule) -> None:
         """See `Storage.write`."""
         rule.apply(block.array, new, (), block.array)
+
+    def parts(self, block: Block) -> Iterator[Bytes]:
+        """See `Storage.parts`."""
+        return host_parts(block.array)
+
+    def write_part(self, block: Block, start: int, part: Bytes) -> None:
+        """See `Storage.write_part`."""
+        flat(block.array)[start : start + part.size] = part
 
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. Every rank wrote to its own."""

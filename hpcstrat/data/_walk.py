@@ -56,17 +56,23 @@ class Walk:
 
     def __init__(self, rounds: Mapping[Shuffler, int] | None = None, *, frozen: bool = False) -> None:
         self._rounds = dict(rounds or {})
+        self._first = dict(self._rounds)
         self._frozen = frozen
 
     def frozen(self) -> Walk:
         """A pass that meets the same orders each time: over what a cache holds."""
         return Walk(frozen=True)
 
+    def first_round(self, shuffler: Shuffler) -> int:
+        """The round of a shuffle with which this pass began, or will begin."""
+        return self._first.get(shuffler, shuffler.next_round)
+
     def generator(self, shuffler: Shuffler) -> np.random.Generator:
         """The random numbers of the next round of a shuffle."""
         seed, next_round = shuffler.state()
         number = self._rounds.get(shuffler, 0 if self._frozen else next_round)
         self._rounds[shuffler] = number + 1
+        self._first.setdefault(shuffler, number)
         if not self._frozen:
             shuffler.next_round = max(next_round, number + 1)
         return np.random.default_rng([seed, number if shuffler.reshuffle else 0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import numpy as np
@@ -13,11 +13,42 @@ from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _caching, _choosing, _combining, _elements, _sources, _transforming
 from hpcstrat.data._node import INFINITE, UNKNOWN, Node
+from hpcstrat.data._position import Iteration, Reiterable, after
 from hpcstrat.data._walk import Walk
 
 
 @final
-class Dataset:
+class DatasetIterator(Iteration):
+    """One iteration over a `Dataset`."""
+
+    def __init__(self, node: Node, walk: Walk, taken: int) -> None:
+        super().__init__(node)
+        self._begin(walk, taken)
+
+    def _begin(self, walk: Walk, taken: int) -> None:
+        self._walk, self._taken = walk, taken
+        self._elements = after(self._node, taken).elements(walk)
+
+    def _end(self) -> None:
+        self._elements, self._taken = iter(()), None
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next element: a nest of NumPy arrays and scalars."""
+        try:
+            element = next(self._elements)
+        except StopIteration:
+            self._end()
+            raise
+        assert self._taken is not None
+        self._taken += 1
+        return element
+
+
+@final
+class Dataset(Reiterable):
     """A pipeline that yields elements: nests of NumPy arrays and, where there are no dimensions, NumPy scalars.
 
     Datasets are made by `range`, `from_tensors`, `from_tensor_slices`, `from_generator` and `zip`, and from each other.
@@ -31,7 +62,7 @@ class Dataset:
     def __init__(self, node: Node) -> None:
         if not isinstance(node, Node):
             raise TypeError("Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip")
-        self._node = node
+        super().__init__(node)
 
     @staticmethod
     def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
@@ -260,12 +291,15 @@ class Dataset:
         """
         return self._node.spec()
 
-    def as_numpy_iterator(self) -> Iterator[Any]:
+    def as_numpy_iterator(self) -> DatasetIterator:
         """An iterator over the elements, which are nests of NumPy arrays in any case."""
         return iter(self)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._node.elements(Walk())
+    def __iter__(self) -> DatasetIterator:
+        rounds, taken = self._next_start()
+        iterator = DatasetIterator(self._node, Walk(rounds), taken)
+        self._note_begun(iterator)
+        return iterator
 
     def __len__(self) -> int:
         size = self._node.cardinality()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
@@ -16,8 +16,9 @@ from hpcstrat._types import PerReplicaSpec
 from hpcstrat._values import PerReplica
 from hpcstrat.data import _elements
 from hpcstrat.data._node import INFINITE, Node, load_rows
+from hpcstrat.data._position import Iteration, Reiterable, after
 from hpcstrat.data._sources import Batches
-from hpcstrat.data._walk import Walk
+from hpcstrat.data._walk import Shuffler, Walk
 from hpcstrat.data.dataset import Dataset, node_of
 from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
 
@@ -66,7 +67,7 @@ _END = Step(None, None)
 
 
 @final
-class DistributedDataset:
+class DistributedDataset(Reiterable):
     """A dataset whose steps are nests of `PerReplica`, or of plain arrays where there is one replica.
 
     Strategies make them. They can be iterated over again and again, and take no further transformation: transform the
@@ -81,7 +82,7 @@ class DistributedDataset:
         call: str,
         stage: Stage | None,
     ) -> None:
-        self._node = node
+        super().__init__(node)
         self._communicator = communicator
         self._share_out = share_out
         self._call = call
@@ -116,26 +117,35 @@ class DistributedDataset:
         Raises:
             ReplicaMismatchError: The ranks' pipelines differ.
         """
-        return DistributedIterator(self)
+        rounds, taken = self._next_start()
+        walk = _common_walk(self._node, self._communicator, f"iterating over {self._call}", rounds, taken)
+        iterator = DistributedIterator(self, walk, taken)
+        self._note_begun(iterator)
+        return iterator
 
     def __repr__(self) -> str:
         return f"{self._call}({self._node!r})"
 
 
 @final
-class DistributedIterator:
+class DistributedIterator(Iteration):
     """One iteration over a `DistributedDataset`."""
 
-    def __init__(self, dataset: DistributedDataset) -> None:
+    def __init__(self, dataset: DistributedDataset, walk: Walk, taken: int) -> None:
+        super().__init__(dataset._node)
         self._call = f"iterating over {dataset._call}"
-        self._communicator = communicator = dataset._communicator
+        self._communicator = dataset._communicator
         self._dataset = dataset
-        node = dataset._node
-        walk = _common_walk(node, communicator, self._call)
-        steps = dataset._share_out(node, walk, communicator.rank, communicator.size)
+        self._deals = dataset._share_out is _deal_elements
+        self._begin(walk, taken)
+
+    def _begin(self, walk: Walk, taken: int) -> None:
+        dataset, communicator = self._dataset, self._communicator
+        steps = dataset._share_out(after(self._node, taken), walk, communicator.rank, communicator.size)
         self._steps = steps if dataset._stage is None else dataset._stage(steps)
-        self._agree = node.user_code and communicator.size > 1
+        self._agree = self._node.user_code and communicator.size > 1
         self._number = 0
+        self._walk, self._taken = walk, taken
 
     @property
     def element_spec(self) -> Any:
@@ -166,6 +176,8 @@ class DistributedIterator:
             self._end()
             raise StopIteration
         self._number += 1
+        assert self._taken is not None
+        self._taken += step.total if self._deals else 1
         if self._communicator.size == 1:
             return step.part
         part, rank = step.part, self._communicator.rank
@@ -176,7 +188,7 @@ class DistributedIterator:
 
     def _end(self) -> None:
         """Lets go of the pipeline: from now on there is no step, on any rank."""
-        self._steps, self._agree = iter(()), False
+        self._steps, self._agree, self._taken = iter(()), False, None
 
     def _agreed(self) -> Step:
         """The next step, once all ranks are known to have the same one."""
@@ -304,18 +316,26 @@ def _node_of(dataset: Any, call: str) -> Node:
     return Batches(dataset)
 
 
-def _common_walk(node: Node, communicator: Communicator, call: str) -> Walk:
+def _common_walk(node: Node, communicator: Communicator, call: str, begun: Mapping[Shuffler, int], taken: int) -> Walk:
     """A pass in which all ranks meet the same orders: those of rank 0. Collective.
+
+    Args:
+        node: the last stage of the pipeline.
+        communicator: the replicas.
+        call: the user's name of the method.
+        begun: the rounds with which shuffles begin, where they are not the next ones.
+        taken: how many elements are left out.
 
     Raises:
         ReplicaMismatchError: The ranks' pipelines differ.
     """
     if communicator.size == 1:
-        return Walk()
+        return Walk(begun)
     with communicator.joint(call):
         shufflers = node.shufflers()
-        pipeline = f"{node!r} with {node.cardinality()} elements"
-        gathered = communicator.all_gather_obj(call, (pipeline, [shuffler.state() for shuffler in shufflers]))
+        pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
+        states = [(seed, begun.get(one, number)) for one in shufflers for seed, number in [one.state()]]
+        gathered = communicator.all_gather_obj(call, (pipeline, states))
     if any(other != pipeline for other, _ in gathered):
         seen = "; ".join(f"rank {rank} has {other}" for rank, (other, _) in enumerate(gathered))
         raise ReplicaMismatchError(

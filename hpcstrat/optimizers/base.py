@@ -238,6 +238,23 @@ class Optimizer(abc.ABC):
                 self._slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
         return [self._slots[id(v)][1] for v in variables]
 
+    # ---- what a checkpoint saves
+
+    def _named_slots(self) -> list[tuple[Variable, dict[str, Block]]]:
+        """The variables that have slots, each with these by name."""
+        return [(v, dict(zip(self._slot_values, blocks, strict=True))) for v, blocks in self._slots.values()]
+
+    def _make_slots(self, variables: Sequence[Variable]) -> None:
+        """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.
+
+        Raises:
+            MemoryError: there is no room for them, on any rank.
+        """
+        for strategy in dict.fromkeys(v._strategy for v in variables):
+            self._slots_of(strategy, [v for v in variables if v._strategy is strategy])
+
+    # ---- help
+
     def _summed_rows(
         self, call: str, strategy: Any, slices: IndexedSlices, variable: Variable, summed: bool
     ) -> tuple[Array, Array]:

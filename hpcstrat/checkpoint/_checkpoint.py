@@ -1,0 +1,318 @@
+"""Checkpoint: objects that are saved to a file and restored from one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from hpcstrat import _gpu
+from hpcstrat._communicators import connect
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.records import signature
+from hpcstrat._storage.base import PART, Bytes, flat, host_parts
+from hpcstrat._storage.memory import Block
+from hpcstrat._variable_values import RULES
+from hpcstrat._variables import Variable
+from hpcstrat.checkpoint import _file
+from hpcstrat.checkpoint._contents import Contents, Fit, listed, own_share, position_of, storage_of
+
+
+class Restored(NamedTuple):
+    """What `Checkpoint.restore` did not do; both are empty unless it was allowed to leave something.
+
+    Attributes:
+        missing: the names of objects that the file has not; they are as they were.
+        left_over: the names of what the file has, and the checkpoint has not.
+    """
+
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+
+
+@final
+class Checkpoint:
+    """Objects that are saved to a file and restored from one: `Checkpoint(model=[w, b], optimizer=optimizer)`.
+
+    Of a variable its value is saved; of an optimizer the number of steps and the slots of its variables, which must be
+    among the objects too; of a metric what it has counted; of a dataset or an iterator which elements come next, in
+    which order. For a dataset this is the iteration over it that is going on: after `restore`, the next
+    `for batch in dataset:` gives the rest of it. What a program passes to constructors, such as a learning rate, is not
+    saved.
+
+    Args:
+        **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators, and nests of them.
+            Their names and places make the names in the file, so a program that restores must give the same.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        self._objects = objects
+        Contents("Checkpoint", objects)
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """Writes the objects to a file, in the place of one that is there. Collective: all ranks call this.
+
+        The parameter rank alone writes, while the others wait. It writes to `path.partial` first, so that a kill at any
+        moment leaves the file before whole; when this returns, the new one is on disk. The arrays are not copied in
+        memory. Of variables made outside of every scope, of which each rank has its own, the writing rank's are saved.
+
+        Args:
+            path: of the file; folders that are not there are made.
+            keep: how many files are kept: `path`, which is always the newest, and the ones before, `path.1`, `path.2`
+                ...; older ones are removed. `None` keeps none before, and touches none.
+
+        Raises:
+            OSError: the file system says no, on the parameter rank; all ranks raise. The file before is whole.
+            RuntimeError: called inside a replica function, or in the scope of another strategy.
+            TypeError: an object is none that can be saved, or `path` is none.
+            ValueError: an optimizer's variable is missing among the objects, or `keep` is not positive.
+            ReplicaMismatchError: the ranks save different things.
+        """
+        call = "Checkpoint.save"
+        communicator = connect()
+        with communicator.joint(call):
+            contents = Contents(call, self._objects)
+            contents.require_cross_replica()
+            path = _checked_path(call, path)
+            if keep is not None and (not isinstance(keep, int) or keep < 1):
+                raise ValueError(f"{call}: keep is {keep!r}; it is the number of files to keep, at least 1, or None")
+            entries, facts, root = contents.entries(), contents.facts(), contents.parameter_rank()
+            communicator.exchange(signature(call, path, keep, root, _digest(contents.names), _digest(entries)))
+        arrays = {name: _all_values(call, v) for name, v in contents.divided.items()}
+        blocks = {name: (v, v._block) for name, v in contents.variables.items()}
+        blocks |= {name: (slot.variable, slot.block) for name, slot in contents.slots().items()}
+
+        def parts(name: str) -> Iterator[Bytes]:
+            if name in arrays:
+                return host_parts(arrays[name])
+            v, block = blocks[name]
+            return storage_of(v).parts(block)
+
+        with communicator.joint(call):
+            if communicator.rank == root:
+                try:
+                    _file.write(path, entries, facts, parts, keep)
+                except OSError as error:
+                    raise _told(call, path, error, "nothing was saved; what was there before is whole") from error
+            communicator.exchange(signature(f"{call}: written"))
+
+    def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
+        """Sets the objects to what a file holds. Collective: all ranks call this.
+
+        The parameter rank alone reads. It first checks the whole file, and all ranks that it fits the objects: nothing
+        is changed if anything is wrong. The number of ranks, the strategy and the devices need not be those of the
+        program that saved. The slots of an optimizer that has none yet are made.
+
+        Args:
+            path: of the file.
+            partial: whether objects that the file has not, and what the file has beyond the objects, are left alone.
+
+        Returns:
+            The names of what was left alone.
+
+        Raises:
+            FileNotFoundError: there is no such file; the message names older ones.
+            OSError: it cannot be read.
+            ValueError: it is no checkpoint, cut off, damaged, or does not fit the objects; the message says where.
+            MemoryError: there is no room for slots.
+            RuntimeError: called inside a replica function, or in the scope of another strategy.
+            TypeError: an object is none that can be restored, or `path` is none.
+            ReplicaMismatchError: the ranks restore different things.
+        """
+        call = "Checkpoint.restore"
+        communicator = connect()
+        with communicator.joint(call):
+            contents = Contents(call, self._objects)
+            contents.require_cross_replica()
+            path = _checked_path(call, path)
+            entries, root = contents.entries(), contents.parameter_rank()
+            communicator.exchange(signature(call, path, bool(partial), root, _digest(contents.names), _digest(entries)))
+        file = None
+        try:
+            with communicator.joint(call):
+                if communicator.rank == root:
+                    file = _opened(call, path)
+                header = None if file is None else (file.entries, file.facts)
+                saved, facts = communicator.broadcast_obj(call, header, root)
+            with communicator.joint(call):
+                fit = _checked_fit(call, path, contents, saved, facts, partial)
+            _Restoring(call, communicator, root, contents, fit, facts, file).run()
+        finally:
+            if file is not None:
+                file.close()
+        return Restored(fit.missing, fit.left_over)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({', '.join(self._objects)})"
+
+
+class _Restoring:
+    """Sets objects to what a file holds that fits them. All ranks do; only the parameter rank has the file."""
+
+    def __init__(
+        self,
+        call: str,
+        communicator: Communicator,
+        root: int,
+        contents: Contents,
+        fit: Fit,
+        facts: dict[str, Any],
+        file: _file.CheckpointFile | None,
+    ) -> None:
+        self._call = call
+        self._communicator = communicator
+        self._root = root
+        self._contents = contents
+        self._fit = fit
+        self._facts = facts
+        self._file = file
+
+    def run(self) -> None:
+        """Makes what is missing first, which can fail; then writes. Collective."""
+        contents, names = self._contents, sorted(self._fit.common)
+        for name in names:
+            if (optimizer := contents.optimizers.get(name)) is not None:
+                optimizer._make_slots([v for of, v in contents.variables.items() if self._has_slots(name, of)])
+        slots = contents.slots()
+        for name in names:
+            if name in contents.variables:
+                v = contents.variables[name]
+                self._load(name, v, v._block)
+            elif name in slots:
+                self._load(name, slots[name].variable, slots[name].block)
+            elif name in contents.divided:
+                self._load_divided(name, contents.divided[name])
+        for name, slot in slots.items():
+            if name not in self._fit.common and self._is_of_restored_optimizer(name):
+                self._reset(slot.variable, slot.block, slot.initial)
+        self._publish([contents.variables[name] for name in names if name in contents.variables])
+        for name in names:
+            if name in contents.optimizers:
+                contents.optimizers[name]._iterations = int(self._facts[name]["iterations"])
+            elif name in contents.positions:
+                contents.positions[name]._go_to(position_of(self._facts[name]))
+        self._communicator.exchange(signature(f"{self._call}: restored"))
+
+    def _has_slots(self, optimizer: str, variable: str) -> bool:
+        slots = self._contents.optimizers[optimizer]._slot_values
+        return bool(slots) and all(f"{optimizer}/{slot}/{variable}" in self._fit.common for slot in slots)
+
+    def _is_of_restored_optimizer(self, slot: str) -> bool:
+        return any(slot.startswith(f"{name}/") for name in self._contents.optimizers if name in self._fit.common)
+
+    def _load(self, name: str, v: Variable, block: Block) -> None:
+        """Brings an array of the file to a block: on the rank that has it, or on every rank."""
+        communicator, is_root = self._communicator, self._file is not None
+        is_everywhere = v._strategy._updates_everywhere and communicator.size > 1
+        nbytes = v.size * v.dtype.itemsize
+        parts = self._parts(name)
+        for start in range(0, nbytes, PART):
+            with communicator.joint(self._call):
+                part = next(parts, None)
+                if is_everywhere:
+                    part = self._shared(f"{name} from byte {start}", part, min(PART, nbytes - start))
+            if part is not None and (is_root or is_everywhere):
+                storage_of(v).write_part(block, start, part)
+
+    def _parts(self, name: str) -> Iterator[Bytes]:
+        """The array in the file, part by part; nothing on the other ranks."""
+        if self._file is not None:
+            try:
+                yield from self._file.parts(name)
+            except OSError as error:
+                part_done = "the objects are restored in part: restore them again"
+                raise _told(self._call, self._file.path, error, part_done) from error
+
+    def _shared(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
+        """The parameter rank's part, of so many bytes, on every rank, valid until the next call."""
+
+        def write(message: Bytes) -> None:
+            assert part is not None
+            message[:nbytes] = part
+
+        own = {} if part is None else {"nbytes": nbytes, "write": write}
+        return self._communicator.exchange(signature(self._call, what), **own)[self._root][:nbytes]
+
+    def _load_divided(self, name: str, v: Variable) -> None:
+        communicator, array = self._communicator, None
+        with communicator.joint(self._call):
+            if self._file is not None:
+                array = np.empty(self._file.entries[name].shape, v.dtype)
+                start = 0
+                for part in self._parts(name):
+                    flat(array)[start : start + part.size] = part
+                    start += part.size
+            array = communicator.broadcast_obj(self._call, array, self._root)
+        v._strategy._replica_storage.write(v._block, own_share(v, array), RULES["assign"])
+
+    def _reset(self, v: Variable, block: Block, value: float) -> None:
+        """Fills a slot of which the file knows nothing: when it was written, the variable had no step behind it."""
+        strategy = v._strategy
+        if strategy._updates_everywhere or strategy._communicator.rank == strategy._root:
+            itemsize = v.dtype.itemsize
+            part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
+            for start in range(0, v.size * itemsize, part.size):
+                storage_of(v).write_part(block, start, part[: v.size * itemsize - start])
+
+    def _publish(self, variables: list[Variable]) -> None:
+        for storage in dict.fromkeys(map(storage_of, variables)):
+            storage.publish(self._call, [v._block for v in variables if storage_of(v) is storage])
+
+
+def _all_values(call: str, v: Variable) -> np.ndarray[Any, Any]:
+    """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
+    strategy = v._strategy
+    with strategy._on_stream():
+        return _gpu.to_host(strategy._communicator.all_gather(call, [v._block.view[np.newaxis]], 0)[0])
+
+
+def _opened(call: str, path: str) -> _file.CheckpointFile:
+    try:
+        return _file.CheckpointFile(path)
+    except OSError as error:
+        raise _told(call, path, error, "nothing was changed") from error
+    except ValueError as error:
+        raise ValueError(f"{call}: {error}. Nothing was changed") from error
+
+
+def _checked_fit(
+    call: str, path: str, contents: Contents, entries: dict[str, _file.Entry], facts: dict[str, Any], partial: bool
+) -> Fit:
+    try:
+        fit = contents.fit(entries, facts)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{call}: what {path} says of its objects makes no sense: {error!r}") from error
+    problems = list(fit.problems)
+    if not partial:
+        if fit.missing:
+            problems.append(f"missing in the file: {listed(fit.missing)}")
+        if fit.left_over:
+            problems.append(f"left over in the file: {listed(fit.left_over)}")
+    if problems:
+        lines = "".join(f"\n  {problem}" for problem in problems[:12])
+        more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
+        hint = "" if fit.problems else "\nrestore(path, partial=True) takes what both have."
+        raise ValueError(f"{call}: {path} does not fit the objects. Nothing was changed.{lines}{more}{hint}")
+    return fit
+
+
+def _told(call: str, path: str, error: OSError, consequence: str) -> OSError:
+    """The error, of the same class, in our words."""
+    text = f"{call} of {path}: {error.strerror or error}; {consequence}"
+    return OSError(error.errno, text) if error.errno is not None else OSError(text)
+
+
+def _checked_path(call: str, path: Any) -> str:
+    path = os.fspath(path)
+    if not isinstance(path, str) or not os.path.basename(path):
+        raise TypeError(f"{call}: path is {path!r}; it must be the name of a file")
+    return path
+
+
+def _digest(facts: Any) -> str:
+    """A short text that stands for a dict or a list in what ranks compare."""
+    facts = sorted(facts.items()) if isinstance(facts, dict) else facts
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

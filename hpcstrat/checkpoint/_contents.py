@@ -1,0 +1,297 @@
+"""What there is to save of each kind of object, and whether what a file holds fits it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+
+from hpcstrat import _context, _nest
+from hpcstrat._storage.base import Storage
+from hpcstrat._storage.memory import Block
+from hpcstrat._types import ReduceOp
+from hpcstrat._variable_values import OPERATIONS, VariableAggregation
+from hpcstrat._variables import Variable
+from hpcstrat.checkpoint._file import Entry
+from hpcstrat.data._position import Position, Positioned
+from hpcstrat.metrics import Metric
+from hpcstrat.optimizers.base import Optimizer
+
+_POSITION = "position in data"
+_DIVIDED = "ON_READ variable"
+
+
+class Slot(NamedTuple):
+    """A slot of an optimizer.
+
+    Attributes:
+        variable: whose.
+        block: its numbers.
+        initial: the value that it begins with.
+    """
+
+    variable: Variable
+    block: Block
+    initial: float
+
+
+class Fit(NamedTuple):
+    """How a file and a program's objects fit.
+
+    Attributes:
+        common: names of arrays and objects that both have.
+        missing: names that the file has not.
+        left_over: names that the program has not.
+        problems: what differs under one name, a line each.
+    """
+
+    common: frozenset[str]
+    missing: tuple[str, ...]
+    left_over: tuple[str, ...]
+    problems: tuple[str, ...]
+
+
+class Contents:
+    """The objects of a checkpoint, by name: the path to each, as in `model/layers/0/w`.
+
+    Args:
+        call: the user's name of the method.
+        objects: nests of variables, optimizers, metrics, datasets and their iterators, by name.
+
+    Attributes:
+        variables: the ordinary variables.
+        divided: the variables with one value a replica; a metric's has the metric's name.
+        optimizers: the optimizers.
+        positions: the datasets and iterators.
+
+    Raises:
+        TypeError: an object is none of these.
+        ValueError: two things have the same name.
+    """
+
+    def __init__(self, call: str, objects: Mapping[str, Any]) -> None:
+        self._call = call
+        self.variables: dict[str, Variable] = {}
+        self.divided: dict[str, Variable] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.positions: dict[str, Positioned] = {}
+        self._kinds: dict[str, str] = {}  # of what is no ordinary variable
+        seen: set[int] = set()
+        for name, leaf in _leaves(dict(objects)):
+            if name in self._kinds or name in self.variables or name == "__metadata__":
+                raise ValueError(f"{call}: the name {name!r} is taken; give one of its objects another")
+            if id(leaf) in seen:  # weights that two layers share, say: saved under the first of the names
+                continue
+            seen.add(id(leaf))
+            self._add(name, leaf)
+
+    def _add(self, name: str, leaf: Any) -> None:
+        if isinstance(leaf, Variable) and not leaf._is_on_read:
+            self.variables[name] = leaf
+            return
+        if isinstance(leaf, Variable):
+            self.divided[name] = leaf
+            self._kinds[name] = _DIVIDED
+        elif isinstance(leaf, Metric):
+            self.divided[name] = leaf._sums
+            self._kinds[name] = type(leaf).__name__
+        elif isinstance(leaf, Optimizer):
+            self.optimizers[name] = leaf
+            self._kinds[name] = type(leaf).__name__
+        elif isinstance(leaf, Positioned):
+            self.positions[name] = leaf
+            self._kinds[name] = _POSITION
+        else:
+            raise TypeError(
+                f"{self._call}: {name} is {_shortened(repr(leaf))}, which cannot be saved; it takes variables, "
+                "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. A number that "
+                "is to be saved goes into a variable: Variable(0, dtype=np.int64); of an object with attributes pass "
+                "vars(object)"
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all objects, in order."""
+        return sorted(self.variables.keys() | self._kinds.keys())
+
+    # ---- what there is to save
+
+    def slots(self) -> dict[str, Slot]:
+        """The slots of optimizers that there are now, by name: `optimizer/momentum/model/w`.
+
+        Raises:
+            ValueError: one is of a variable that is not here, or its name is taken.
+        """
+        names = {id(v): name for name, v in self.variables.items()}
+        found: dict[str, Slot] = {}
+        for name, optimizer in self.optimizers.items():
+            for v, blocks in optimizer._named_slots():
+                if id(v) not in names:
+                    raise ValueError(
+                        f"{self._call}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
+                        f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
+                    )
+                for slot, block in blocks.items():
+                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer._slot_values[slot])
+        if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
+            raise ValueError(f"{self._call}: the name {min(taken)!r} is taken by a slot; give the object another")
+        return found
+
+    def entries(self) -> dict[str, Entry]:
+        """The arrays that there are to save."""
+        found = {name: _entry(v) for name, v in self.variables.items()}
+        found |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
+        for name, v in self.divided.items():
+            found[name] = _entry(v, v._strategy.num_replicas_in_sync)
+        return found
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """What there is to save besides arrays: the kind of each object that is no ordinary variable, and more."""
+        found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
+        for name, optimizer in self.optimizers.items():
+            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer._slot_values)}
+        for name, one in self.positions.items():
+            found[name] |= one._position()._asdict()
+        return found
+
+    # ---- what a file must have
+
+    def fit(self, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> Fit:
+        """Compares with what a file holds."""
+        slots = {
+            f"{name}/{slot}/{of}": v
+            for name, optimizer in self.optimizers.items()
+            for slot in optimizer._slot_values
+            for of, v in self.variables.items()
+        }
+        needed = self.variables.keys() | self._kinds.keys()
+        there = entries.keys() | facts.keys()
+        common = frozenset(there & (needed | slots.keys()))
+        problems: list[str] = []
+        for name in sorted(common):
+            kind, saved = self._kinds.get(name), facts.get(name, {}).get("kind")
+            if kind != saved:
+                problems.append(f"{name} is {_named(kind)} here and {_named(saved)} in the file")
+            elif name in self.optimizers:
+                problems += _optimizer_problems(name, self.optimizers[name], facts[name])
+            elif name in self.positions:
+                misfit = self.positions[name]._misfit(position_of(facts[name]))
+                problems += [] if misfit is None else [f"{name}: {misfit}"]
+            elif name in self.divided:
+                problems += _divided_problems(name, self.divided[name], entries.get(name))
+            elif entries.get(name) != (
+                wanted := _entry(self.variables[name] if name in self.variables else slots[name])
+            ):
+                problems.append(f"{name} is {wanted} here and {entries.get(name)} in the file")
+        missing, left_over = tuple(sorted(needed - there)), tuple(sorted(there - needed - slots.keys()))
+        return Fit(common, missing, left_over, tuple(problems))
+
+    # ---- where it is
+
+    def strategies(self) -> list[Any]:
+        """The strategies of all variables, in one order on all ranks."""
+        everything = [*sorted(self.variables.items()), *sorted(self.divided.items())]
+        return list(dict.fromkeys(v._strategy for _, v in everything))
+
+    def parameter_rank(self) -> int:
+        """The rank that writes: the one that has all optimizers' slots.
+
+        Raises:
+            ValueError: they lie on different ranks.
+        """
+        roots = {strategy._root for strategy in self.strategies() if not strategy._updates_everywhere}
+        if len(roots) > 1:
+            raise ValueError(
+                f"{self._call}: the objects belong to strategies whose variables live on the ranks {sorted(roots)}, "
+                "and one rank writes; make a checkpoint for each strategy"
+            )
+        return roots.pop() if roots else 0
+
+    def require_cross_replica(self) -> None:
+        """Raises RuntimeError unless this line is the script's own level, for all strategies of the variables."""
+        context = _context.context()
+        if isinstance(context, (_context.ReplicaContext, _context.UpdateContext)):
+            raise RuntimeError(
+                f"{self._call} was called inside a replica function or an update; call it at the script's own level, "
+                "outside of Strategy.run"
+            )
+        for strategy in self.strategies():
+            if strategy is not _context.default_strategy():
+                strategy._require_cross_replica(self._call)
+
+
+def storage_of(v: Variable) -> Storage:
+    """Where an ordinary variable and its slots are."""
+    return v._strategy._storage
+
+
+def position_of(facts: Mapping[str, Any]) -> Position:
+    """The position that was saved."""
+    shuffles = tuple([(int(seed), int(number)) for seed, number in facts["shuffles"]])
+    return Position(str(facts["pipeline"]), shuffles, None if facts["taken"] is None else int(facts["taken"]))
+
+
+def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
+    """What this replica gets of the values, of shape `(n, ...)`, that n replicas had of an ON_READ variable.
+
+    Each gets its own where there are as many replicas as then. Otherwise the first gets the sum of a SUM variable and
+    the others zeros, so that nothing is rounded by sharing it out; all get the mean of a MEAN variable, or the first.
+    """
+    communicator = v._strategy._communicator
+    if len(values) == communicator.size:
+        return values[communicator.rank]
+    op = OPERATIONS[v.aggregation]
+    if op is None:
+        return values[0]
+    total = functools.reduce(np.add, values)
+    if op is ReduceOp.MEAN:
+        return (total / len(values)).astype(v.dtype)
+    return total if communicator.rank == 0 else np.zeros_like(total)
+
+
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The names, but not too many of them."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each object with the path to it, in the order of the paths."""
+    leaves, structure = _nest.flatten(objects)
+    paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
+    return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]
+
+
+def _entry(v: Variable, replicas: int | None = None) -> Entry:
+    shape = v.shape if replicas is None else (replicas, *v.shape)
+    return Entry(v.dtype.name, v.dtype.itemsize, shape)
+
+
+def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any]) -> list[str]:
+    slots, saved = sorted(optimizer._slot_values), sorted(facts["slots"])
+    if slots == saved and int(facts["iterations"]) >= 0:
+        return []
+    return [f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"]
+
+
+def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
+    if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
+        return [f"{name} is {_entry(v)} on each replica here and {entry} for all of them in the file"]
+    replicas = v._strategy.num_replicas_in_sync
+    integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
+    if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):
+        return [
+            f"{name} has the values of {entry.shape[0]} replicas in the file, which its aggregation, "
+            f"{v.aggregation.name} of {v.dtype.name}, cannot bring to {replicas}"
+        ]
+    return []
+
+
+def _named(kind: str | None) -> str:
+    return "a variable" if kind is None else kind
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

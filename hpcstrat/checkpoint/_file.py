@@ -1,0 +1,260 @@
+"""The format of a checkpoint: a safetensors file whose header begins with its size and a checksum of all of it.
+
+It holds text and numbers, and reading it runs nothing. Any reader of safetensors opens it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcstrat._storage.base import PART, Bytes
+from hpcstrat.checkpoint._replacing import numbered, replacing
+
+_VERSION = 1
+_LENGTH_BYTES = 8  # of the number that a safetensors file begins with, the length of its header
+_LARGEST_HEADER = 100_000_000  # what readers of safetensors take
+_HEAD = '{{"__metadata__":{{"hpcstrat":"{version}","bytes":"{nbytes:020}","crc32":"{checksum:08x}"'
+_HEAD_PATTERN = re.compile(
+    rb'\{"__metadata__":\{"hpcstrat":"(?P<version>\d{1,9})","bytes":"(?P<nbytes>\d{20})","crc32":"(?P<checksum>[0-9a-f]{8})"'
+)
+# The names of safetensors. Other dtypes are stored as bytes: complex64 too, whose name older readers do not know.
+_NAMES = {
+    **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32"},
+    **{"uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_SIZES = {name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize for dtype, name in _NAMES.items()}
+
+
+class Entry(NamedTuple):
+    """What is known of an array without its numbers.
+
+    Attributes:
+        dtype: NumPy's name of the dtype.
+        itemsize: bytes of one element.
+        shape: the shape.
+    """
+
+    dtype: str
+    itemsize: int
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {self.shape}"
+
+
+def write(
+    path: str,
+    entries: Mapping[str, Entry],
+    facts: Mapping[str, Any],
+    parts: Callable[[str], Iterable[Bytes]],
+    keep: int | None = None,
+) -> None:
+    """Writes a checkpoint in the place of the file that is there, streamed; see `replacing`.
+
+    Args:
+        path: of the file.
+        entries: the arrays, by name.
+        facts: anything that JSON can hold, by name.
+        parts: gives the bytes of the array of a name, one part after the other, as this machine has them.
+        keep: see `replacing`.
+
+    Raises:
+        OSError: what the file system says.
+        ValueError: there are too many arrays for the format.
+    """
+    # Large elements first, so that every array starts at a multiple of its element's size.
+    names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
+    header = _header([(name, entries[name]) for name in names], facts)
+    with replacing(path, keep) as file:
+        checksum = 0
+        for view in itertools.chain([memoryview(header)], (part.data for name in names for part in parts(name))):
+            checksum = zlib.crc32(view, checksum)
+            while view:
+                view = view[file.write(view) :]
+        file.seek(header.index(b'"crc32":"') + len(b'"crc32":"'))
+        file.write(b"%08x" % checksum)
+
+
+def _header(entries: list[tuple[str, Entry]], facts: Mapping[str, Any]) -> bytes:
+    """The header, its length before it, with a checksum of 0."""
+    described, others, offset = {}, {}, 0
+    for name, entry in entries:
+        kind, shape = _NAMES.get(entry.dtype), entry.shape
+        if kind is None:
+            kind, shape = "U8", (*shape, entry.itemsize)
+            others[name] = entry.dtype
+        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + entry.nbytes]}
+        offset += entry.nbytes
+    metadata = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(facts))}'
+    body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
+    rest = f",{metadata}}}{body}}}".encode()
+    length = len(_HEAD.format(version=_VERSION, nbytes=0, checksum=0)) + len(rest)
+    padding = -length % 8
+    length += padding
+    if length > _LARGEST_HEADER:
+        raise ValueError(
+            f"there are {len(entries)} arrays, whose names and shapes make a header of {length} bytes; "
+            f"{_LARGEST_HEADER} are the most"
+        )
+    head = _HEAD.format(version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0).encode()
+    return length.to_bytes(_LENGTH_BYTES, "little") + head + rest + b" " * padding
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+class CheckpointFile:
+    """A checkpoint that is there, whole and undamaged, open for reading.
+
+    Args:
+        path: of the file.
+
+    Attributes:
+        entries: the arrays, by name.
+        facts: what was written beside them.
+
+    Raises:
+        FileNotFoundError: there is none; the message says what there is.
+        OSError: it cannot be read.
+        ValueError: it is no checkpoint, of a newer format, cut off or damaged.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.entries: dict[str, Entry] = {}
+        self.facts: dict[str, Any] = {}
+        self._starts: dict[str, int] = {}
+        self._buffer: Bytes = np.empty(PART, np.uint8)
+        try:
+            self._file = open(path, "rb", buffering=0)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, f"there is no such file{_what_else(path, '; ')}", path) from error
+        try:
+            header = self._checked_header()
+            try:
+                self._parse(header)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                raise ValueError(f"{path} is no checkpoint of hpcstrat, though it looks like one: {error!r}") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> CheckpointFile:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def parts(self, name: str) -> Iterator[Bytes]:
+        """The bytes of an array, at most `PART` at once; each part is valid until the next.
+
+        Raises:
+            OSError: they cannot be read.
+        """
+        self._file.seek(self._starts[name])
+        return self._read(self.entries[name].nbytes)
+
+    def _read(self, nbytes: int) -> Iterator[Bytes]:
+        while nbytes:
+            part = self._buffer[: min(nbytes, PART)]
+            read = 0
+            while read < part.size:
+                count = self._file.readinto(part[read:].data)
+                if not count:
+                    raise OSError(errno.EIO, "the file became shorter while it was read", self.path)
+                read += count
+            nbytes -= part.size
+            yield part
+
+    def _checked_header(self) -> bytes:
+        """The header of a file that is whole."""
+        there = os.fstat(self._file.fileno()).st_size
+        start = self._file.read(_LENGTH_BYTES + 256)
+        head = _HEAD_PATTERN.match(start, _LENGTH_BYTES)
+        if head is None:
+            raise ValueError(
+                f"{self.path} is no checkpoint of hpcstrat: it does not begin like one"
+                f"{_what_else(self.path, '. Before it ')}"
+            )
+        if int(head["version"]) != _VERSION:
+            raise ValueError(
+                f"{self.path} is of format {int(head['version'])}, and this version of hpcstrat reads {_VERSION}; "
+                "restore it with the version that wrote it"
+            )
+        length, nbytes = int.from_bytes(start[:_LENGTH_BYTES], "little"), int(head["nbytes"])
+        if nbytes != there:
+            what = "is cut off" if there < nbytes else "has something behind its end"
+            raise ValueError(
+                f"{self.path} {what}: it has {there} bytes and should have {nbytes}"
+                f"{_what_else(self.path, '. Before it ')}"
+            )
+        checksum = zlib.crc32(start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :])
+        for part in self._read(there - len(start)):
+            checksum = zlib.crc32(part.data, checksum)
+        if checksum != int(head["checksum"], 16):
+            raise ValueError(
+                f"{self.path} is damaged: its checksum is {checksum:08x} and should be {head['checksum'].decode()}"
+                f"{_what_else(self.path, '. Before it ')}"
+            )
+        if length > min(there - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise ValueError(f"{self.path} is no checkpoint of hpcstrat: its header would have {length} bytes")
+        self._file.seek(_LENGTH_BYTES)
+        return b"".join(part.tobytes() for part in self._read(length))
+
+    def _parse(self, header: bytes) -> None:
+        described = json.loads(header, object_pairs_hook=_without_twins)
+        metadata = described.pop("__metadata__")
+        others = json.loads(metadata["dtypes"])
+        self.facts = json.loads(metadata["objects"])
+        if not isinstance(self.facts, dict):
+            raise ValueError("its facts have no names")
+        end = start = _LENGTH_BYTES + len(header)
+        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+            shape = tuple(one["shape"])
+            if not all(type(n) is int and n >= 0 for n in shape):
+                raise ValueError(f"{name} has shape {shape}")
+            if name in others:
+                entry = Entry(str(others[name]), shape[-1], shape[:-1])
+            else:
+                entry = Entry(_DTYPES[one["dtype"]], _SIZES[one["dtype"]], shape)
+            if one["data_offsets"] != [end - start, end - start + entry.nbytes]:
+                raise ValueError(f"{name} is not where it should be")
+            self.entries[name] = entry
+            self._starts[name] = end
+            end += entry.nbytes
+        if end != os.fstat(self._file.fileno()).st_size:
+            raise ValueError(f"its arrays end at byte {end}")
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _what_else(path: str, begin: str) -> str:
+    """Which older checkpoints there are, to be added to a message."""
+    names = ", ".join(f"{path}.{number}" for number in numbered(path))
+    return f"{begin}there is {names}" if names else ""

@@ -1,0 +1,119 @@
+"""Leaving in time when the job is to be stopped: a last checkpoint, and a status by which it is started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, final
+
+from hpcstrat import _context
+from hpcstrat._communicators import connect
+from hpcstrat._communicators.records import signature
+from hpcstrat.checkpoint._checkpoint import Checkpoint
+
+
+@final
+class PreemptionHandler:
+    """Notes signals that announce the end of the job; at the next step boundary all ranks save and leave.
+
+    `with PreemptionHandler(checkpoint, path) as handler:` around the training, and `handler.check()` after each step.
+    A signal to any one rank is enough. While the ranks save and leave, further signals change nothing. What handled the
+    signals before handles them again after `close`, or the end of the `with` block.
+
+    Args:
+        checkpoint: what is saved.
+        path: as in `Checkpoint.save`.
+        keep: as in `Checkpoint.save`.
+        signals: the signals to note; by default what Slurm sends before a job's time is up (`--signal=USR1@120`) and at
+            its end.
+        exit_status: the status that all ranks exit with, and so `mpirun` too; by default `EX_TEMPFAIL`, 75.
+
+    Raises:
+        RuntimeError: made in another thread than the main one, where Python handles no signals.
+        ValueError: `exit_status` is not from 1 to 255.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        keep: int | None = None,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
+        exit_status: int = os.EX_TEMPFAIL,
+    ) -> None:
+        call = "PreemptionHandler"
+        if not 1 <= exit_status <= 255:
+            raise ValueError(f"{call}: exit_status is {exit_status}; it must be from 1 to 255, to tell of an early end")
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"{call} was made in the thread {threading.current_thread().name!r}; make it in the main one"
+            )
+        self._checkpoint = checkpoint
+        self._path = path
+        self._keep = keep
+        self._exit_status = exit_status
+        self._noted = 0  # the number of the signal that came, or 0
+        self._leaves = False
+        self._previous: dict[signal.Signals, Any] = {one: signal.signal(one, self._note) for one in signals}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted = number
+
+    @property
+    def is_preempted(self) -> bool:
+        """Whether a signal has come to this rank, or `check` has heard of one on another. Not the same on all ranks."""
+        return bool(self._noted)
+
+    def check(self) -> None:
+        """Saves and exits on all ranks if a signal has come to any. Collective: all ranks call this after each step.
+
+        Raises:
+            SystemExit: a signal has come, and the checkpoint is saved; the status is `exit_status`.
+            RuntimeError: called inside a replica function.
+            Exception: what `Checkpoint.save` raises.
+        """
+        call = "PreemptionHandler.check"
+        communicator = connect()
+        with communicator.joint(call):
+            if isinstance(_context.context(), (_context.ReplicaContext, _context.UpdateContext)):
+                raise RuntimeError(f"{call} was called inside a replica function; call it outside of Strategy.run")
+        noted = self._noted
+
+        def write(message: Any) -> None:
+            message[0] = noted
+
+        # One byte a rank: the numbers of signals are less than 65.
+        numbers = [int(message[0]) for message in communicator.exchange(signature(call), 1, write)]
+        if not any(numbers):
+            return
+        self._noted = max(numbers)
+        self._checkpoint.save(self._path, self._keep)
+        if communicator.rank == 0:
+            name = {one.value: one.name for one in signal.Signals}.get(self._noted, f"signal {self._noted}")
+            print(
+                f"hpcstrat: {name} came; the checkpoint {os.fspath(self._path)} is saved, and the job exits with "
+                f"status {self._exit_status}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._leaves = True
+        for one in self._previous:  # Python takes its handlers back before the process has ended
+            signal.signal(one, signal.SIG_IGN)
+        raise SystemExit(self._exit_status)
+
+    def close(self) -> None:
+        """Gives the signals back to what handled them before; not while the ranks leave, when they are ignored."""
+        if not self._leaves:
+            for one, previous in self._previous.items():
+                signal.signal(one, signal.SIG_DFL if previous is None else previous)
+            self._previous = {}
+
+    def __enter__(self) -> PreemptionHandler:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

@@ -1,0 +1,316 @@
+"""Checkpoints of whole jobs: on other numbers of ranks, after kills and signals, and on a full disk."""
+
+import re
+
+import numpy as np
+import pytest
+
+from hpcstrat.checkpoint._file import CheckpointFile
+
+# Trains in a way that any lost or repeated element, order, slot or step changes the result.
+TRAIN = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import hpcstrat as hs
+
+    name, path, *more = sys.argv[1:]
+    strategy = hs.OneDeviceStrategy("CPU:0") if name == "OneDeviceStrategy" else getattr(hs, name)()
+    random = np.random.default_rng(0)
+    x, y = random.standard_normal((50, 6)), random.standard_normal((50, 2))
+    with strategy.scope():
+        w, b = hs.Variable(np.zeros((6, 2))), hs.Variable(np.zeros(2))
+        epoch = hs.Variable(0, dtype=np.int64)
+        loss = hs.metrics.Mean()
+        optimizer = hs.optimizers.Adam(hs.optimizers.schedules.ExponentialDecay(0.1, 5, 0.5), global_clipnorm=0.5)
+    dataset = hs.data.Dataset.from_tensor_slices((x, y)).shuffle(50, seed=5).batch(8)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    checkpoint = hs.checkpoint.Checkpoint(
+        model={"w": w, "b": b}, optimizer=optimizer, epoch=epoch, loss=loss, batches=batches
+    )
+
+    def step(batch):
+        x, y = batch
+        error = x @ w + b - y
+        loss.update_state(error**2)
+        optimizer.apply_gradients([(x.T @ error, w), (error.sum(axis=0), b)])
+
+    def show():
+        print(w.numpy().tobytes().hex(), b.numpy().tobytes().hex(), float(loss.result()).hex(), optimizer.iterations)
+
+    def train(boundary=lambda: None):
+        while int(epoch) < 3:
+            for batch in batches:
+                strategy.run(step, args=(batch,))
+                boundary()
+            epoch.assign_add(1)
+        show()
+"""
+
+
+def read(path):
+    with CheckpointFile(str(path)) as file:
+        return {name: b"".join(part.tobytes() for part in file.parts(name)) for name in file.entries}, file.facts
+
+
+def numbers(output):
+    """The last line's."""
+    *arrays, loss, steps = output.splitlines()[-1].split()
+    return np.concatenate([np.frombuffer(bytes.fromhex(a)) for a in arrays]), float.fromhex(loss), int(steps)
+
+
+def well(result):
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    return result.stdout
+
+
+def test_any_number_of_ranks_restores(launch, tmp_path):
+    save = (
+        TRAIN
+        + """
+    def boundary():
+        if optimizer.iterations == 10:
+            checkpoint.save(path)
+            show()
+    train(boundary)
+    """
+    )
+    again = (
+        TRAIN
+        + """
+    checkpoint.restore(path)
+    checkpoint.save(more[0])
+    show()
+    train()
+    """
+    )
+    first = well(launch(save, 4, "CentralStorageStrategy", tmp_path / "saved")).splitlines()
+    arrays, facts = read(tmp_path / "saved")
+    assert facts["batches"]["taken"] == 24 and facts["optimizer"]["iterations"] == 10
+    for name, ranks in [
+        *(("CentralStorageStrategy", ranks) for ranks in (1, 2, 3, 4)),
+        ("MirroredStrategy", 3),
+        ("OneDeviceStrategy", None),
+    ]:
+        at, end = well(launch(again, ranks, name, tmp_path / "saved", tmp_path / "again")).splitlines()
+        assert at.split()[:2] == first[0].split()[:2]
+        assert numbers(at)[1] == numbers(first[0])[1]
+        again_arrays, again_facts = read(tmp_path / "again")
+        loss, again_loss = arrays["loss"], again_arrays.pop("loss")
+        assert again_facts == facts
+        assert again_arrays | {"loss": loss} == arrays
+        if ranks == 4:
+            assert again_loss == loss
+            assert end == first[1]
+        for found, expected in zip(numbers(end), numbers(first[1]), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "many"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks):
+    program = (
+        TRAIN
+        + """
+    if os.path.exists(path):
+        checkpoint.restore(path)
+        print("goes on after", optimizer.iterations)
+    how = more[0]
+    with hs.checkpoint.PreemptionHandler(checkpoint, path) as handler:
+        pids = hs.broadcast_object(os.getpid()), os.getpid()
+
+        def storm():
+            while True:
+                os.kill(pids[0], signal.SIGTERM)
+                os.kill(pids[1], signal.SIGUSR1)
+
+        def boundary():
+            if hs.rank() == hs.size() - 1 and optimizer.iterations in (4, 10):
+                if how == "many":
+                    threading.Thread(target=storm, daemon=True).start()
+                    time.sleep(0.01)
+                elif how:
+                    os.kill(os.getpid(), getattr(signal, how))
+            handler.check()
+
+        train(boundary)
+    """
+    )
+    name = "CentralStorageStrategy" if ranks == 3 else "MirroredStrategy"
+    undisturbed = well(launch(program, ranks, name, tmp_path / "not there", ""))
+    begun = r"hpcstrat: SIG\w+ came; the checkpoint \S*/saved is saved, and the job exits with status 75\n"
+    for steps in (4, 10) if how != "many" else (4,):
+        result = launch(program, ranks, name, tmp_path / "saved", how)
+        assert result.status == 75
+        assert re.search(begun, result.stderr)
+        assert "Traceback" not in result.stderr
+        assert result.leftovers == []
+        if how != "many":
+            assert read(tmp_path / "saved")[1]["optimizer"]["iterations"] == steps
+    if how == "many":  # the first of which may come after a further step
+        assert 4 <= read(tmp_path / "saved")[1]["optimizer"]["iterations"] < 21
+    resumed = well(launch(program, ranks, name, tmp_path / "saved", "")).splitlines()
+    assert resumed[0].startswith("goes on after")
+    assert resumed[-1] == undisturbed.splitlines()[-1]
+
+
+def test_fifty_kills_of_a_saving_program(launch, tmp_path):
+    """Each time a fresh process restores and saves without end; SIGKILL comes at a random moment."""
+    program = """
+    import os, random, signal, sys, time
+    import numpy as np
+    import hpcstrat as hs
+    from hpcstrat.checkpoint._file import CheckpointFile
+
+    path = sys.argv[1]
+
+    def save_for_ever(ready):
+        values, i = hs.Variable(np.zeros(1 << 17)), hs.Variable(0, dtype=np.int64)
+        checkpoint = hs.checkpoint.Checkpoint(values=values, i=i)
+        if os.path.exists(path):
+            checkpoint.restore(path)
+        while True:
+            i.assign_add(1)
+            values.assign(np.full(1 << 17, float(i)))
+            checkpoint.save(path, keep=3)
+            os.write(ready, b".")
+
+    def value(path):
+        with CheckpointFile(path) as file:
+            found = {int(np.frombuffer(part, np.float64)[k]) for part in file.parts("values") for k in (0, -1)}
+            (part,) = file.parts("i")
+            found.add(int(np.frombuffer(part, np.int64)[0]))
+        assert len(found) == 1, found
+        return found.pop()
+
+    random.seed(3)
+    last = partials = kills = 0
+    for _ in range(50):
+        done, ready = os.pipe()
+        child = os.fork()  # MPI has not started here
+        if child == 0:
+            save_for_ever(ready)
+        os.close(ready)
+        assert os.read(done, 1) == b"."
+        time.sleep(random.random() * 0.01)
+        os.kill(child, signal.SIGKILL)
+        kills += os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+        reported = len(os.read(done, 1 << 16))
+        os.close(done)
+        names = sorted(os.listdir(os.path.dirname(path)))
+        partials += "saved.partial" in names
+        now = value(path)
+        assert now >= last + 1 + reported, (now, last, reported)
+        last = now
+        older = [value(f"{path}.{k}") for k in (1, 2) if f"saved.{k}" in names]
+        assert older == sorted(older, reverse=True)
+    print(kills, partials > 0, names[:1])
+    """
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    result = launch(program, None, folder / "saved", timeout=100)
+    assert well(result) == "50 True ['saved']\n"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_in_saving(launch, tmp_path, victim):
+    program = """
+    import os, signal, sys, threading, time
+    import numpy as np
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+    with strategy.scope():
+        v = hs.Variable(np.zeros(1 << 20))
+    checkpoint = hs.checkpoint.Checkpoint(v=v)
+    checkpoint.save(sys.argv[1])
+    if hs.rank() == int(sys.argv[2]):
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        v.assign(np.full(1 << 20, v[0] + 1))
+        checkpoint.save(sys.argv[1])
+    """
+    result = launch(program, 2, tmp_path / "saved", str(victim))
+    assert result.status != 0
+    assert result.leftovers == []
+    values = np.frombuffer(read(tmp_path / "saved")[0]["v"])
+    assert values.size == 1 << 20 and (values == values[0]).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, ranks):
+    program = """
+    import os, resource, sys
+    import numpy as np
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+    with strategy.scope():
+        v = hs.Variable(np.ones(1 << 20))
+    checkpoint = hs.checkpoint.Checkpoint(v=v)
+    checkpoint.save(sys.argv[1], keep=2)
+    v.assign(np.full(1 << 20, 2.0))
+    if hs.rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, resource.RLIM_INFINITY))
+    try:
+        checkpoint.save(sys.argv[1], keep=2)
+    except OSError as error:
+        os.write(2, f"{hs.rank()} {error}\\n".encode())  # in one piece
+    hs.barrier()
+    assert os.listdir(os.path.dirname(sys.argv[1])) == ["saved"]
+    checkpoint.restore(sys.argv[1])
+    assert (v.numpy() == 1).all()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    checkpoint.save(sys.argv[1], keep=2)
+    """
+    folder = tmp_path / "checkpoints"
+    result = launch(program, ranks, folder / "saved")
+    assert result.status == 0
+    lines = sorted(result.stderr.splitlines())
+    assert [line[0] for line in lines] == [str(rank) for rank in range(ranks)]
+    assert all(re.search(r"Checkpoint\.save of \S*saved: File too large; nothing was saved", line) for line in lines)
+    assert sorted(path.name for path in folder.iterdir()) == ["saved", "saved.1"]
+    assert result.leftovers == []
+
+
+@pytest.mark.parametrize("name", ["CentralStorageStrategy", "MirroredStrategy"])
+def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
+    program = """
+    import re, sys
+    import numpy as np
+    import hpcstrat as hs
+
+    def resident(which):
+        return int(re.search(which + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1]) >> 10  # MiB
+
+    strategy = getattr(hs, sys.argv[1])()
+    with strategy.scope():
+        v = hs.Variable(np.broadcast_to(np.float32(5), 1 << 24))  # 64 MiB
+        optimizer = hs.optimizers.SGD(0.0, momentum=0.5)
+    buffers = optimizer.gradient_buffers([v])
+    strategy.run(lambda: optimizer.apply_gradients([(buffers[0], v)]))
+    checkpoint = hs.checkpoint.Checkpoint(v=v, optimizer=optimizer)
+    for call in checkpoint.save, checkpoint.restore:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # the peak begins anew
+        before = resident("VmRSS")
+        call(sys.argv[2])
+        assert resident("VmHWM") - before < 24, (before, resident("VmHWM"))
+    assert v[-1] == 5
+    """
+    assert well(launch(program, 2, name, tmp_path / "saved")) == ""
+
+
+def test_an_error_in_saving_ends_the_job(launch, tmp_path):
+    result = launch(TRAIN + "    checkpoint.save(path)\n", 2, "CentralStorageStrategy", "/proc/nothing/saved")
+    assert result.status != 0
+    assert any("Checkpoint.save of /proc/nothing/saved: " in line for line in result.tagged(0))
+    assert result.leftovers == []
+
+
+def test_a_rank_that_does_not_save_ends_the_job(launch, tmp_path):
+    program = TRAIN + "    if hs.rank() == 0: checkpoint.save(path)\n"
+    result = launch(program, 2, "CentralStorageStrategy", tmp_path / "saved")
+    assert result.status != 0
+    assert "rank 0 waits in Checkpoint.save" in result.stderr
+    assert not (tmp_path / "saved").exists()
+    assert result.leftovers == []

@@ -1,0 +1,620 @@
+"""Checkpoints on any number of ranks: what is saved comes back, and what does not fit changes nothing."""
+
+import errno
+import os
+import signal
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+from hpcstrat import _devices
+from hpcstrat._communicators import connect_devices
+from hpcstrat._storage.base import PART
+from hpcstrat._storage.broadcast import BroadcastStorage
+from hpcstrat._strategies.placement import replica_storage
+from hpcstrat.checkpoint import Checkpoint, Restored
+from hpcstrat.checkpoint._file import CheckpointFile
+
+N = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+DTYPES = ["float32", "float64", "float16", "int64", "uint8", "bool", "complex64", "complex128", "int16"]
+
+
+def apart(place):
+    """Central storage of which each rank reads a copy: on GPUs that of the host, on CPUs as if some were GPUs."""
+    if place.kind == "GPU":
+        return place.make(hs.CentralStorageStrategy, "CPU:0")
+    communicator = connect_devices(("",) * N, None, nccl=False)
+    devices = [_devices.CPU] * N
+    storage = BroadcastStorage(communicator, root=N - 1)
+    strategy = hs.Strategy(communicator, devices, _devices.CPU, storage, replica_storage(communicator))
+    strategy._root, strategy._updates_everywhere = N - 1, N == 1
+    return strategy
+
+
+MAKERS = {
+    "central": lambda place: place.make(hs.CentralStorageStrategy),
+    "mirrored": lambda place: place.make(hs.MirroredStrategy),
+    "apart": apart,
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def strategy(request, place):
+    with MAKERS[request.param](place) as made:
+        yield made
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The same path on all ranks."""
+    return MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "folder" / "checkpoint"))
+
+
+def written(path, content):
+    """Rank 0 writes a file; all have it afterwards."""
+    if RANK == 0:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+    MPI.COMM_WORLD.Barrier()
+
+
+class Program:
+    """A small one with a bit of everything."""
+
+    def __init__(self, strategy, value=0.0, momentum=0.5):
+        self.strategy = strategy
+        with strategy.scope():
+            self.w = hs.Variable(np.full((4, 3), value))
+            self.b = hs.Variable(np.full(3, value, np.float32))
+            self.steps = hs.Variable(0, dtype=np.int64)
+            self.seen = hs.metrics.Mean()
+            self.optimizer = hs.optimizers.SGD(0.25, momentum=momentum)
+        self.objects = {
+            "model": {"layers": [self.w, {"b": self.b}]},
+            "optimizer": self.optimizer,
+            "steps": self.steps,
+            "seen": self.seen,
+        }
+        self.checkpoint = Checkpoint(**self.objects)
+
+    def train(self, steps=3):
+        for _ in range(steps):
+            self.strategy.run(self.step)
+            self.steps.assign_add(1)
+
+    def step(self):
+        xp = self.strategy.xp
+        k = int(self.steps) + RANK + 1
+        self.seen.update_state(xp.full(k, 0.1 * k))
+        gradients = [xp.arange(12.0).reshape(4, 3) * k, xp.full(3, 0.1 * k, xp.float32)]
+        self.optimizer.apply_gradients(list(zip(gradients, [self.w, self.b], strict=True)))
+
+    def state(self):
+        """Everything, bit by bit."""
+        arrays = [self.w.numpy(), self.b.numpy(), self.steps.numpy(), np.float64(self.seen.result())]
+        return [a.tobytes() for a in arrays], self.optimizer.iterations
+
+
+# ---- what is saved comes back
+
+
+def test_training_goes_on_as_if_nothing_had_been(strategy, path):
+    undisturbed = Program(strategy)
+    undisturbed.train()
+    undisturbed.checkpoint.save(path)
+    saved = undisturbed.state()
+    undisturbed.train()
+
+    other = Program(strategy, value=7.0)
+    assert other.checkpoint.restore(path) == Restored((), ())
+    assert other.state() == saved
+    other.train()
+    assert other.state() == undisturbed.state()
+
+    undisturbed.checkpoint.restore(path)  # back to where it was, slots and all
+    assert undisturbed.state() == saved
+    undisturbed.train()
+    assert undisturbed.state() == other.state()
+
+
+def test_slots_that_there_were_not_yet_begin_anew(strategy, path):
+    program = Program(strategy)
+    program.checkpoint.save(path)
+    program.train(1)
+    first = program.state()
+    program.train(2)
+    program.checkpoint.restore(path)
+    program.train(1)
+    assert program.state() == first
+
+
+def test_dtypes_and_shapes(strategy, path):
+    values = [
+        (1 + np.arange(int(np.prod(shape))).reshape(shape) % 3).astype(dtype)
+        for dtype in DTYPES
+        for shape in [(), (0,), (5, 2)]
+    ]
+    with strategy.scope():
+        variables = [hs.Variable(one) for one in values]
+    checkpoint = Checkpoint(all=variables)
+    checkpoint.save(path)
+    for v in variables:
+        v.assign(np.zeros(v.shape, v.dtype))
+    checkpoint.restore(path)
+    assert [v.numpy().tobytes() for v in variables] == [one.tobytes() for one in values]
+
+
+def test_bfloat16(place, path):
+    if place.kind == "GPU":
+        pytest.skip("variables of bfloat16 are made from NumPy arrays, which CuPy does not take")
+    with place.make(hs.CentralStorageStrategy).scope():
+        v = hs.Variable(np.arange(5).astype(ml_dtypes.bfloat16))
+    Checkpoint(v=v).save(path)
+    v.assign(v.numpy() * ml_dtypes.bfloat16(2))
+    Checkpoint(v=v).restore(path)
+    assert v.numpy().astype(float).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_large_variables_go_in_parts(strategy, path):
+    values = np.arange(2 * PART // 4 + 3, dtype=np.float32)
+    with strategy.scope():
+        v = hs.Variable(values)
+        optimizer = hs.optimizers.Adam(0.5)
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones_like(v.value()), v)]))
+    expected = v.numpy()
+    checkpoint = Checkpoint(v=v, optimizer=optimizer)
+    checkpoint.save(path)
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones_like(v.value()), v)]))
+    after = v.numpy()
+    checkpoint.restore(path)
+    assert np.array_equal(v.numpy(), expected) and not np.array_equal(after, expected)
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones_like(v.value()), v)]))
+    assert np.array_equal(v.numpy(), after)
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA", "NONE"])
+def test_each_replica_gets_its_own_value_back(strategy, path, aggregation):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(2, np.float32), synchronization="ON_READ", aggregation=aggregation)
+    own = np.array([RANK + 0.1, 3.0], np.float32)
+    strategy.run(lambda: v.assign(strategy.xp.asarray(own)))
+    Checkpoint(v=v).save(path)
+    strategy.run(lambda: v.assign(strategy.xp.zeros(2, np.float32)))
+    Checkpoint(v=v).restore(path)
+    assert hs.asnumpy(strategy.run(lambda: v.value().copy()) if N == 1 else own).tolist() == own.tolist()
+    found = strategy.experimental_local_results(strategy.run(lambda: v.value()))
+    assert [hs.asnumpy(one)[0] for one in found] == [np.float32(rank + 0.1) for rank in range(N)]
+
+
+def test_two_names_for_one_variable(strategy, path):
+    with strategy.scope():
+        tied, other = hs.Variable(np.arange(3.0)), hs.Variable(1.0)
+    checkpoint = Checkpoint(encoder=[tied, other], decoder=tied)
+    checkpoint.save(path)
+    tied.assign(np.zeros(3))
+    assert checkpoint.restore(path) == Restored((), ())
+    assert tied.numpy().tolist() == [0, 1, 2]
+
+
+def test_variables_outside_of_scopes(path, place):
+    v = hs.Variable(np.full(3, RANK + 1.0))  # each process has one of its own
+    optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+    optimizer.apply_gradients([(np.ones(3), v)])
+    checkpoint = Checkpoint(v=v, optimizer=optimizer)
+    checkpoint.save(path)
+    v.assign(np.zeros(3))
+    checkpoint.restore(path)
+    assert v.numpy().tolist() == [0.0] * 3  # rank 0's 1 after a step
+    optimizer.apply_gradients([(np.ones(3), v)])
+    assert v.numpy().tolist() == [-1.5] * 3
+    with place.make(hs.MirroredStrategy) as strategy:
+        for call in (checkpoint.save, checkpoint.restore):
+            with pytest.raises(RuntimeError, match=r"was called inside a replica function or an update"):
+                strategy.run(call, args=(path,))
+
+
+def test_other_strategies_of_the_same_ranks(place, path):
+    made = [place.make(hs.CentralStorageStrategy), place.make(hs.MirroredStrategy)]
+    for writer, reader in (made, made[::-1]):
+        program = Program(writer)
+        program.train()
+        program.checkpoint.save(path)
+        other = Program(reader)
+        other.checkpoint.restore(path)
+        assert other.state() == program.state()
+    for strategy in made:
+        strategy.close()
+
+
+def test_two_strategies_at_once(place, path):
+    with place.make(hs.CentralStorageStrategy) as one, place.make(hs.MirroredStrategy) as two:
+        programs = [Program(one, 1.0), Program(two, 2.0)]
+        for program in programs:
+            program.train()
+        checkpoint = Checkpoint(programs=[program.objects for program in programs])
+        checkpoint.save(path)
+        states = [program.state() for program in programs]
+        for program in programs:
+            program.train(1)
+        checkpoint.restore(path)
+        assert [program.state() for program in programs] == states
+
+
+# ---- what does not fit changes nothing
+
+
+@pytest.fixture
+def saved(strategy, path):
+    program = Program(strategy)
+    program.train()
+    program.checkpoint.save(path)
+    program.train(1)
+    return program
+
+
+def refused(program, checkpoint, path, match, error: type[Exception] = ValueError):
+    before = program.state()
+    with pytest.raises(error, match=match):
+        checkpoint.restore(path)
+    assert program.state() == before
+
+
+def test_what_is_missing_and_left_over_is_said(strategy, saved, path):
+    with strategy.scope():
+        new = hs.Variable(np.zeros(2))
+    some = Checkpoint(model=saved.objects["model"], new={"n": new})
+    refused(
+        saved,
+        some,
+        path,
+        r"(?s)Checkpoint\.restore: \S*checkpoint does not fit the objects\. Nothing was changed\.\n"
+        r"  missing in the file: new/n\n"
+        r"  left over in the file: optimizer, optimizer/momentum/model/layers/0, .*, seen, steps\n.*partial=True",
+    )
+    restored = some.restore(path, partial=True)
+    assert restored.missing == ("new/n",)
+    assert restored.left_over[0] == "optimizer" and "steps" in restored.left_over
+    assert int(saved.steps) == 4
+    again = Program(strategy)
+    again.train(3)
+    assert np.array_equal(saved.w.numpy(), again.w.numpy())
+
+
+def test_long_lists_are_cut(strategy, path):
+    with strategy.scope():
+        many = [hs.Variable(0.0) for _ in range(30)]
+    Checkpoint(many=many[:1]).save(path)
+    with pytest.raises(ValueError, match="many/1, many/10, .* and 21 more"):
+        Checkpoint(many=many).restore(path)
+
+
+def test_other_kinds_and_shapes_are_refused(strategy, saved, path):
+    with strategy.scope():
+        wrong = {
+            "shape": hs.Variable(np.zeros((3, 4))),
+            "dtype": hs.Variable(np.zeros((4, 3), np.float32)),
+            "metric": hs.metrics.Sum(),
+            "Adam": hs.optimizers.Adam(),
+            "plain": hs.optimizers.SGD(),
+            "fresh": hs.optimizers.SGD(momentum=0.5),
+        }
+    model, b = saved.objects["model"], saved.b
+    for changes, match in [
+        (
+            {"model": {"layers": [wrong["shape"], {"b": b}]}, "optimizer": wrong["fresh"]},
+            r"float64 of shape \(3, 4\) here and float64 of",
+        ),
+        (
+            {"model": {"layers": [wrong["dtype"], {"b": b}]}, "optimizer": wrong["fresh"]},
+            r"float32 of shape \(4, 3\) here and float64 of",
+        ),
+        ({"seen": wrong["metric"]}, "seen is Sum here and Mean in the file"),
+        ({"optimizer": wrong["Adam"]}, "optimizer is Adam here and SGD in the file"),
+        ({"optimizer": wrong["plain"]}, r"optimizer has the slots \[\] here and \['momentum'\] in the file"),
+        ({"steps": saved.seen, "seen": saved.steps}, "seen is a variable here and Mean in the file"),
+    ]:
+        refused(saved, Checkpoint(**{**saved.objects, "model": model, **changes}), path, match)
+
+
+def test_damaged_and_foreign_files_are_refused(saved, path):
+    with open(path, "rb") as file:
+        whole = file.read()
+    MPI.COMM_WORLD.Barrier()
+    for content, match in [
+        (whole[:-1], "is cut off"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "is damaged: its checksum is"),
+        (b"", "is no checkpoint of hpcstrat"),
+    ]:
+        written(path, content)
+        refused(saved, saved.checkpoint, path, f"Checkpoint.restore: .*{match}.*Nothing was changed")
+    written(path, whole)
+    saved.checkpoint.restore(path)
+    assert int(saved.steps) == 3
+
+
+def test_a_file_that_is_not_there(saved, path):
+    saved.checkpoint.save(path, keep=2)
+    refused(
+        saved,
+        saved.checkpoint,
+        path + "x",
+        r"Checkpoint\.restore of \S*checkpointx: there is no such file; nothing was changed",
+        FileNotFoundError,
+    )
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        os.unlink(path)
+    MPI.COMM_WORLD.Barrier()
+    refused(saved, saved.checkpoint, path, r"there is \S*checkpoint\.1", FileNotFoundError)
+
+
+def test_what_cannot_be_written_is_an_error_everywhere(saved, path):
+    for wrong, error in [(os.path.dirname(path), IsADirectoryError), (f"{path}/below", NotADirectoryError)]:
+        with pytest.raises(error, match=r"Checkpoint\.save of .*nothing was saved"):
+            saved.checkpoint.save(wrong)
+    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
+    saved.checkpoint.restore(path)
+
+
+@pytest.mark.parametrize("good", range(5))
+def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monkeypatch, good):
+    """After so many parts: two variables, a slot of each and the metric."""
+    whole, count = CheckpointFile.parts, 0
+
+    def parts(file, name):
+        nonlocal count
+        count += 1
+        if count > good:
+            raise OSError(errno.EIO, "the disk is broken")
+        return whole(file, name)
+
+    monkeypatch.setattr(CheckpointFile, "parts", parts)
+    with pytest.raises(
+        OSError, match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; the objects are .* again"
+    ):
+        saved.checkpoint.restore(path)
+    monkeypatch.undo()
+    saved.checkpoint.restore(path)
+    assert int(saved.steps) == 3
+
+
+@pytest.mark.skipif(N == 1, reason="there is one rank only")
+def test_ranks_that_save_different_things_are_told(saved, path):
+    for checkpoint, where, keep in [
+        (saved.checkpoint, f"{path}{RANK}", None),
+        (saved.checkpoint, path, 1 + RANK),
+        (Checkpoint(**{f"steps{RANK}": saved.steps}), path, None),
+        (Checkpoint(steps=saved.steps, **{f"data{RANK}": hs.data.Dataset.range(3)}), path, None),
+    ]:
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1: Checkpoint\.save"):
+            checkpoint.save(where, keep)
+        with pytest.raises(ValueError, match=r"Checkpoint\.save: keep is 0"):  # found by one rank
+            checkpoint.save(path, 0 if RANK == N - 1 else None)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1: Checkpoint\.restore"):
+        saved.checkpoint.restore(path, partial=RANK == 0)
+
+
+def test_misuse(strategy, saved, path):
+    checkpoint = saved.checkpoint
+    for call in (checkpoint.save, checkpoint.restore):
+        with pytest.raises(RuntimeError, match=r"was called inside a replica function"):
+            strategy.run(call, args=(path,))
+        with pytest.raises(TypeError):
+            call(3)
+        with pytest.raises(TypeError, match="must be the name of a file"):
+            call(f"{path}/")
+    for keep in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=r"Checkpoint\.save: keep is"):
+            checkpoint.save(path, keep)
+    for thing in (3, None, "text", np.zeros(3), lambda: 0, strategy):
+        with pytest.raises(TypeError, match=r"Checkpoint: a/0 is .* which cannot be saved"):
+            Checkpoint(a=[thing])
+    with pytest.raises(ValueError, match=r"Checkpoint: the name 'a/b' is taken"):
+        Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
+    with pytest.raises(ValueError, match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not"):
+        Checkpoint(optimizer=saved.optimizer, w=saved.w).save(path)
+    with pytest.raises(ValueError, match=r"the name 'optimizer/momentum/w' is taken by a slot"):
+        named = {"optimizer/momentum/w": saved.steps}
+        Checkpoint(optimizer=saved.optimizer, w=saved.w, b=saved.b, **named).save(path)
+
+
+def test_older_files_are_kept(saved, path):
+    for _ in range(4):
+        saved.checkpoint.save(path, keep=3)
+        saved.train(1)
+    assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1", "checkpoint.2"]
+    for suffix, steps in (("", 7), (".1", 6), (".2", 5)):
+        saved.checkpoint.restore(path + suffix)
+        assert int(saved.steps) == steps
+
+
+# ---- positions in data
+
+SIZE = 23
+
+
+@pytest.fixture(scope="module")
+def replicas(place):
+    with place.make(hs.CentralStorageStrategy) as made:
+        yield made
+
+
+def fibonacci():
+    a, b = 0, 1
+    for _ in range(9):
+        yield np.full(4, a)
+        a, b = b, a + b
+
+
+PIPELINES = {
+    "slices": lambda: hs.data.Dataset.range(SIZE).batch(4),
+    "shuffled": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).batch(4),
+    "a small buffer": lambda: hs.data.Dataset.range(SIZE).shuffle(5).batch(4, drop_remainder=True).prefetch(2),
+    "one order": lambda: hs.data.Dataset.range(SIZE).shuffle(9, reshuffle_each_iteration=False).batch(4),
+    "rounds": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE, seed=3).repeat(2).batch(4),
+    "two shuffles": lambda: hs.data.Dataset.range(SIZE).shuffle(4).batch(4).shuffle(3),
+    "mapped": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).map(lambda x: -x).batch(4),
+    "cached": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).map(lambda x: -x).cache().shuffle(7).batch(4),
+    "filtered": lambda: hs.data.Dataset.range(2 * SIZE).shuffle(9).filter(lambda x: x % 2 == 0).batch(4),
+    "generated": lambda: hs.data.Dataset.from_generator(fibonacci).unbatch().shuffle(5).batch(4),
+    "zipped": lambda: hs.data.Dataset.zip(
+        hs.data.Dataset.range(SIZE).shuffle(SIZE), hs.data.Dataset.range(SIZE).shuffle(3)
+    ).batch(4),
+}
+
+
+def distributed(replicas, make):
+    return replicas.experimental_distribute_dataset(make())
+
+
+def dealt(replicas, make):
+    return replicas.distribute_datasets_from_function(lambda context: make())
+
+
+def plain(replicas, make):
+    return make()
+
+
+def shown(replicas, step):
+    """What all replicas got, bit by bit."""
+    return repr(hs.asnumpy(list(replicas.experimental_local_results(step))))
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("distribute", [distributed, dealt, plain])
+def test_data_goes_on_where_it_was(replicas, path, pipeline, distribute):
+    make = PIPELINES[pipeline]
+    dataset = distribute(replicas, make)
+    steps = len([shown(replicas, step) for step in dataset])
+    for stop in (0, 1, steps // 2, steps):
+        iterator = iter(dataset)
+        for _ in range(stop):
+            next(iterator)
+        Checkpoint(data=dataset).save(path)
+        Checkpoint(data=iterator).save(path + "i")
+        expected = [shown(replicas, step) for step in iterator]
+        expected += [shown(replicas, step) for _ in range(2) for step in dataset]
+        fresh = distribute(replicas, make)
+        Checkpoint(data=fresh).restore(path)
+        Checkpoint(data=fresh).save(path)  # before anything is taken: the same again
+        Checkpoint(data=fresh).restore(path)
+        assert [shown(replicas, step) for _ in range(3) for step in fresh] == expected
+        fresh = distribute(replicas, make)
+        iterator = iter(fresh)
+        Checkpoint(data=iterator).restore(path + "i")
+        found = [shown(replicas, step) for step in iterator]
+        assert found + [shown(replicas, step) for _ in range(2) for step in fresh] == expected
+
+
+def test_between_iterations_the_next_one_is_saved(replicas, path):
+    dataset = distributed(replicas, PIPELINES["shuffled"])
+    for _ in dataset:
+        break  # and the iteration is given up
+    Checkpoint(data=dataset).save(path)
+    expected = [shown(replicas, step) for step in dataset]
+    fresh = distributed(replicas, PIPELINES["shuffled"])
+    Checkpoint(data=fresh).restore(path)
+    assert [shown(replicas, step) for step in fresh] == expected
+    iterator = iter(fresh)
+    list(iterator)
+    Checkpoint(data=iterator).save(path)
+    ended = iter(distributed(replicas, PIPELINES["shuffled"]))
+    Checkpoint(data=ended).restore(path)
+    assert list(ended) == []
+
+
+def test_nothing_is_loaded_that_is_left_out(replicas, path):
+    loaded = []
+
+    def noted(x):
+        loaded.append(int(x))
+        return x
+
+    dataset = distributed(replicas, lambda: hs.data.Dataset.range(1000).map(noted).batch(10))
+    iterator = iter(dataset)
+    for _ in range(90):
+        next(iterator)
+    Checkpoint(data=dataset).save(path)
+    loaded.clear()
+    Checkpoint(data=dataset).restore(path)
+    list(dataset)
+    assert min(loaded) >= 900
+
+
+def test_another_size_of_batches(replicas, path):
+    def make(size, count=24):
+        return lambda: hs.data.Dataset.range(count).shuffle(count, seed=1).batch(size)
+
+    dataset = distributed(replicas, make(4))
+    iterator = iter(dataset)
+    for _ in range(3):
+        next(iterator)
+    Checkpoint(data=dataset).save(path)
+    everything = [int(x) for x in hs.data.Dataset.range(24).shuffle(24, seed=1)]
+    other = distributed(replicas, make(6))
+    Checkpoint(data=other).restore(path)
+    parts = [replicas.experimental_local_results(step) for step in other]
+    assert [int(x) for step in parts for part in step for x in hs.asnumpy(part)] == everything[12:]
+    for wrong, match in [
+        (make(5), "it was saved after 12 elements, which batches of 5 do not come to"),
+        (make(4, 25), r"its pipeline is Dataset\.range\(0, 25\).* and the saved one Dataset\.range\(0, 24\)"),
+        (lambda: hs.data.Dataset.range(24).batch(4), "its pipeline has 0 shuffles and the saved one 1"),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            Checkpoint(data=distributed(replicas, wrong)).restore(path)
+
+
+# ---- preemption
+
+
+def test_a_signal_to_one_rank_is_for_all(strategy, path):
+    program = Program(strategy)
+    outer = signal.getsignal(signal.SIGUSR1)
+    for rank in range(N):
+        handler = hs.checkpoint.PreemptionHandler(program.checkpoint, path, keep=2, exit_status=9)
+        with pytest.raises(SystemExit) as caught:
+            for step in range(5):
+                program.train(1)
+                if step == 2 and rank == RANK:
+                    signal.raise_signal(signal.SIGUSR1)
+                handler.check()
+        assert caught.value.code == 9
+        assert handler.is_preempted
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        assert int(program.steps) == 3 * (rank + 1)
+        handler._leaves = False  # as if the program had not to end now
+        handler.close()
+        assert signal.getsignal(signal.SIGUSR1) is outer
+    other = Program(strategy)
+    other.checkpoint.restore(path)
+    assert other.state() == program.state()
+
+
+def test_misuse_of_the_handler(strategy, path):
+    program = Program(strategy)
+    with hs.checkpoint.PreemptionHandler(program.checkpoint, path) as handler:
+        handler.check()
+        assert not handler.is_preempted
+        with pytest.raises(RuntimeError, match=r"PreemptionHandler\.check was called inside a replica function"):
+            strategy.run(handler.check)
+    for status in (0, 256, -1):
+        with pytest.raises(ValueError, match=f"exit_status is {status}; it must be from 1 to 255"):
+            hs.checkpoint.PreemptionHandler(program.checkpoint, path, exit_status=status)
+    errors = []
+
+    def elsewhere():
+        try:
+            hs.checkpoint.PreemptionHandler(program.checkpoint, path)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=elsewhere, name="worker")
+    thread.start()
+    thread.join()
+    assert errors == ["PreemptionHandler was made in the thread 'worker'; make it in the main one"]

@@ -1,0 +1,341 @@
+"""The file of a checkpoint: others read it too, what is not whole is refused, and a kill harms none."""
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import zlib
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from hpcstrat._storage.base import PART, host_parts
+from hpcstrat.checkpoint import _file, _replacing
+from hpcstrat.checkpoint._file import CheckpointFile, Entry
+
+KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+KNOWN += ["float16", "bfloat16", "float32", "float64"]
+OTHERS = ["complex64", "complex128", "float8_e4m3fn"]
+SMALL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7), "none": np.zeros((0, 3), np.int16)}
+FACTS = {"optimizer": {"kind": "SGD", "iterations": 3}}
+
+
+def dtype_of(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def write(path, arrays, facts=FACTS, keep=None):
+    entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
+    _file.write(os.fspath(path), entries, facts, lambda name: host_parts(arrays[name]), keep)
+
+
+def read(path):
+    with CheckpointFile(os.fspath(path)) as file:
+        arrays = {}
+        for name, entry in file.entries.items():
+            data = b"".join(part.tobytes() for part in file.parts(name))
+            arrays[name] = np.frombuffer(data, dtype_of(entry.dtype)).reshape(entry.shape)
+        return arrays, file.facts
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(
+        (a[name].dtype, a[name].shape, a[name].tobytes()) == (b[name].dtype, b[name].shape, b[name].tobytes())
+        for name in a
+    )
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), max_size=8).filter(lambda name: name != "__metadata__"),
+        st.tuples(st.sampled_from(KNOWN + OTHERS), npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)),
+        max_size=5,
+    ),
+    st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.lists(st.integers()), max_size=3),
+    st.integers(0, 2**32 - 1),
+)
+def test_what_is_written_is_read_by_us_and_by_others(tmp_path_factory, kinds, facts, seed):
+    path = tmp_path_factory.getbasetemp() / "round_trip"
+    random = np.random.default_rng(seed)
+    arrays = {}
+    for name, (dtype, shape) in kinds.items():
+        dtype = dtype_of(dtype)
+        data = random.bytes(int(np.prod(shape)) * dtype.itemsize)
+        arrays[name] = np.frombuffer(data, np.uint8).view(dtype).reshape(shape)
+    write(path, arrays, facts)
+    found, found_facts = read(path)
+    assert same(found, arrays) and found_facts == facts
+    theirs = safetensors.numpy.load_file(path)
+    expected = {
+        name: a if a.dtype.name in KNOWN else a.reshape(-1).view(np.uint8).reshape(*a.shape, a.dtype.itemsize)
+        for name, a in arrays.items()
+    }
+    assert same(theirs, expected)
+
+
+def test_large_arrays_come_in_parts(tmp_path):
+    arrays = {"large": np.arange(2 * PART // 8 + 5), "small": np.arange(3, dtype=np.int8)}
+    write(tmp_path / "file", arrays)
+    assert same(read(tmp_path / "file")[0], arrays)
+    with CheckpointFile(os.fspath(tmp_path / "file")) as file:
+        assert [part.size for part in file.parts("large")] == [PART, PART, 40]
+
+
+def test_every_array_starts_at_a_multiple_of_its_elements(tmp_path):
+    arrays = {
+        f"{i}": np.ones(3, dtype) for i, dtype in enumerate(["int8", "float64", "int16", "complex128", "float32"])
+    }
+    write(tmp_path / "file", arrays)
+    with CheckpointFile(os.fspath(tmp_path / "file")) as file:
+        assert all(file._starts[name] % min(8, entry.itemsize) == 0 for name, entry in file.entries.items())
+
+
+# ---- what is not whole
+
+
+@pytest.fixture
+def small(tmp_path):
+    write(tmp_path / "file", SMALL)
+    return tmp_path / "file"
+
+
+def test_a_change_of_any_byte_is_found(small):
+    whole = small.read_bytes()
+    for place in range(len(whole)):
+        for change in (0x01, 0x80, 0xFF):
+            damaged = bytearray(whole)
+            damaged[place] ^= change
+            small.write_bytes(damaged)
+            with pytest.raises(ValueError, match=re.escape(os.fspath(small))):
+                CheckpointFile(os.fspath(small))
+    small.write_bytes(whole)
+    assert same(read(small)[0], SMALL)
+
+
+def test_any_other_length_is_found(small):
+    whole = small.read_bytes()
+    for length in range(len(whole)):
+        small.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match="is cut off: it has|is no checkpoint"):
+            CheckpointFile(os.fspath(small))
+    small.write_bytes(whole + b"\0")
+    with pytest.raises(ValueError, match=f"behind its end: it has {len(whole) + 1} bytes and should have {len(whole)}"):
+        CheckpointFile(os.fspath(small))
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path):
+    path = tmp_path / "file"
+    safetensors.numpy.save_file(SMALL, path)
+    for content in (b"", b"text\n" * 100, pickle.dumps(SMALL), path.read_bytes(), bytes(1000)):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is no checkpoint of hpcstrat: it does not begin like one"):
+            CheckpointFile(os.fspath(path))
+
+
+def test_messages_name_what_else_is_there(small):
+    write(small, SMALL, keep=3)
+    write(small, SMALL, keep=3)
+    small.write_bytes(small.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"is cut off.*there is \S*file\.1, \S*file\.2"):
+        CheckpointFile(os.fspath(small))
+    small.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no such file; there is \S*file\.1, \S*file\.2"):
+        CheckpointFile(os.fspath(small))
+
+
+def sealed(header, data=b"", length=None, version=1):
+    """A file with this header and a checksum that fits it."""
+    begin = '{"__metadata__":{"hpcstrat":"%d","bytes":"%020d","crc32":"%s"'
+    size = 8 + len(begin % (version, 0, "0" * 8)) + len(header) + len(data)
+    length = size - 8 - len(data) if length is None else length
+
+    def filled(checksum):
+        return length.to_bytes(8, "little") + (begin % (version, size, checksum)).encode() + header.encode() + data
+
+    return filled(f"{zlib.crc32(filled('0' * 8)):08x}")
+
+
+def header_of(arrays, dtypes="{}", facts="{}"):
+    return f',"dtypes":{json.dumps(dtypes)},"objects":{json.dumps(facts)}}}{"".join("," + one for one in arrays)}}}'
+
+
+def array(name="w", dtype="U8", shape=(4,), offsets=(0, 4)):
+    return f'"{name}":{json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets})}'
+
+
+def test_a_file_by_hand_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(sealed(header_of([array()]), b"1234"))
+    assert read(tmp_path / "file")[0]["w"].tobytes() == b"1234"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        sealed("}", b"1234"),  # no facts
+        sealed(header_of([array()]), b"12345"),  # bytes of no array
+        sealed(header_of([array(offsets=(0, 8))]), b"1234"),
+        sealed(header_of([array(offsets=(-4, 0))]), b"1234"),
+        sealed(header_of([array(shape=(-4,))]), b"1234"),
+        sealed(header_of([array(shape=(2.0, 2))]), b"1234"),
+        sealed(header_of([array(shape=(True, 4))]), b"1234"),
+        sealed(header_of([array(dtype="F4")]), b"1234"),
+        sealed(header_of([array(), array()]), b"1234"),  # a name twice
+        sealed(header_of([array(), array("v")]), b"1234"),  # two at one place
+        sealed(header_of([array(shape=())], dtypes='{"w":"complex64"}'), b"1"),
+        sealed(header_of([], facts="[]")),
+        sealed(header_of(['"w":3'])),
+        sealed("[" * 100_000),
+        sealed(header_of([]), length=2**60),
+        sealed(header_of([]), length=3),
+    ],
+    ids=range(16),
+)
+def test_a_file_that_lies_is_refused(tmp_path, content):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match="is no checkpoint of hpcstrat"):
+        CheckpointFile(os.fspath(tmp_path / "file"))
+
+
+def test_a_newer_format_is_told(tmp_path):
+    (tmp_path / "file").write_bytes(sealed(header_of([]), version=2))
+    with pytest.raises(ValueError, match="is of format 2, and this version of hpcstrat reads 1"):
+        CheckpointFile(os.fspath(tmp_path / "file"))
+
+
+# ---- taking the place of the file before
+
+
+def numbered(i):
+    return {"i": np.array(i)}
+
+
+def states(folder):
+    """Which state each whole file holds."""
+    return {path.name: int(read(path)[0]["i"]) for path in folder.iterdir()}
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    path = tmp_path / "some" / "folder" / "file"
+    for i in range(5):
+        write(path, numbered(i), keep=3)
+    assert states(path.parent) == {"file": 4, "file.1": 3, "file.2": 2}
+    write(path, numbered(5))
+    assert states(path.parent) == {"file": 5, "file.1": 3, "file.2": 2}
+    write(path, numbered(6), keep=2)
+    assert states(path.parent) == {"file": 6, "file.1": 5}
+    (path.parent / "file.10").write_bytes(path.read_bytes())
+    (path.parent / "other.7").write_bytes(path.read_bytes())
+    write(path, numbered(7), keep=1)
+    assert states(path.parent) == {"file": 7, "other.7": 6}
+
+
+def test_without_hard_links_older_files_are_copied(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    for i in range(4):
+        write(tmp_path / "file", numbered(i), keep=3)
+    assert states(tmp_path) == {"file": 3, "file.1": 2, "file.2": 1}
+
+
+def test_an_error_while_writing_leaves_what_was_there(tmp_path):
+    write(tmp_path / "file", numbered(0), keep=2)
+    write(tmp_path / "file", numbered(1), keep=2)
+
+    def parts(name):
+        yield np.zeros(4, np.uint8)
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        _file.write(os.fspath(tmp_path / "file"), {"i": Entry("int64", 8, ())}, {}, parts, 2)
+    assert states(tmp_path) == {"file": 1, "file.1": 0}
+
+
+def test_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "file", numbered(0))
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_two_programs_that_write_one_file_do_not_mix(tmp_path):
+    path = os.fspath(tmp_path / "file")
+    with contextlib.ExitStack() as second:
+        with pytest.raises(OSError, match="another program is writing"):
+            with _replacing.replacing(path, None) as file:
+                file.write(b"first")
+                second.enter_context(_replacing.replacing(path, None)).write(b"second")
+        assert os.listdir(tmp_path) == ["file.partial"]
+    assert os.listdir(tmp_path) == ["file"]
+    assert (tmp_path / "file").read_bytes() == b"second"
+
+
+def test_a_program_that_was_faster_is_not_overwritten(tmp_path):
+    path = os.fspath(tmp_path / "file")
+    with pytest.raises(OSError, match="another program is writing"):
+        with _replacing.replacing(path, None) as file:
+            file.write(b"first")
+            with _replacing.replacing(path, None) as other:
+                other.write(b"second")
+    assert (tmp_path / "file").read_bytes() == b"second"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
+    """From the n-th call to the system on none does anything: what lies there then is what a kill would leave."""
+    path = tmp_path / "file"
+    for i in range(3):
+        write(path, numbered(i), keep=3)
+    calls = 0
+    limit = None
+
+    def dying(function):
+        def call(*arguments, **keywords):
+            nonlocal calls
+            calls += 1
+            if limit is not None and calls > limit:
+                raise Killed
+            return function(*arguments, **keywords)
+
+        return call
+
+    for name in ("replace", "link", "unlink", "fsync", "stat"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    if not links:
+        monkeypatch.setattr(os, "link", dying(lambda *_: (_ for _ in ()).throw(PermissionError())))
+    write(path, numbered(3), keep=3)
+    needed, newest = calls, 3
+    for death in range(needed):
+        calls, limit = 0, death
+        with pytest.raises(Killed):
+            write(path, numbered(newest + 1), keep=3)
+        limit = None
+        found = {name: state for name, state in states_of_whole(tmp_path).items() if "partial" not in name}
+        assert found["file"] in (newest, newest + 1)
+        assert len(found) >= 3 or found["file"] == newest  # at most the oldest is gone
+        newest = found["file"] + 1
+        write(path, numbered(newest), keep=3)
+        again = states(tmp_path)
+        assert again["file"] == newest
+        assert "file.partial" not in again
+        assert not links or len(set(again.values())) == len(again)  # none is kept twice
+    assert needed >= 8
+
+
+def states_of_whole(folder):
+    found = {}
+    for path in folder.iterdir():
+        with contextlib.suppress(ValueError):
+            found[path.name] = int(read(path)[0]["i"])
+    return found
