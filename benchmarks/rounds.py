@@ -1,5 +1,6 @@
 """What the benchmarks share: ways of doing a thing take turns, round by round, and medians come out."""
 
+import random
 import statistics
 import time
 
@@ -19,6 +20,9 @@ def repeated(call):
 def interleaved(ways, rounds, calls=1, comm=None):
     """The median seconds of a call of each way, on the slowest rank.
 
+    Each round has an order of its own, the same on all ranks, so that no way always suffers from what the same other
+    one leaves behind.
+
     Args:
         ways: functions by name, such as `repeated` makes, which make so many calls and return the seconds.
         rounds: how many turns each way takes, after one that warms up.
@@ -27,10 +31,10 @@ def interleaved(ways, rounds, calls=1, comm=None):
     """
     seconds = {name: [] for name in ways}
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        for name in random.Random(turn).sample(list(ways), len(ways)):
             if comm is not None:
                 comm.Barrier()
-            taken = way(calls) / calls
+            taken = ways[name](calls) / calls
             if turn:
                 seconds[name].append(taken)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
