@@ -20,6 +20,7 @@ from hpcstrat._program import barrier as barrier
 from hpcstrat._program import broadcast_object as broadcast_object
 from hpcstrat._program import function as function
 from hpcstrat._program import is_lead as is_lead
+from hpcstrat._program import patience as patience
 from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size

@@ -67,6 +67,11 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
     _abort(status)
 
 
+def say(message: str) -> None:
+    """Prints a message to standard error, tagged with the rank."""
+    _print_tagged(message)
+
+
 def _ends_job() -> bool:
     return os.getpid() == _process and not _mpi.Is_finalized()
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from hpcstrat import _launcher, _nest, _world
-from hpcstrat._communicators import connect
+from hpcstrat._communicators import connect, connected
 from hpcstrat._communicators.records import signature
 from hpcstrat._variables import Variable
 
@@ -63,6 +64,28 @@ def agree(flag: Any) -> bool:
 def barrier() -> None:
     """Waits until every rank has come here. Collective: all ranks call this."""
     connect().barrier("barrier")
+
+
+def patience(seconds: float) -> AbstractContextManager[None]:
+    """A context manager: while this rank is in it, all ranks wait so much longer for each other than usual.
+
+    Where ranks wait for one that does not come, a report follows after `HPCSTRAT_STALL_SECONDS` (60), and the end of
+    the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Around what is known to take long on one rank, such as
+    `if hs.is_lead(): evaluate()`, this puts both off. Starts nothing, and does not communicate; before the first
+    strategy or collective call it has no effect.
+
+    Args:
+        seconds: not negative.
+
+    Raises:
+        ValueError: `seconds` is negative or no number.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"patience: seconds is {seconds!r}; it must be a number from 0 up")
+    communicator = connected()
+    if communicator is None or communicator.watch is None:
+        return nullcontext()
+    return communicator.watch.patience(seconds)
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:

@@ -90,6 +90,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             self.trainable: bool = not self._is_on_read if trainable is None else bool(trainable)
             self.name: str = "Variable" if name is None else str(name)
             initial = initial_array(initial_value, dtype, shape, strategy._stream is not None)
+        strategy._communicator.require_equal(f"Variable {self.name!r}", [initial])
         storage = strategy._replica_storage if self._is_on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)
         self._plan: Plan | None = None
@@ -272,6 +273,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         else:
             with strategy._communicator.joint(call):
                 new = self._checked(call, verb, value)
+            strategy._communicator.require_equal(call, [new])
             self._update(call, new, None, verb)
         return self
 
@@ -319,6 +321,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
             new = self._checked(call, verb, value)
             if is_sum:
                 new = shared_out(call, new, strategy.num_replicas_in_sync)
+        strategy._communicator.require_equal(call, [new])
         new = strategy._communicator.broadcast_obj(call, _gpu.to_host(new), strategy._root)
         strategy._replica_storage.write(self._block, new, RULES[verb])
 

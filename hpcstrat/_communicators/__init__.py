@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import sys
+import warnings
 from typing import TYPE_CHECKING
 
-from hpcstrat import _gpu, _world
+import numpy as np
+
+from hpcstrat import _gpu, _launcher, _world
 from hpcstrat._communicators.base import Communicator as Communicator
 from hpcstrat._communicators.messages import MessageCommunicator as MessageCommunicator
 from hpcstrat._communicators.solo import SoloCommunicator as SoloCommunicator
+from hpcstrat._communicators.watch.boards import Board, share_board
+from hpcstrat._communicators.watch.watch import Watch, waiting_for_all
 
 if TYPE_CHECKING:
     from hpcstrat._communicators.device import DeviceCommunicator
@@ -23,21 +30,62 @@ def connect() -> MessageCommunicator:
     """The communicator of all ranks of the program, the same for every strategy. Starts MPI. Collective, once.
 
     Raises:
-        RuntimeError: MPI cannot be started, or the ranks cannot share memory.
+        RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different versions.
     """
-    world = _world.start()
-    if world.size == 1:
-        return SoloCommunicator()
-    if world.local_size == world.size:
-        from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+    launcher = _launcher.find()
+    alone = launcher is None or launcher.alone
+    with contextlib.nullcontext() if alone else waiting_for_all("this rank waits for the others to connect"):
+        world = _world.start()
+        if world.comm is None or world.size == 1:
+            return SoloCommunicator()
+        board: Board | None
+        if world.local_size == world.size:
+            from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
-        communicator: MessageCommunicator = SharedMemoryCommunicator(world.comm)
-    else:
-        from hpcstrat._communicators.host import HostCommunicator
+            communicator: MessageCommunicator = SharedMemoryCommunicator(world.comm)
+            board = share_board(world.comm, communicator.notes)
+        else:
+            from hpcstrat._communicators.host import HostCommunicator
+            from hpcstrat._communicators.watch.tcp import connect_by_tcp
 
-        communicator = HostCommunicator(world.comm)
+            communicator = HostCommunicator(world.comm)
+            board = connect_by_tcp(world.comm)
+    if board is not None:
+        communicator.watch = Watch(communicator.rank, communicator._calls, board)
+    elif communicator.rank == 0:
+        warnings.warn(
+            "the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed", stacklevel=2
+        )
     atexit.register(_leave, communicator)  # after mpi4py's own hook, so it runs before MPI is finalised
+    _check_versions(communicator)
     return communicator
+
+
+def connected() -> MessageCommunicator | None:
+    """What `connect` gave, or `None` where it was not called yet. Starts nothing."""
+    return connect() if connect.cache_info().currsize else None
+
+
+def _check_versions(communicator: MessageCommunicator) -> None:
+    """Refuses ranks that do not run the same: they would not pack alike, or not compute alike.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    own = {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "NumPy": np.__version__,
+        "hpcstrat": sys.modules["hpcstrat"].__version__,
+        "HPCSTRAT_CHECK": str(int(communicator.checks)),
+    }
+    everyones = communicator.all_gather_obj("connecting the ranks", own)
+    problems = [
+        f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(everyones))}"
+        for name in own
+        if len({other[name] for other in everyones}) > 1
+    ]
+    if problems:
+        raise RuntimeError(f"the ranks must run the same versions, but {'; '.join(problems)}: use one environment")
 
 
 def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> DeviceCommunicator:
@@ -92,6 +140,8 @@ def disconnect_devices(communicator: DeviceCommunicator) -> None:
 def _leave(communicator: MessageCommunicator) -> None:
     from mpi4py import MPI
 
+    if communicator.watch is not None:
+        communicator.watch.leave()
     if not MPI.Is_finalized():  # by the program itself
         # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
         communicator.leave()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import abc
 import traceback
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _failure, _world
+from hpcstrat import _failure, _gpu, _settings, _world
 from hpcstrat._communicators import dtypes, objects, records
 from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.watch.watch import Watch
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._types import ReduceOp
 
@@ -40,6 +42,8 @@ class Communicator(abc.ABC):
     Attributes:
         rank: this process's index in the group.
         size: how many ranks there are.
+        checks: whether values that count as one are compared; see `require_equal`.
+        watch: ends the job where ranks wait without end; `None` where there is none.
     """
 
     rank: int
@@ -49,6 +53,8 @@ class Communicator(abc.ABC):
         self.rank = rank
         self.size = size
         self._calls: Calls = Calls() if calls is None else calls
+        self.checks: bool = size > 1 and _settings.is_on("HPCSTRAT_CHECK")
+        self.watch: Watch | None = None
 
     @property
     def number(self) -> int:
@@ -104,6 +110,7 @@ class Communicator(abc.ABC):
                 "runs: nothing may communicate there"
             )
         self._calls.number += 1
+        self._calls.agreed = agreed
 
     def joint(self, call: str) -> Joint:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
@@ -112,6 +119,24 @@ class Communicator(abc.ABC):
             call: the user's name of the method, for the message on the other ranks.
         """
         return Joint(self, call)
+
+    def require_equal(self, call: str, arrays: Sequence[Array]) -> None:
+        """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays, of which only one rank's count, are equal.
+
+        Collective then; otherwise it does nothing.
+
+        Raises:
+            ReplicaMismatchError: they are not.
+        """
+        if self.checks:
+            with self.joint(call):
+                seen = [f"{array.dtype.name} {array.shape} of checksum {_checksum(array):08x}" for array in arrays]
+            self.exchange(signature(f"{call}, HPCSTRAT_CHECK", *seen))
+
+    def work(self) -> None:
+        """Tells the watch that long work goes on, so that the ranks that wait for it wait on."""
+        if self.watch is not None:
+            self.watch.work()
 
     def note_fault(self, error: BaseException) -> None:
         """Notes that an exception leaves `Strategy.run`.
@@ -128,7 +153,7 @@ class Communicator(abc.ABC):
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
-        self._calls.number += 1
+        self._count(signature("the end of the program"))
         own = records.pack(self._calls.number, self._calls.faults, records.LEAVING, bytes(16), 0)
         posted = self._post(own, 0, None)
         if any(record != own for record in posted):
@@ -273,15 +298,17 @@ class Calls:
 
     Attributes:
         number: of calls made.
+        agreed: the last of them.
         paused: the call that not all ranks are in, during which none may be made.
         faults: a number that tells after which calls exceptions left `Strategy.run`.
         fault: the last of them.
     """
 
-    __slots__ = ("fault", "faults", "number", "paused")
+    __slots__ = ("agreed", "fault", "faults", "number", "paused")
 
     def __init__(self) -> None:
         self.number: int = 0
+        self.agreed: Signature | None = None
         self.paused: str | None = None
         self.faults: int = 0
         self.fault: BaseException | None = None
@@ -328,6 +355,10 @@ def _message(call: str, obj: Any) -> objects.Message:
         return objects.Message(obj)
     except Exception as error:
         raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}") from error
+
+
+def _checksum(array: Array) -> int:
+    return zlib.crc32(np.ascontiguousarray(_gpu.to_host(array)).reshape(-1).view(np.uint8).data)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -26,6 +26,7 @@ class DeviceCommunicator(Communicator):
     def __init__(self, control: MessageCommunicator, stream: _gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control._calls)
         self._control = control
+        self.watch = control.watch
         self.stream = stream
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:

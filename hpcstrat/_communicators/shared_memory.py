@@ -13,6 +13,7 @@ from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._communicators.segment import physical_memory, shared_segment
+from hpcstrat._communicators.watch.boards import SLOT
 from hpcstrat._types import ReduceOp
 
 _LARGEST = 1 << 45  # an address space has 47 bits
@@ -28,6 +29,9 @@ class SharedMemoryCommunicator(MessageCommunicator):
     Records alternate because a fast rank writes the next one while a slow one still reads. A mailbox is written
     again only after another barrier.
 
+    Attributes:
+        notes: for the watch, a line a rank.
+
     Args:
         comm: an MPI communicator whose ranks share memory.
     """
@@ -36,7 +40,8 @@ class SharedMemoryCommunicator(MessageCommunicator):
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         records_end = 2 * self.size * RECORD
-        head = -(-(records_end + self.size * LINE) // 4096) * 4096
+        notes_start = -(-(records_end + self.size * LINE) // 4096) * 4096
+        head = -(-(notes_start + self.size * SLOT) // 4096) * 4096
         reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
         self.segment = shared_segment(comm, head + reserve * (self.size + 1))
         self.heap = Heap(head + reserve * self.size, self.segment.size)
@@ -49,6 +54,7 @@ class SharedMemoryCommunicator(MessageCommunicator):
             self.segment.commit(0, head)
         comm.Barrier()
         self._barrier = barrier(self.segment.array[records_end : records_end + self.size * LINE], comm)
+        self.notes: Bytes = self.segment.array[notes_start : notes_start + self.size * SLOT].reshape(self.size, SLOT)
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
         self._records = [[whole[start : start + WHOLE] for start in slot] for slot in starts]

@@ -74,11 +74,20 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
+        if self.communicator.checks:
+            self._check_copies(call, plan)
         in_buffers = plan.are_in_buffers(values)
         agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers)
         # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
         with np.errstate(all="ignore"):
             self._update(agreed, plan, None if in_buffers else values, op, rule)
+
+    def _check_copies(self, call: str, plan: Plan) -> None:  # noqa: B027 (most storages have none)
+        """Checks, where the program can write to them, that what the ranks read of the variables is the same.
+
+        Raises:
+            ReplicaMismatchError: it is not.
+        """
 
     @abc.abstractmethod
     def _update(

@@ -160,6 +160,13 @@ class DeviceStorage(Storage):
 
     # ---- updates
 
+    def _check_copies(self, call: str, plan: Plan) -> None:
+        """See `Storage._check_copies`. CuPy cannot forbid writing."""
+        assert isinstance(plan, DevicePlan)
+        with self._current():
+            copies = [block.view for block in plan.variables]
+            self._communicator.require_equal(f"{call}: the copies that the ranks read", copies)
+
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. They are the plan's message, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)

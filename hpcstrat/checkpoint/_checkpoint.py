@@ -87,9 +87,13 @@ class Checkpoint:
 
         def parts(name: str) -> Iterator[Bytes]:
             if name in arrays:
-                return host_parts(arrays[name])
-            v, block = blocks[name]
-            return storage_of(v).parts(block)
+                found = host_parts(arrays[name])
+            else:
+                v, block = blocks[name]
+                found = storage_of(v).parts(block)
+            for part in found:
+                communicator.work()
+                yield part
 
         with communicator.joint(call):
             if communicator.rank == root:
@@ -134,7 +138,7 @@ class Checkpoint:
         try:
             with communicator.joint(call):
                 if communicator.rank == root:
-                    file = _opened(call, path)
+                    file = _opened(call, path, communicator)
                 header = None if file is None else (file.entries, file.facts)
                 saved, facts = communicator.broadcast_obj(call, header, root)
             with communicator.joint(call):
@@ -269,9 +273,9 @@ def _all_values(call: str, v: Variable) -> np.ndarray[Any, Any]:
         return _gpu.to_host(strategy._communicator.all_gather(call, [v._block.view[np.newaxis]], 0)[0])
 
 
-def _opened(call: str, path: str) -> _file.CheckpointFile:
+def _opened(call: str, path: str, communicator: Communicator) -> _file.CheckpointFile:
     try:
-        return _file.CheckpointFile(path)
+        return _file.CheckpointFile(path, communicator.work)
     except OSError as error:
         raise _told(call, path, error, "nothing was changed") from error
     except ValueError as error:

@@ -126,6 +126,7 @@ class CheckpointFile:
 
     Args:
         path: of the file.
+        work: called again and again while the file is read.
 
     Attributes:
         entries: the arrays, by name.
@@ -137,8 +138,9 @@ class CheckpointFile:
         ValueError: it is no checkpoint, of a newer format, cut off or damaged.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
         self.path = path
+        self._work = work
         self.entries: dict[str, Entry] = {}
         self.facts: dict[str, Any] = {}
         self._starts: dict[str, int] = {}
@@ -186,6 +188,7 @@ class CheckpointFile:
                     raise OSError(errno.EIO, "the file became shorter while it was read", self.path)
                 read += count
             nbytes -= part.size
+            self._work()
             yield part
 
     def _checked_header(self) -> bytes:

@@ -122,6 +122,8 @@ class Optimizer(abc.ABC):
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), ReplicaContext)
         op = None if summed else ReduceOp.SUM
+        if summed:
+            communicator.require_equal(call, gradients)
         rows = [self._summed_rows(call, strategy, slices, v, summed) for slices, v in sparse]
         if self.global_clipnorm is not None:
             if op is not None:

@@ -1,0 +1,1 @@
+"""Who is where: a thread on every rank that ends the job where ranks would wait for each other for ever."""

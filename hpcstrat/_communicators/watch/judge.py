@@ -1,0 +1,145 @@
+"""When ranks that wait for each other have waited for too long, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from hpcstrat._communicators.watch.notes import Note
+
+SETTLING_SECONDS = 1.5
+"""What the launcher, or the rank's own last words, gets to end the job before we do when a rank is dead."""
+
+SILENT_SECONDS = 2.0
+"""After these without a new note, a rank's watch does not run."""
+
+
+class Verdict(NamedTuple):
+    """What is to be done.
+
+    Attributes:
+        ends: whether the job ends; else it is a report only.
+        speaker: the rank that says so.
+        text: what it says.
+    """
+
+    ends: bool
+    speaker: int
+    text: str
+
+
+class Judge:
+    """Looks at the ranks' notes, again and again.
+
+    Args:
+        stall_seconds: after these without progress, a report.
+        timeout_seconds: after these, the end.
+    """
+
+    def __init__(self, stall_seconds: float, timeout_seconds: float) -> None:
+        self._stall_seconds = stall_seconds
+        self._timeout_seconds = timeout_seconds
+        self._seen: list[tuple[int, int] | None] = []
+        self._since = 0.0  # when any rank was last seen to make progress
+        self._heard: dict[int, tuple[int, float]] = {}  # each rank's last beat, and when it came
+        self._dead_since: float | None = None
+        self._reported = False
+
+    def judge(self, notes: Sequence[Note | None], dead: Sequence[int], now: float) -> Verdict | None:
+        """What follows from the notes, if anything.
+
+        Args:
+            notes: each rank's last one.
+            dead: ranks whose processes are no more.
+            now: seconds, of any clock that goes on.
+        """
+        silence = self._silence(notes, now)
+        missing = [rank for rank in dead if not _is_gone(notes[rank])]
+        if missing:
+            if self._dead_since is None:
+                self._dead_since = now
+            if now - self._dead_since >= SETTLING_SECONDS:
+                first = notes[missing[0]]
+                process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
+                text = (
+                    f"the job ends: {_listed(missing)}{process} ended without leaving the program: by os._exit, a "
+                    "signal, or for want of memory"
+                )
+                return self._verdict(True, text, notes, dead, silence)
+            return None
+        seen = [None if note is None else (note.number, note.progress) for note in notes]
+        if seen != self._seen:
+            self._seen, self._since, self._reported = seen, now, False
+            return None
+        if not any(note is not None and note.waits for note in notes):
+            self._since = now  # all compute
+            return None
+        quiet = now - self._since
+        patience = max(note.patience for note in notes if note is not None)
+        if quiet >= self._timeout_seconds + patience:
+            text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS)"
+            return self._verdict(True, text, notes, dead, silence)
+        if quiet >= self._stall_seconds + patience and not self._reported:
+            self._reported = True
+            left = self._timeout_seconds + patience - quiet
+            text = (
+                f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
+                "`with hs.patience(seconds):` around it allows a known long wait"
+            )
+            return self._verdict(False, text, notes, dead, silence)
+        return None
+
+    def _silence(self, notes: Sequence[Note | None], now: float) -> list[float]:
+        """For each rank the seconds since its note was last a new one."""
+        for rank, note in enumerate(notes):
+            beat = -1 if note is None else note.beat
+            if rank not in self._heard or self._heard[rank][0] != beat:
+                self._heard[rank] = (beat, now)
+        return [now - self._heard[rank][1] for rank in range(len(notes))]
+
+    def _verdict(
+        self, ends: bool, head: str, notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]
+    ) -> Verdict:
+        last = max((note.number for note in notes if note is not None), default=0)
+        groups: dict[str, list[int]] = {}
+        for rank, note in enumerate(notes):
+            is_dead = rank in dead and not _is_gone(note)
+            groups.setdefault(_line(note, last, is_dead, silence[rank]), []).append(rank)
+        lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
+        return Verdict(ends, _speaker(notes, dead, silence), f"hpcstrat: {head}{lines}")
+
+
+def _is_gone(note: Note | None) -> bool:
+    return note is not None and note.gone
+
+
+def _quiet(seconds: float) -> str:
+    return f"the ranks wait for each other since {seconds:.0f} s"
+
+
+def _speaker(notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]) -> int:
+    """The lowest rank that waits, or that lives at all, and whose watch is heard."""
+    living = [rank for rank, note in enumerate(notes) if note is not None and rank not in dead]
+    living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
+    waiting = [rank for rank in living if (note := notes[rank]) is not None and note.waits]
+    return min(waiting or living, default=0)
+
+
+def _line(note: Note | None, last: int, is_dead: bool, silence: float) -> str:
+    if note is None:
+        return "never heard of"
+    call = f"call {note.number}, {note.call}" if note.call else "no call"
+    if is_dead:
+        return f"last seen in {call}, at {note.place}"
+    if silence >= SILENT_SECONDS:
+        why = "stopped, or in code that holds Python"
+        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {note.place}"
+    if note.waits:
+        return f"waiting in {call}, at {note.place}"
+    if note.number == last:
+        return f"through with {call}; now at {note.place}"
+    return f"not there; last in {call}; now at {note.place}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,106 @@
+"""What a rank tells the others of itself, twice a second."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import sysconfig
+import threading
+from types import FrameType
+from typing import NamedTuple
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_CALLS = os.path.join(_PACKAGE, "_communicators") + os.sep
+_WATCH = os.path.join(_CALLS, "watch") + os.sep
+_LONGEST = 400  # characters of a text in a note
+
+
+class Note(NamedTuple):
+    """One rank at one moment.
+
+    Attributes:
+        number: of its current or last collective call.
+        call: this call in words.
+        place: file and line of the program that it is at.
+        waits: whether it is inside a collective call.
+        progress: a number that changes while it does long work of the library's own.
+        patience: seconds that it asks the others to wait longer than usual.
+        gone: whether it leaves the program, as it should.
+        process: its process id.
+        beat: a number that changes with every note.
+    """
+
+    number: int
+    call: str
+    place: str
+    waits: bool
+    progress: int
+    patience: float
+    gone: bool
+    process: int
+    beat: int = 0
+
+    def pack(self) -> bytes:
+        """As bytes, at most 1,500 of them."""
+        return json.dumps(self._replace(call=self.call[:_LONGEST], place=self.place[-_LONGEST:])).encode()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> Note:
+        """Of what `pack` gives.
+
+        Raises:
+            ValueError: it is no such thing.
+        """
+        fields = json.loads(message)
+        if not isinstance(fields, list) or len(fields) != len(cls._fields):
+            raise ValueError(f"{message!r} is no note")
+        return cls(*fields)
+
+
+def find_place() -> tuple[str, bool]:
+    """Where this process is in the user's program, and whether that waits in a collective call.
+
+    The thread that makes a collective call counts, else the main thread. The library's own threads do not.
+    """
+    frames = sys._current_frames()
+    # This function's own would be a cycle, which keeps alive what all threads have in their variables.
+    del frames[threading.get_ident()]
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("hpcstrat-")]
+    stacks = [frames[thread.ident] for thread in threads if thread.ident in frames]
+    for frame in stacks:
+        if _is_in_a_call(frame):
+            return _place(frame), True
+    main = frames.get(threading.main_thread().ident or 0)
+    return _place(main), False
+
+
+def _is_in_a_call(frame: FrameType | None) -> bool:
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(_CALLS) and not path.startswith(_WATCH):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place(frame: FrameType | None) -> str:
+    """File, line and function of the program that this stack is in: what is installed is not the program."""
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    innermost = frame
+    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, *_installed())):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return "the end of the program"
+    path = frame.f_code.co_filename
+    near = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    return f"{near}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+@functools.cache
+def _installed() -> tuple[str, ...]:
+    paths = sysconfig.get_paths()
+    return ("<frozen ", *(paths[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")))

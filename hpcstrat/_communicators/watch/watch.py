@@ -1,0 +1,165 @@
+"""The thread that watches, and what the rest of the library tells it."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from hpcstrat import _failure, _settings
+from hpcstrat._communicators.watch import notes
+from hpcstrat._communicators.watch.boards import Board
+from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge, Verdict
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.base import Calls
+
+_BEAT_SECONDS = 0.5
+_GRACE_SECONDS = 5.0  # that the speaker gets to end the job; after them another does
+
+
+class Watch:
+    """Tells the other ranks where this one is, and ends the job when they wait for each other without end.
+
+    It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of the one that works.
+
+    Args:
+        rank: this process's.
+        calls: what the communicators note of their calls.
+        board: connects the ranks' watches.
+    """
+
+    def __init__(self, rank: int, calls: Calls, board: Board) -> None:
+        self._rank = rank
+        self._calls = calls
+        self._board = board
+        self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
+        self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+        self._judge = Judge(self._stall_seconds, self._timeout_seconds)
+        self._patience = 0.0
+        self._progress = 0
+        self._gone = False
+        self._beat = 0
+        self._checks: list[Callable[[], str]] = []
+        self._lock = threading.Lock()  # of the board, which `leave` writes to as well
+        self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
+        self._thread.start()
+
+    def add_check(self, check: Callable[[], str]) -> None:
+        """From now on `check` is called at every beat; a text that it returns ends the job with it."""
+        self._checks.append(check)
+
+    def remove_check(self, check: Callable[[], str]) -> None:
+        """Takes `add_check` back."""
+        self._checks.remove(check)
+
+    def work(self) -> None:
+        """Tells that long work of the library's own goes on, so that the others' waiting is no stall."""
+        self._progress += 1
+
+    @contextlib.contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """While this rank is in it, all ranks wait so much longer than usual."""
+        self._patience += seconds
+        try:
+            yield
+        finally:
+            self._patience -= seconds
+
+    def leave(self) -> None:
+        """Tells that this rank's process may end from now on. The watch goes on, for those that do not come."""
+        self._gone = True
+        with self._lock:
+            self._board.swap(self._note())
+
+    def _note(self) -> notes.Note:
+        place, waits = notes.find_place()
+        calls = self._calls
+        self._beat += 1
+        return notes.Note(
+            calls.number,
+            str(calls.agreed or ""),
+            place,
+            waits,
+            self._progress,
+            self._patience,
+            self._gone,
+            os.getpid(),
+            self._beat,
+        )
+
+    def _watch(self) -> None:
+        beat = min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4)
+        while True:
+            for check in list(self._checks):
+                if problem := check():
+                    _failure.end_job(problem)
+            with self._lock:
+                everyones = self._board.swap(self._note())
+            if everyones is not None:
+                verdict = self._judge.judge(everyones, self._board.dead, time.monotonic())
+                if verdict is not None:
+                    self._act(verdict)
+            elif not self._gone:
+                self._require_judge()
+            self._board.wait(beat)
+
+    def _require_judge(self) -> None:
+        """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
+        if self._board.dead:
+            time.sleep(SETTLING_SECONDS)
+            _failure.end_job("hpcstrat: the job ends: rank 0, or the network to its host, is gone")
+        heard = self._board.silent_since()
+        limit = self._timeout_seconds + self._patience
+        if heard is not None and time.monotonic() - heard >= limit:
+            place, _ = notes.find_place()
+            _failure.end_job(
+                f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
+                f"this rank was at {place}"
+            )
+
+    def _act(self, verdict: Verdict) -> None:
+        if verdict.speaker == self._rank or not self._board.judges_everywhere:
+            if verdict.ends:
+                _failure.end_job(verdict.text)
+            _failure.say(verdict.text)
+        elif verdict.ends:
+            time.sleep(_GRACE_SECONDS)
+            _failure.end_job(verdict.text)
+
+
+@contextlib.contextmanager
+def waiting_for_all(what: str) -> Iterator[None]:
+    """A block in which the ranks meet for the first time, when there is no board yet: each watches itself alone.
+
+    Args:
+        what: they meet for, in words.
+    """
+    stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
+    timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+    is_done = threading.Event()
+
+    def watch() -> None:
+        if not is_done.wait(stall_seconds):
+            place, _ = notes.find_place()
+            _failure.say(
+                f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
+                f"have come. The job ends after {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
+            )
+
+    threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
+    # Not by a thread of Python's: none runs while mpi4py starts MPI.
+    if has_limit := math.isfinite(timeout_seconds):
+        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+    try:
+        yield
+    finally:
+        is_done.set()
+        if has_limit:
+            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,227 @@
+"""What the watch concludes from the ranks' notes, and how notes travel."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcstrat import _settings
+from hpcstrat._communicators.watch.boards import SLOT, SharedBoard
+from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge
+from hpcstrat._communicators.watch.notes import Note, find_place
+
+
+def note(number, waits, **others):
+    facts = {"call": "Strategy.reduce(SUM)", "place": "train.py:7 in main", "progress": 0, "patience": 0.0}
+    return Note(**({"number": number, "waits": waits, "gone": False, "process": 4711} | facts | others))
+
+
+def verdicts(notes, seconds, judge=None, dead=(), start=0.0):
+    """What is said in so many seconds in which nothing changes, by the second."""
+    judge = judge or Judge(60, 600)
+    said = {}
+    for tenth in range(int(10 * seconds) + 1):
+        beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in notes]
+        verdict = judge.judge(beating, dead, start + tenth / 10)
+        if verdict is not None:
+            said[tenth / 10] = verdict
+            if verdict.ends:
+                break
+    return said
+
+
+LATE = [note(8, True), note(7, False, call="Strategy.run", place="train.py:9 in load"), note(8, True)]
+
+
+def test_a_rank_that_does_not_come():
+    said = verdicts(LATE, 700)
+    assert [(second, verdict.ends, verdict.speaker) for second, verdict in said.items()] == [
+        (60, False, 0),
+        (600, True, 0),
+    ]
+    report, end = said[60].text, said[600].text
+    assert "wait for each other since 60 s" in report and "ends in 540 s" in report
+    assert "wait for each other since 600 s" in end
+    for text in (report, end):
+        assert "\n  ranks 0, 2: waiting in call 8, Strategy.reduce(SUM), at train.py:7 in main" in text
+        assert "\n  rank 1: not there; last in call 7, Strategy.run; now at train.py:9 in load" in text
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        [note(7, False), note(7, False)],  # all compute
+        [None, None],
+        [note(7, False), note(6, False)],  # one is ahead, and waits for nobody
+    ],
+)
+def test_nobody_waits(notes):
+    assert verdicts(notes, 700) == {}
+
+
+def test_all_wait_in_one_call():
+    said = verdicts([note(7, True), note(7, True)], 700)
+    assert list(said) == [60, 600]
+
+
+@pytest.mark.parametrize("change", ["number", "progress"])
+def test_any_progress_begins_anew(change):
+    judge = Judge(60, 600)
+    assert list(verdicts(LATE, 599, judge)) == [60]
+    later = [*LATE[:1], LATE[1]._replace(**{change: getattr(LATE[1], change) + 1}), *LATE[2:]]
+    assert list(verdicts(later, 599, judge, start=600.0)) == [60]
+
+
+def test_waiting_begins_when_the_first_rank_waits():
+    judge = Judge(60, 600)
+    assert verdicts([note(7, False), note(7, False)], 1000, judge) == {}
+    assert list(verdicts([note(7, False), note(7, True)], 700, judge, start=1000.0)) == [60, 600]
+
+
+def test_patience_of_any_rank():
+    patient = [*LATE[:1], LATE[1]._replace(patience=1000.0), *LATE[2:]]
+    assert list(verdicts(patient, 2000)) == [1060, 1600]
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_dead_rank(waits):
+    notes = [note(8, waits), note(7, False)]
+    ((second, verdict),) = verdicts(notes, 10, dead=[1]).items()
+    assert second == SETTLING_SECONDS and verdict.ends and verdict.speaker == 0
+    assert "rank 1 (process 4711) ended without leaving the program" in verdict.text
+    assert "\n  rank 1: last seen in call 7" in verdict.text
+
+
+def test_the_lowest_that_lives_speaks():
+    notes = [note(7, False), note(8, False), note(8, True), note(8, True)]
+    assert verdicts(notes, 700)[60].speaker == 2
+    assert verdicts(notes, 10, dead=[2, 3])[SETTLING_SECONDS].speaker == 0
+
+
+def test_one_that_does_not_answer_does_not_speak():
+    notes = [note(8, True, beat=-1), note(8, True), note(7, False, beat=-1)]
+    verdict = verdicts(notes, 700)[60]
+    assert verdict.speaker == 1
+    assert "\n  rank 0: not answering for 60 s (stopped, or in code that holds Python); last in call 8" in verdict.text
+
+
+def test_one_that_left_may_die():
+    notes = [note(9, True), note(9, True, gone=True)]
+    assert list(verdicts(notes, 50, dead=[1])) == []
+    assert verdicts(notes, 700, dead=[1])[600].speaker == 0
+
+
+def test_notes_travel_whole():
+    slots = np.zeros((2, SLOT), np.uint8)
+    boards = [SharedBoard(rank, slots, [0, 0]) for rank in range(2)]
+    long = note(3, True, call="c" * 5000, place="p" * 5000)
+    assert boards[0].swap(long) == [boards[0]._notes[0], None]
+    first, second = boards[1].swap(note(4, False))
+    assert (
+        first is not None
+        and first.call == "c" * 400
+        and first._replace(call="", place="") == long._replace(call="", place="")
+    )
+    assert second == note(4, False)
+    slots[0, 20] ^= 255  # half of another one is there already
+    assert boards[1].swap(note(5, False))[0] == first
+
+
+def test_the_end_of_a_process_is_seen():
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    board = SharedBoard(0, np.zeros((2, SLOT), np.uint8), [os.getpid(), process.pid])
+    board.wait(0)
+    assert board.dead == []
+    process.communicate(b"\n")
+    board.wait(10)
+    assert board.dead == [1]
+    board.close()
+
+
+def test_the_place_is_a_line_of_the_program():
+    line = sys._getframe().f_lineno + 1
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(find_place()))
+    thread.start()
+    thread.join()
+    name = "test_the_place_is_a_line_of_the_program"
+    assert found == [(f"{os.path.relpath(__file__)}:{line + 2} in {name}", False)]
+
+
+def test_looking_for_the_place_keeps_nothing_alive():
+    class Large:
+        pass
+
+    def function():
+        large = Large()
+        thread = threading.Thread(target=find_place)
+        thread.start()
+        thread.join()
+        return weakref.ref(large)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert function()() is None
+    finally:
+        gc.enable()
+
+
+def test_the_place_of_a_thread_that_waits_in_a_call():
+    from hpcstrat._communicators import barrier
+
+    flags = np.zeros(2 * barrier.LINE, np.uint8)
+
+    class Comm:
+        rank, size = 0, 2
+
+        def Iprobe(self):
+            return False
+
+    meet = barrier._FlagBarrier(flags, Comm())
+
+    def collective():
+        meet()
+
+    thread = threading.Thread(target=collective, daemon=True)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not (found := find_place())[1] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert found[1] and found[0].endswith(" in collective")
+    finally:
+        flags.view(np.int64)[barrier.LINE // 8] = 1
+        thread.join(10)
+    assert not find_place()[1]
+
+
+@pytest.mark.parametrize("value, expected", [("", 60), ("5", 5), (" 0.5 ", 0.5), ("inf", float("inf"))])
+def test_seconds(monkeypatch, value, expected):
+    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", value)
+    assert _settings.seconds("HPCSTRAT_STALL_SECONDS", 60) == expected
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "a minute", "nan"])
+def test_no_seconds(monkeypatch, value):
+    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", value)
+    with pytest.raises(ValueError, match="HPCSTRAT_STALL_SECONDS is .* must be a positive number of seconds"):
+        _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
+
+
+def test_on_and_off(monkeypatch):
+    monkeypatch.delenv("HPCSTRAT_CHECK", raising=False)
+    assert not _settings.is_on("HPCSTRAT_CHECK")
+    for value, expected in (("1", True), ("0", False)):
+        monkeypatch.setenv("HPCSTRAT_CHECK", value)
+        assert _settings.is_on("HPCSTRAT_CHECK") is expected
+    monkeypatch.setenv("HPCSTRAT_CHECK", "yes")
+    with pytest.raises(ValueError, match="HPCSTRAT_CHECK is 'yes'; it must be 1 or 0"):
+        _settings.is_on("HPCSTRAT_CHECK")
