@@ -146,13 +146,13 @@ def test_the_end_of_a_process_is_seen():
 
 
 def test_the_place_is_a_line_of_the_program():
-    line = sys._getframe().f_lineno + 1
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(find_place()))
+    line = sys._getframe().f_lineno
     thread.start()
     thread.join()
     name = "test_the_place_is_a_line_of_the_program"
-    assert found == [(f"{os.path.relpath(__file__)}:{line + 2} in {name}", False)]
+    assert found[0] in [(f"{os.path.relpath(__file__)}:{line + i} in {name}", False) for i in (1, 2)]
 
 
 def test_looking_for_the_place_keeps_nothing_alive():
