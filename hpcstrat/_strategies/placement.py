@@ -94,10 +94,10 @@ def replica_storage(communicator: Communicator) -> Storage:
 
 def _why_no_nccl(ordinal: int, gpus: Sequence[str]) -> str:
     """Why this rank, on its GPU of this number, cannot be connected by NCCL with the others; empty where it can."""
-    from hpcstrat._communicators import nccl
+    from hpcstrat._communicators import nccl_start
 
     _gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-    return "" if len(gpus) == 1 else nccl.why_not(shared=len(set(gpus)) < len(gpus))
+    return "" if len(gpus) == 1 else nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:

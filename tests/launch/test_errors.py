@@ -1,5 +1,10 @@
 """An error on one rank ends all ranks: traceback first, tagged, non-zero status, nothing left behind."""
 
+import os
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 START = """
@@ -185,3 +190,23 @@ def test_a_killed_rank_leaves_nothing(launch):
     )
     assert result.status != 0
     assert result.leftovers == []
+
+
+def test_too_little_shared_memory(launch, tmp_path):
+    """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
+        pytest.skip("a /dev/shm of its own needs root")
+    program = tmp_path / "program.py"
+    program.write_text("import hpcstrat as hs\nhs.barrier()\n")
+    mount = "mount -t tmpfs -o size=4m none /dev/shm"
+    mpirun = shlex.join([*launch.mpirun, "-n", "3", sys.executable, str(program)])
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-c", f"{mount} && exec {mpirun}"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode not in (0, 7)
+    assert "RuntimeError: /dev/shm has 4 MiB left, and MPI takes up to 28 MiB of it for the 3 ranks" in result.stderr
+    assert "--shm-size=1g" in result.stderr

@@ -53,12 +53,12 @@ def transport(name, monkeypatch, place=None):
 
 def on_gpus(name, control, place) -> Any:
     """A communicator of arrays on each rank's GPU."""
-    from hpcstrat._communicators import nccl, staged
+    from hpcstrat._communicators import nccl, nccl_start, staged
 
     stream = _gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
     if name == "staged":
         return staged.StagedCommunicator(control, stream)
-    if problem := nccl.why_not(shared=len(set(place.devices)) < control.size):
+    if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):
         pytest.fail(problem)
     return nccl.NcclCommunicator(control, stream)
 

@@ -47,6 +47,7 @@ class Watch:
         self._gone = False
         self._beat = 0
         self._checks: list[Callable[[], str]] = []
+        self._checking = threading.Lock()
         self._lock = threading.Lock()  # of the board, which `leave` writes to as well
         self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
         self._thread.start()
@@ -56,8 +57,9 @@ class Watch:
         self._checks.append(check)
 
     def remove_check(self, check: Callable[[], str]) -> None:
-        """Takes `add_check` back."""
-        self._checks.remove(check)
+        """Takes `add_check` back. When this returns, `check` is not running either."""
+        with self._checking:
+            self._checks.remove(check)
 
     def work(self) -> None:
         """Tells that long work of the library's own goes on, so that the others' waiting is no stall."""
@@ -97,9 +99,10 @@ class Watch:
     def _watch(self) -> None:
         beat = min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4)
         while True:
-            for check in list(self._checks):
-                if problem := check():
-                    _failure.end_job(problem)
+            with self._checking:
+                problems = [problem for check in self._checks if (problem := check())]
+            if problems:
+                _failure.end_job(problems[0])
             with self._lock:
                 everyones = self._board.swap(self._note())
             if everyones is not None:

@@ -1,0 +1,108 @@
+"""NCCL itself: loading it, what it needs, and connecting the ranks, which it may never come to an end with."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import time
+import warnings
+from typing import Any
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.messages import MessageCommunicator
+
+OLDEST = 21000
+"""NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
+OLDEST_FOR_SHARING = 23000
+"""NCCL 2.30, the first that takes several ranks on one GPU."""
+START_SECONDS = 300.0
+"""How long NCCL may take to connect the ranks. It has no time-out of its own."""
+
+
+def describe(cupy: Any) -> str:
+    """The versions that matter where NCCL fails."""
+    runtime = cupy.cuda.runtime
+    return (
+        f"NCCL {version_text(load_nccl().get_version())}, CuPy {cupy.__version__}, "
+        f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
+    )
+
+
+def version_text(version: int) -> str:
+    """NCCL's number of a version in words: 22803 is 2.28.3."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def load_nccl() -> Any:
+    """The module `cupy.cuda.nccl`, whose `available` says whether it is more than a name."""
+    _gpu.load_cupy("NCCL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of CuPy, where there is no NCCL: ours says what follows from it
+        return importlib.import_module("cupy.cuda.nccl")
+
+
+def why_not(shared: bool) -> str:
+    """Why this process cannot use NCCL; empty where it can. `shared`: several ranks compute on one GPU."""
+    nccl = load_nccl()
+    if not nccl.available:
+        return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
+    version = nccl.get_version()
+    if version < OLDEST:
+        return f"NCCL is {version_text(version)} and {version_text(OLDEST)} is the oldest that serves"
+    if shared and version < OLDEST_FOR_SHARING:
+        return (
+            f"several ranks share a GPU, NCCL is {version_text(version)} and {version_text(OLDEST_FOR_SHARING)} is the "
+            "first that allows it: `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
+        )
+    if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        return "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"
+    return ""
+
+
+def start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
+    """NCCL's communicator. Collective; where one rank fails, or NCCL takes for ever, all raise.
+
+    NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
+    control communicator, how it goes.
+    """
+    call = "starting NCCL"
+    nccl = load_nccl()
+    with control.joint(call):
+        facts = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
+    everyones = control.all_gather_obj(call, facts)
+    versions = [version for version, _ in everyones]
+    if len(set(versions)) > 1:
+        listed = ", ".join(f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions))
+        raise RuntimeError(f"{call}: the ranks load different versions of NCCL: {listed}; install the same everywhere")
+    outcome: list[Any] = []
+
+    def connect() -> None:
+        try:
+            stream.xp.cuda.Device(stream.ordinal).use()
+            outcome.append(nccl.NcclCommunicator(control.size, everyones[0][1], control.rank))
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + START_SECONDS
+    pause = 0.001
+    while True:
+        thread.join(pause)
+        pause = min(2 * pause, 0.1)
+        own = outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
+        state = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own if isinstance(own, str) else ""
+        states = control.all_gather_obj(call, state)
+        if not any(states):
+            return own
+        if any(state not in ("", "waits") for state in states):
+            listed = "".join(f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states))
+            if not isinstance(own, (str, Exception)):
+                own.abort()
+            raise RuntimeError(
+                f"{call}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
+                "If it waits without end, the GPUs often cannot reach each other's memory (PCIe access control: try "
+                "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
+                "NCCL_DEBUG=INFO shows what it does"
+            )
