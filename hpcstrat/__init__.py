@@ -2,6 +2,7 @@
 
 from hpcstrat import _output
 from hpcstrat import checkpoint as checkpoint
+from hpcstrat import cluster_resolver as cluster_resolver
 from hpcstrat import compat as compat
 from hpcstrat import data as data
 from hpcstrat import losses as losses

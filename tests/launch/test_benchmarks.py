@@ -103,6 +103,40 @@ def test_input(table, ranks):
         check_numbers([*row[1:3], row[3].removesuffix(" %")])
 
 
+def tables(output):
+    """All tables of an output, each a head and rows of cells."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", output, re.MULTILINE):
+        lines = block.splitlines()
+        assert set(lines.pop(1)) == set("| -")
+        head, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+        assert all(len(row) == len(head) for row in rows)
+        found.append((head, rows))
+    return found
+
+
+def test_the_plan_for_scale(launch):
+    result = launch(BENCHMARKS / "scale.py", None, "--gpus", "4")
+    assert (result.status, result.leftovers) == (0, []), result.stderr
+    simulation, volume, gpus, ratios, cpus, _, memory = tables(result.stdout)
+    for row in simulation[1]:
+        assert row[2::2] == row[3::2]
+    assert {row[1] for row in volume[1]} == {"1", "2", "8", "32", "128", "1024"}
+    for _, rows in (gpus, cpus, ratios):
+        for row in rows:
+            check_numbers(row[1:])
+    assert memory[1][0][1:] == ["40.0", "20.0"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_links_are_measured(launch, ranks):
+    result = launch(BENCHMARKS / "scale_links.py", ranks, "--rounds", "2", "--largest", "100000", timeout=60)
+    assert (result.status, result.leftovers) == (0, []), result.stderr
+    links, collectives = tables(result.stdout)
+    check_numbers(links[1][0])
+    assert [row[0] for row in collectives[1]] == ["1,024", "65,536", "100,000"]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_growth(table, mpirun, tmp_path):
     plot = tmp_path / "growth.png"

@@ -13,6 +13,7 @@ import hpcstrat as hs
 MODULES = [name for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.") if not name.endswith("__main__")]
 PUBLIC_MODULES = [
     *(hs, hs.data, hs.optimizers, hs.optimizers.schedules, hs.metrics, hs.checkpoint, hs.losses, hs.compat.v1),
+    hs.cluster_resolver,
 ]
 EXAMPLES = [
     "Strategy.run",

@@ -1,0 +1,134 @@
+"""The tasks of a job, by name and number, with their addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias, final
+
+Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
+"""The addresses of tasks 0, 1, ..., or an address for each of some numbers (as text too, as in JSON)."""
+
+
+@final
+class ClusterSpec:
+    """The tasks of a cluster, organised into named jobs; `tf.train.ClusterSpec` without protocol buffers.
+
+    Args:
+        cluster: for each job its tasks' addresses, usually `"host:port"`, as a list, or as a dict from their numbers
+            where not all are known; or another `ClusterSpec`.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: a task's number is not one, or is negative.
+
+    >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"], "ps": {3: "n9:8888"}})
+    >>> spec.task_address("worker", 1)
+    'n2:8888'
+    >>> spec.as_dict()
+    {'worker': ['n1:8888', 'n2:8888'], 'ps': {3: 'n9:8888'}}
+    """
+
+    def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
+        if isinstance(cluster, ClusterSpec):
+            self._jobs = {job: dict(cluster._jobs[job]) for job in sorted(cluster._jobs)}
+            return
+        if not isinstance(cluster, Mapping):
+            raise TypeError(
+                f"ClusterSpec: the cluster is {cluster!r}; pass a dict from names of jobs to lists of addresses"
+            )
+        self._jobs = {job: _numbered(job, tasks) for job, tasks in cluster.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._jobs)
+
+    def __eq__(self, other: object) -> bool:
+        return self._jobs == (other._jobs if isinstance(other, ClusterSpec) else other)
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
+
+    def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
+        """For each job the list of its tasks' addresses, or a dict from their numbers where some are missing."""
+        found: dict[str, list[str] | dict[int, str]] = {}
+        for job, tasks in self._jobs.items():
+            numbers = sorted(tasks)
+            is_dense = bool(numbers) and numbers[-1] + 1 == len(numbers)
+            found[job] = [tasks[n] for n in numbers] if is_dense else {n: tasks[n] for n in numbers}
+        return found
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._jobs)
+
+    def num_tasks(self, job_name: str) -> int:
+        """How many tasks of the job are known.
+
+        Raises:
+            ValueError: there is no such job.
+        """
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """The numbers of the job's tasks that are known, ascending.
+
+        Raises:
+            ValueError: there is no such job.
+        """
+        return sorted(self._job(job_name))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """The address of a task.
+
+        Raises:
+            ValueError: there is no such job, or no task of this number in it.
+        """
+        tasks = self._job(job_name)
+        if task_index not in tasks:
+            raise ValueError(
+                f"No task with index {task_index!r} in job {job_name!r}; there are {', '.join(map(str, sorted(tasks)))}"
+            )
+        return tasks[task_index]
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """The addresses of the job's tasks, each at its number; `None` where one is not known.
+
+        Raises:
+            ValueError: there is no such job.
+        """
+        tasks = self._job(job_name)
+        return [tasks.get(number) for number in range(max(tasks, default=-1) + 1)]
+
+    def _job(self, name: str) -> dict[int, str]:
+        if name not in self._jobs:
+            there = ", ".join(map(repr, self._jobs)) or "none"
+            raise ValueError(f"No such job in cluster: {name!r}; there are {there}")
+        return self._jobs[name]
+
+
+def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
+    """The tasks of a job by number, after all checks."""
+    if not isinstance(job, str):
+        raise TypeError(f"ClusterSpec: the name of a job is {job!r}; it must be a string")
+    if isinstance(tasks, list | tuple):
+        numbered = dict(enumerate(tasks))
+    elif isinstance(tasks, Mapping):
+        numbered = {_number(job, number): address for number, address in tasks.items()}
+    else:
+        raise TypeError(
+            f"ClusterSpec: the tasks of job {job!r} are {tasks!r}; pass a list of addresses, or a dict from numbers"
+        )
+    for address in numbered.values():
+        if not isinstance(address, str):
+            raise TypeError(f"ClusterSpec: an address in job {job!r} is {address!r}; it must be a string")
+    return numbered
+
+
+def _number(job: str, number: object) -> int:
+    try:
+        found = int(number)  # pyright: ignore[reportArgumentType]
+    except (TypeError, ValueError):
+        found = -1
+    if found < 0:
+        raise ValueError(f"ClusterSpec: a task of job {job!r} has the number {number!r}; it must be 0, 1, ...")
+    return found

@@ -1,0 +1,128 @@
+"""A cluster from the variable `TF_CONFIG`."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, final
+
+from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
+from hpcstrat.cluster_resolver._resolver import ClusterResolver, url
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the environment variable `TF_CONFIG`, in JSON, each time that it is asked.
+
+    A value is, for instance, `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
+    `"rpc_layer"` and `"session_master"` are known too. Without the variable the cluster is empty.
+
+    Args:
+        task_type: the name of this process's job, instead of what the variable says.
+        task_id: this process's number in it, instead of what the variable says.
+        rpc_layer: the protocol that `master` puts before addresses, instead of what the variable says.
+        environment: what `environment` returns.
+
+    All that reads the variable raises `ValueError` where it is not an object in JSON, or a part is of the wrong kind.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        super().__init__(task_type, task_id, rpc_layer)
+        self._environment = environment
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs and their tasks; empty where the variable names none.
+
+        Raises:
+            TypeError: a job's tasks are neither a list nor an object.
+        """
+        return ClusterSpec(_config().get("cluster", {}))
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The variable's `"session_master"`, else the address of the task; empty where the cluster has one task only.
+
+        Args:
+            task_type: the task's job; by default this process's.
+            task_id: its number in the job; by default this process's.
+            rpc_layer: the protocol; by default the resolver's.
+
+        Raises:
+            ValueError: there is no such task, or which one is not said.
+        """
+        session_master = _config().get("session_master")
+        if session_master is not None:
+            return session_master
+        spec = self.cluster_spec()
+        if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise ValueError(
+                'TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "task": {"type": '
+                '"worker", "index": 0} to it, or pass task_type and task_id'
+            )
+        return url(spec.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
+
+    @property
+    def environment(self) -> str | None:
+        """What was given."""
+        return self._environment
+
+    @property
+    def task_type(self) -> str | None:
+        """The name of this process's job: what was given, else the variable's; `None` where it does not say."""
+        found = _task().get("type") if self._task_type is None else self._task_type
+        return None if found is None else str(found)
+
+    @task_type.setter
+    def task_type(self, task_type: str | None) -> None:
+        self._task_type = task_type
+
+    @property
+    def task_id(self) -> int | None:
+        """This process's number in its job: what was given, else the variable's; `None` where it does not say."""
+        index = _task().get("index") if self._task_id is None else self._task_id
+        try:
+            return None if index is None else int(index)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'TF_CONFIG: the "index" of its "task" is {index!r}; it must be a number') from error
+
+    @task_id.setter
+    def task_id(self, task_id: int | None) -> None:
+        self._task_id = task_id
+
+    @property
+    def rpc_layer(self) -> str | None:
+        """The protocol: what was given, else the variable's; `None` where it does not say."""
+        return _config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
+
+    @rpc_layer.setter
+    def rpc_layer(self, rpc_layer: str | None) -> None:
+        self._rpc_layer = rpc_layer
+
+
+def _config() -> dict[str, Any]:
+    text = os.environ.get("TF_CONFIG", "{}")
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"TF_CONFIG is no JSON ({error}): {text!r}. Correct it, or unset it") from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r}'
+        )
+    return config
+
+
+def _task() -> dict[str, Any]:
+    task = _config().get("task", {})
+    if not isinstance(task, dict):
+        raise ValueError(f'TF_CONFIG: its "task" is {task!r}; it must be like {{"type": "worker", "index": 0}}')
+    return task
