@@ -13,6 +13,11 @@ from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
+STRATEGIES = {
+    "central": hs.CentralStorageStrategy,
+    "mirrored": hs.MirroredStrategy,
+    "multi_worker": hs.MultiWorkerMirroredStrategy,
+}
 LAYERS = 64, 128, 64, 10  # pixels, two hidden layers, digits
 
 
@@ -70,16 +75,17 @@ def load_data(seed):
 
 def main():
     parser = argparse.ArgumentParser(description="Learns to read handwritten digits.")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="central", help="multi_worker for several hosts")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (%(default)s)")
     options = parser.parse_args()
 
-    strategy = hs.CentralStorageStrategy()  # one replica a rank
+    strategy = STRATEGIES[options.strategy]()  # one replica a rank
     xp = strategy.xp
     with strategy.scope():
-        weights = [hs.Variable(value) for value in initial_weights(options.seed)]  # live once, all replicas read them
+        weights = [hs.Variable(value) for value in initial_weights(options.seed)]  # central: once, read by all replicas
         optimizer = hs.optimizers.SGD(options.learning_rate, momentum=0.9)
         loss, accuracy = hs.metrics.Mean(), hs.metrics.Accuracy()
 

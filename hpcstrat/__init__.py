@@ -1,6 +1,6 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
 
-from hpcstrat import _output
+from hpcstrat import _output, _settings
 from hpcstrat import checkpoint as checkpoint
 from hpcstrat import cluster_resolver as cluster_resolver
 from hpcstrat import compat as compat
@@ -29,6 +29,7 @@ from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
+from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from hpcstrat._types import IndexedSlices as IndexedSlices
 from hpcstrat._types import PerReplicaSpec as PerReplicaSpec
@@ -52,3 +53,4 @@ from hpcstrat.data import ValueContext as ValueContext
 __version__ = "0.1.0"
 
 _output.install()
+_settings.warn_of_unknown()

@@ -22,14 +22,17 @@ class Device(NamedTuple):
     Attributes:
         kind: `"CPU"` or `"GPU"`.
         ordinal: which of the host's; there is one CPU.
+        worker: the index of its host, where a strategy has several workers; else `None`.
     """
 
     kind: str
     ordinal: int
+    worker: int | None = None
 
     def __str__(self) -> str:
         """TensorFlow's long form, the canonical one."""
-        return f"/job:localhost/replica:0/task:0/device:{self.kind}:{self.ordinal}"
+        task = "localhost/replica:0/task:0" if self.worker is None else f"worker/replica:0/task:{self.worker}"
+        return f"/job:{task}/device:{self.kind}:{self.ordinal}"
 
     @property
     def array_module(self) -> ModuleType:
@@ -105,6 +108,23 @@ def place(devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: b
             )
         placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
     return placed
+
+
+def place_on_hosts(hosts: Sequence[int], seen: Sequence[Sequence[str]], shares: bool, call: str) -> list[Device]:
+    """`place` for ranks on several hosts, each by its number on its own.
+
+    Args:
+        hosts: for each rank the index of its host.
+        seen: see `place`.
+        shares: see `place`.
+        call: the user's name of the method.
+    """
+    placed: dict[int, Device] = {}
+    for host in range(max(hosts) + 1):
+        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+        devices = place(None, [seen[rank] for rank in ranks], shares, call)
+        placed |= {rank: device._replace(worker=host) for rank, device in zip(ranks, devices, strict=True)}
+    return [placed[rank] for rank in range(len(hosts))]
 
 
 def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]], call: str) -> int | None:

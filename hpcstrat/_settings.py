@@ -4,6 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
+
+from hpcstrat import _launcher
+
+_PREFIX = "HPCSTRAT_"
+_KNOWN = (
+    "HPCSTRAT_CHECK",
+    "HPCSTRAT_OUTPUT",
+    "HPCSTRAT_STALL_SECONDS",
+    "HPCSTRAT_TEST_GPU",  # of the tests
+    "HPCSTRAT_TIMEOUT_SECONDS",
+)
 
 
 def seconds(name: str, default: float) -> float:
@@ -36,3 +48,22 @@ def is_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"the environment variable {name} is {value!r}; it must be 1 or 0")
     return value == "1"
+
+
+def unknown() -> dict[str, str]:
+    """Environment variables that look like the library's and are not, each with the nearest that is."""
+    names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in _KNOWN)
+    if not names:
+        return {}
+    import difflib  # a millisecond, which `import hpcstrat` need not take
+
+    return {name: difflib.get_close_matches(name, _KNOWN, 1, 0)[0] for name in names}
+
+
+def warn_of_unknown() -> None:
+    """Warns of each on rank 0, because a misspelt variable would do nothing without a word."""
+    launcher = _launcher.find()
+    if launcher is not None and launcher.rank > 0:
+        return
+    for name, nearest in unknown().items():
+        warnings.warn(f"the environment variable {name} means nothing; did you mean {nearest}?", stacklevel=3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,8 @@ class ReduceOp(enum.Enum):
     MAX = "MAX"
 
     # By identity, in C: members are singletons, and Enum's own hash is Python code in the middle of every reduction.
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:  # to which it is an override of doubtful type
+        __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, op: ReduceOp | str, call: str) -> ReduceOp:

@@ -45,10 +45,10 @@ def connect() -> MessageCommunicator:
             communicator: MessageCommunicator = SharedMemoryCommunicator(world.comm)
             board = share_board(world.comm, communicator.notes)
         else:
-            from hpcstrat._communicators.host import HostCommunicator
+            from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
             from hpcstrat._communicators.watch.tcp import connect_by_tcp
 
-            communicator = HostCommunicator(world.comm)
+            communicator = HierarchicalCommunicator(world.comm, world.host_comm)
             board = connect_by_tcp(world.comm)
     if board is not None:
         communicator.watch = Watch(communicator.rank, communicator._calls, board)

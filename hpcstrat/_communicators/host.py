@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +15,6 @@ from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._types import ReduceOp
 
 
-@final
 class HostCommunicator(MessageCommunicator):
     """Ranks anywhere, over mpi4py.
 

@@ -26,6 +26,7 @@ from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, select
 from hpcstrat._variables import Variable
 from hpcstrat.data.options import RunOptions, ValueContext
+from hpcstrat.data.workers import Workers
 
 
 class Strategy(InputMethods, LogicalDeviceMethods):
@@ -54,6 +55,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
         self._aggregates_nothing = False  # a write in a replica context needs no aggregation
         self._updates_everywhere = True  # StrategyExtended.update runs on every rank, each on its own copy
+        self._workers = Workers((0,) * communicator.size, communicator.rank)
         self._closed = False
         self._connect_contexts()
 
@@ -284,14 +286,15 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         return reduction.all_gather(self._communicator, call, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """All replicas' components. Collective for values that are, or hold, `PerReplica` ones.
+        """The components of this worker's replicas. Collective for values that are, or hold, `PerReplica` ones.
 
         Args:
             value: anything.
 
         Returns:
-            For a `PerReplica` value a tuple of all components, in replica order, on every rank; for a nest that holds
-            such leaves a tuple of nests; for anything else `(value,)`.
+            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas, but in a
+            `MultiWorkerMirroredStrategy` of those of this host. For a nest that holds such leaves a tuple of nests; for
+            anything else `(value,)`.
 
         Raises:
             TypeError: a component cannot travel between ranks.
@@ -307,9 +310,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
                 everyones = self._communicator.all_gather_obj(
                     call, travel.pack(own), _nest.describe(structure), f"distributed at {places}"
                 )
-                everyones = [travel.unpack(components, self._stream) for components in everyones]
+                everyones = [travel.unpack(everyones[rank], self._stream) for rank in self._workers.peers]
         else:
-            everyones = [own] * self._communicator.size
+            everyones = [own] * len(self._workers.peers)
         results = []
         for components in everyones:
             nest = list(leaves)

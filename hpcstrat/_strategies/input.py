@@ -13,6 +13,7 @@ from hpcstrat.data import distributed
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.distributed import DistributedDataset, Stage
 from hpcstrat.data.options import InputContext, InputOptions
+from hpcstrat.data.workers import Workers
 
 
 class InputMethods(abc.ABC):
@@ -20,6 +21,7 @@ class InputMethods(abc.ABC):
 
     _communicator: Communicator
     _stream: _gpu.Stream | None
+    _workers: Workers
 
     @abc.abstractmethod
     def _require_cross_replica(self, call: str) -> None: ...
@@ -62,8 +64,9 @@ class InputMethods(abc.ABC):
         """Deals the elements of `dataset_fn(InputContext)` out to the replicas. Collective, and so is iterating.
 
         Args:
-            dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank, which must
-                all get the same elements. In step t replica r of N takes element `t * N + r`.
+            dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank. The ranks
+                of a host must all get the same elements: in step t the r-th of its n replicas takes element
+                `t * n + r`. On several hosts the context tells which pipeline this is, and each host may have others.
             options: see `InputOptions`.
 
         Returns:
@@ -86,7 +89,9 @@ class InputMethods(abc.ABC):
             array([1., 1., 1., 1.], dtype=float32)
         """
         self._require_cross_replica("Strategy.distribute_datasets_from_function")
-        return distributed.distribute_from_function(dataset_fn, self._communicator, options, self._stage(options))
+        return distributed.distribute_from_function(
+            dataset_fn, self._communicator, options, self._stage(options), self._workers
+        )
 
     def _stage(self, options: Any) -> Stage | None:
         """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""

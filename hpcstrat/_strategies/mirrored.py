@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
+from hpcstrat._devices import Device
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
 
@@ -27,7 +29,10 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         call = "MirroredStrategy"
-        placed, communicator = place_on_one_host(call, devices)
+        self._mirror(call, *place_on_one_host(call, devices))
+
+    def _mirror(self, call: str, placed: list[Device], communicator: Communicator) -> None:
+        """Mirrors variables over replicas that are placed and connected."""
         with given_back_on_error(communicator):
             communicator.exchange(signature(call, *map(str, placed)))
         local = storage = replica_storage(communicator)

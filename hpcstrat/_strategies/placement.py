@@ -27,15 +27,26 @@ def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple
         RuntimeError: the ranks are on several hosts, a device is not there, there are more ranks than GPUs, or MPI or
             NCCL does not start.
     """
+    return _place(call, compute_devices, is_one_host=True)
+
+
+def place_on_hosts(call: str) -> tuple[list[_devices.Device], Communicator]:
+    """`place_on_one_host` for ranks on any number of hosts: each gets the GPU of its number on its host, or the CPU."""
+    return _place(call, None, is_one_host=False)
+
+
+def _place(
+    call: str, compute_devices: Sequence[str] | None, is_one_host: bool
+) -> tuple[list[_devices.Device], Communicator]:
     _make_current_early(compute_devices)
     control = connect()
     with control.joint(call):
         world = _world.start()
-        if world.local_size < world.size:
+        if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
             raise RuntimeError(
                 f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start them on one, such as "
-                "with `srun --nodes=1` or a host list of one"
+                "with `srun --nodes=1` or a host list of one, or take MultiWorkerMirroredStrategy"
             )
         named = _devices.named(compute_devices, control.size, call)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
@@ -52,8 +63,13 @@ def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple
                 )
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        devices = _devices.place(named, seen, shares, call)
-        ordinal = _devices.ordinal(devices[control.rank], control.rank, seen, call)
+        if is_one_host:
+            devices = _devices.place(named, seen, shares, call)
+            ordinal = _devices.ordinal(devices[control.rank], control.rank, seen, call)
+        else:
+            devices = _devices.place_on_hosts(world.hosts, seen, shares, call)
+            on_host = [seen[rank] for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+            ordinal = _devices.ordinal(devices[control.rank], world.local_rank, on_host, call)
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_obj(call, own, *map(str, devices)))
     if not any(gpus):

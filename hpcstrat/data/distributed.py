@@ -21,6 +21,7 @@ from hpcstrat.data._sources import Batches
 from hpcstrat.data._walk import Shuffler, Walk
 from hpcstrat.data.dataset import Dataset, node_of
 from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
+from hpcstrat.data.workers import Workers
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 _FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
@@ -81,8 +82,10 @@ class DistributedDataset(Reiterable):
         share_out: Callable[[Node, Walk, int, int], Iterator[Step]],
         call: str,
         stage: Stage | None,
+        workers: Workers | None = None,
     ) -> None:
         super().__init__(node)
+        self._workers = workers or Workers((0,) * communicator.size, communicator.rank)
         self._communicator = communicator
         self._share_out = share_out
         self._call = call
@@ -99,7 +102,8 @@ class DistributedDataset(Reiterable):
         if size == 1:
             return spec
         steps = self._node.cardinality()
-        whole = self._share_out is _deal_elements and (steps == INFINITE or (steps >= 0 and steps % size == 0))
+        whole = self._share_out is _deal_elements and self._workers.count == 1
+        whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
 
         def component(leaf: Any) -> PerReplicaSpec:
             if not leaf.shape or whole:
@@ -118,7 +122,8 @@ class DistributedDataset(Reiterable):
             ReplicaMismatchError: The ranks' pipelines differ.
         """
         rounds, taken = self._next_start()
-        walk = _common_walk(self._node, self._communicator, f"iterating over {self._call}", rounds, taken)
+        call = f"iterating over {self._call}"
+        walk = _common_walk(self._node, self._communicator, call, rounds, taken, self._workers)
         iterator = DistributedIterator(self, walk, taken)
         self._note_begun(iterator)
         return iterator
@@ -141,9 +146,10 @@ class DistributedIterator(Iteration):
 
     def _begin(self, walk: Walk, taken: int) -> None:
         dataset, communicator = self._dataset, self._communicator
-        steps = dataset._share_out(after(self._node, taken), walk, communicator.rank, communicator.size)
+        peers = dataset._workers.peers
+        steps = dataset._share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
         self._steps = steps if dataset._stage is None else dataset._stage(steps)
-        self._agree = self._node.user_code and communicator.size > 1
+        self._agree = communicator.size > 1 and (self._node.user_code or dataset._workers.count > 1)
         self._number = 0
         self._walk, self._taken = walk, taken
 
@@ -195,19 +201,35 @@ class DistributedIterator(Iteration):
         try:
             with self._communicator.joint(self._call):
                 step = next(self._steps, _END)
-                counts = self._communicator.all_gather_obj(self._call, step.total)
+                everyones = self._communicator.all_gather_obj(self._call, step.total)
         except BaseException:
             self._end()
             raise
-        if any(count != step.total for count in counts):
+        if any(len(set(counts)) > 1 for counts in self._dataset._workers.grouped(everyones)):
             self._end()
-            seen = ", ".join(f"rank {rank} {'none' if count is None else count}" for rank, count in enumerate(counts))
+            seen = ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(everyones))
             raise ReplicaMismatchError(
                 f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. "
                 "Every rank's generator, functions and files must give the same elements; "
                 "each replica is then given its part"
             )
+        if None in everyones and any(total is not None for total in everyones):
+            empty = self._empty()
+            return step if step.total is not None else empty
         return step
+
+    def _empty(self) -> Step:
+        """The step of a worker whose elements have ended, while another's go on."""
+        spec = self._node.spec()
+        if any(not leaf.shape for leaf in _nest.flatten(spec)[0]):
+            self._end()
+            raise ValueError(
+                f"{self._call}: the elements of one worker end before another's, and elements without dimensions have "
+                "no empty form; batch the dataset"
+            )
+        part = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
+        stage = self._dataset._stage
+        return Step(0, part) if stage is None else next(stage(iter([Step(0, part)])))
 
 
 def distribute_dataset(
@@ -246,11 +268,14 @@ def distribute_from_function(
     communicator: Communicator,
     options: InputOptions | None,
     stage: Stage | None = None,
+    workers: Workers | None = None,
 ) -> DistributedDataset:
     """Hands the elements of the dataset that `dataset_fn` makes to the replicas in turn.
 
     In step t replica r of N gets element `t * N + r`. Where the elements end within a step the replicas without one get
-    arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning.
+    arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning. Several
+    workers have a pipeline each, for their own replicas; where one's elements have ended it gets empty arrays until all
+    have.
 
     Args:
         dataset_fn: called once on each rank, with an `InputContext`; returns what `distribute_dataset` takes, batched
@@ -258,6 +283,7 @@ def distribute_from_function(
         communicator: the replicas.
         options: see `InputOptions`.
         stage: what the steps pass through on their way.
+        workers: those that have a pipeline each; one by default.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
@@ -270,9 +296,10 @@ def distribute_from_function(
             f"{_FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
             f"that returns a Dataset. A dataset itself goes to {_DISTRIBUTE}"
         )
-    dataset = dataset_fn(InputContext(1, 0, communicator.size))
+    workers = workers or Workers((0,) * communicator.size, communicator.rank)
+    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{_FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(node, communicator, _deal_elements, _FROM_FUNCTION, stage)
+    return DistributedDataset(node, communicator, _deal_elements, _FROM_FUNCTION, stage, workers)
 
 
 def _check_options(options: InputOptions | None, call: str) -> None:
@@ -316,8 +343,15 @@ def _node_of(dataset: Any, call: str) -> Node:
     return Batches(dataset)
 
 
-def _common_walk(node: Node, communicator: Communicator, call: str, begun: Mapping[Shuffler, int], taken: int) -> Walk:
-    """A pass in which all ranks meet the same orders: those of rank 0. Collective.
+def _common_walk(
+    node: Node,
+    communicator: Communicator,
+    call: str,
+    begun: Mapping[Shuffler, int],
+    taken: int,
+    workers: Workers,
+) -> Walk:
+    """A pass in which all ranks of a worker meet the same orders: those of its first. Collective.
 
     Args:
         node: the last stage of the pipeline.
@@ -325,9 +359,10 @@ def _common_walk(node: Node, communicator: Communicator, call: str, begun: Mappi
         call: the user's name of the method.
         begun: the rounds with which shuffles begin, where they are not the next ones.
         taken: how many elements are left out.
+        workers: those that have a pipeline each.
 
     Raises:
-        ReplicaMismatchError: The ranks' pipelines differ.
+        ReplicaMismatchError: The pipelines of a worker's ranks differ.
     """
     if communicator.size == 1:
         return Walk(begun)
@@ -335,14 +370,14 @@ def _common_walk(node: Node, communicator: Communicator, call: str, begun: Mappi
         shufflers = node.shufflers()
         pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
         states = [(seed, begun.get(one, number)) for one in shufflers for seed, number in [one.state()]]
-        gathered = communicator.all_gather_obj(call, (pipeline, states))
-    if any(other != pipeline for other, _ in gathered):
-        seen = "; ".join(f"rank {rank} has {other}" for rank, (other, _) in enumerate(gathered))
+        everyones = communicator.all_gather_obj(call, (pipeline, states))
+    if any(len({other for other, _ in gathered}) > 1 for gathered in workers.grouped(everyones)):
+        seen = "; ".join(f"rank {rank} has {other}" for rank, (other, _) in enumerate(everyones))
         raise ReplicaMismatchError(
             f"{call}: every rank must make the same dataset; each replica is then given its part. {seen}"
         )
     rounds = {}
-    for shuffler, (seed, number) in zip(shufflers, gathered[0][1], strict=True):
+    for shuffler, (seed, number) in zip(shufflers, everyones[workers.peers[0]][1], strict=True):
         shuffler.seed = seed
         rounds[shuffler] = number
     return Walk(rounds)

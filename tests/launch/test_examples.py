@@ -4,7 +4,9 @@ import os
 import pathlib
 import re
 
+import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from hpcstrat import _gpu
 
@@ -61,6 +63,71 @@ def test_train_takes_batches_that_leave_replicas_empty(launch, ranks):
     result = launch(ROOT / "examples" / "train.py", ranks, *options, env={"PYTHONWARNINGS": "error"})
     assert result.status == 0
     assert result.stdout.count("test accuracy: ") == 1
+
+
+def printed(launch, gpus, name, *options):
+    """What an example prints on 1 and on 3 ranks: lists of lines."""
+    are_seen, numbers = gpus
+    for ranks in [ranks for ranks in (1, 3) if ranks in numbers]:
+        result = launch(ROOT / "examples" / name, ranks, *options, gpus=are_seen)
+        assert (result.status, result.leftovers) == (0, [])
+        assert "Warning" not in result.stderr
+        yield result.stdout.splitlines()
+
+
+def numbers_of(lines):
+    return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
+
+
+def test_kmeans(launch, gpus):
+    for lines in printed(launch, gpus, "kmeans.py"):
+        *totals, pure = numbers_of(lines)
+        assert totals == sorted(totals, reverse=True)
+        assert totals[-1] < 0.8 * totals[0]
+        assert pure > 0.7
+
+
+def test_monte_carlo(launch, gpus):
+    for lines in printed(launch, gpus, "monte_carlo.py", "--seed", "3"):
+        plain, spread, price, narrow = (float(n) for line in lines for n in re.findall(r"\d+\.\d{4}", line))
+        assert narrow < spread / 20
+        assert abs(price - 5.631) < 4 * narrow  # of 10^8 paths
+        assert abs(plain - price) < 2 * spread
+
+
+def test_pca(launch, gpus):
+    images = load_digits(return_X_y=True)[0] / 16
+    expected = np.linalg.eigvalsh(np.cov(images.T, bias=True))[::-1]
+    for lines in printed(launch, gpus, "pca.py"):
+        found = np.reshape(numbers_of(lines[1:]), (4, 2))
+        np.testing.assert_allclose(found[:, 0], expected[:4], atol=2e-6)
+        np.testing.assert_allclose(found[:, 1], 100 * expected[:4] / expected.sum(), atol=0.006)
+
+
+def test_linear_regression(launch, gpus):
+    for lines in printed(launch, gpus, "linear_regression.py"):
+        *losses, worst = numbers_of(lines)
+        assert len(losses) == 3 and losses[-1] == pytest.approx(0.01, rel=0.05)  # the noise that was added
+        assert worst < 0.005
+
+
+def test_embedding(launch, gpus):
+    histories = [numbers_of(lines) for lines in printed(launch, gpus, "embedding.py", "--epochs", "3")]
+    for history in histories:
+        assert history == sorted(history, reverse=True) and history[-1] < 0.5 * history[0]
+        assert history == pytest.approx(histories[0], rel=1e-3)
+
+
+def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
+    are_seen, _ = gpus
+    program = ROOT / "examples" / "early_stopping.py"
+    whole = launch(program, 1, "--folder", tmp_path / "whole", gpus=are_seen).stdout.splitlines()
+    launch(program, 1, "--folder", tmp_path / "parts", "--epochs", "3", gpus=are_seen)
+    other = 1 if are_seen else 2  # ranks
+    first, *rest = launch(program, other, "--folder", tmp_path / "parts", gpus=are_seen).stdout.splitlines()
+    assert first == "goes on after epoch 3"
+    assert rest == whole[3:]
+    assert re.fullmatch(r"best: epoch \d+, accuracy 0\.9[5-9]\d\d", whole[-1])
 
 
 @pytest.mark.parametrize("ranks", RANKS)

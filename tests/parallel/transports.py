@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from hpcstrat import ReduceOp, _gpu, _world, asnumpy
 from hpcstrat._communicators import SoloCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
@@ -23,7 +24,7 @@ OPERATIONS = {
     "complex128": (SUM, MEAN),
     "bool": (MIN, MAX),
 }
-HOST = ("shared memory", "MPI", "MPI in pieces", "solo")
+HOST = ("shared memory", "MPI", "MPI in pieces", "hierarchical", "solo")
 DEVICE = ("NCCL", "staged") if COMM.size > 1 else ("staged",)  # one rank alone has nothing to do for NCCL
 _made = {}
 
@@ -46,7 +47,10 @@ def transport(name, monkeypatch, place=None):
     kind = "MPI" if name == "MPI in pieces" else name
     if kind not in _made:
         comm: Any = _world.start().comm
-        made = HostCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
+        if kind == "hierarchical":  # as if the last rank were on a host of its own
+            made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
+        else:
+            made = HostCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
         _made[kind] = on_gpus(name, made, place) if kind in DEVICE else made
     return _made[kind]
 

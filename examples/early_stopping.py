@@ -1,0 +1,80 @@
+"""Stops when what was held back is no longer read better, and ends with the best weights; goes on where it was killed.
+
+    mpirun -n 4 python examples/early_stopping.py --folder run
+
+Softmax regression on handwritten digits. After each epoch everything is saved; the best so far is kept in a file of its
+own. Start it again with the same folder, on any number of ranks, and it goes on from the last epoch.
+"""
+
+import argparse
+import os
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hpcstrat as hs
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Early stopping.")
+    parser.add_argument("--folder", required=True, help="for the checkpoints")
+    parser.add_argument(
+        "--patience", type=int, default=3, help="epochs without a better one, then it stops (%(default)s)"
+    )
+    parser.add_argument("--epochs", type=int, default=100, help="at most, counted from the first start (%(default)s)")
+    options = parser.parse_args()
+
+    strategy = hs.CentralStorageStrategy()
+    xp = strategy.xp
+    images, digits = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(images))
+    images, digits = (images[order] / 16).astype(np.float32), digits[order]
+    train = hs.data.Dataset.from_tensor_slices((images[:1400], digits[:1400])).shuffle(1400, seed=0).batch(50)
+    held_back = hs.data.Dataset.from_tensor_slices((images[1400:], digits[1400:])).batch(200)
+    train, held_back = (strategy.experimental_distribute_dataset(dataset) for dataset in (train, held_back))
+    with strategy.scope():
+        weights = hs.Variable(np.zeros((64, 10), np.float32))
+        optimizer = hs.optimizers.Adam(0.05)
+        accuracy = hs.metrics.Accuracy()
+        epoch, best_epoch = (hs.Variable(0, dtype=np.int64) for _ in range(2))
+        best = hs.Variable(0.0, dtype=np.float64)
+
+    def step(images, digits):
+        scores = images @ weights.value()
+        scores = xp.exp(scores - scores.max(axis=1, keepdims=True, initial=0))
+        errors = scores / scores.sum(axis=1, keepdims=True) - (digits[:, None] == xp.arange(10))
+        optimizer.apply_gradients([(images.T @ errors.astype(np.float32) / 50, weights)])
+
+    def test(images, digits):
+        accuracy.update_state(digits, (images @ weights.value()).argmax(axis=1))
+
+    last_file, best_file = (os.path.join(options.folder, name) for name in ("last", "best"))
+    state = hs.checkpoint.Checkpoint(
+        weights=weights, optimizer=optimizer, epoch=epoch, best=best, best_epoch=best_epoch, train=train
+    )
+    model = hs.checkpoint.Checkpoint(weights=weights)
+    if hs.agree(os.path.exists(last_file)):
+        state.restore(last_file)
+        print(f"goes on after epoch {int(epoch.numpy())}")
+
+    while int(epoch.numpy()) < options.epochs and int(epoch.numpy()) - int(best_epoch.numpy()) < options.patience:
+        for batch in train:
+            strategy.run(step, args=batch)
+        epoch.assign_add(1)
+        accuracy.reset_state()
+        for batch in held_back:
+            strategy.run(test, args=batch)
+        found = float(accuracy.result())
+        print(f"epoch {int(epoch.numpy()):2}: accuracy {found:.4f}")
+        if found > float(best.numpy()):
+            best.assign(found)
+            best_epoch.assign(epoch.numpy())
+            model.save(best_file)
+        state.save(last_file)
+
+    model.restore(best_file)
+    print(f"best: epoch {int(best_epoch.numpy())}, accuracy {float(best.numpy()):.4f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""`python -m hpcstrat check`: moves data between all ranks, looks whether it arrived, and how fast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from hpcstrat import _world
+from hpcstrat._strategies.mirrored import MirroredStrategy
+from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy
+from hpcstrat._types import ReduceOp
+
+_SIZES = (1 << 10, 1 << 20, 1 << 25)  # bytes
+_ROUNDS = 5
+
+
+def check() -> int:
+    """Prints a table on the lead; returns the exit status, 1 where anything arrived wrong. Collective."""
+    world = _world.start()
+    strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
+    table = Table("call", "bytes a rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")
+    is_right = True
+    for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
+        for nbytes in _SIZES:
+            seconds, right = _timed(strategy, lambda nbytes=nbytes, call=call: call(strategy, nbytes // 8))
+            is_right &= right
+            rate = f"{nbytes / seconds / 1e9:,.2f}"
+            table.add_row(name, f"{nbytes:,}", f"{1e6 * seconds:,.0f}", rate, "right" if right else "[bold red]WRONG")
+    if world.rank == 0:
+        Console().print(table)
+        print("All data arrived." if is_right else "Data arrived wrong: do not compute with this set-up.")
+    strategy.close()
+    return 0 if is_right else 1
+
+
+def _timed(strategy: Any, call: Callable[[], bool]) -> tuple[float, bool]:
+    """The best time of some rounds, of the slowest rank, and whether all were right on all ranks."""
+    times, right = [], True
+    for _ in range(_ROUNDS):
+        strategy._communicator.barrier("check")
+        begin = time.perf_counter()
+        right &= call()
+        times.append(time.perf_counter() - begin)
+    everyones = strategy._communicator.all_gather_obj("check", (min(times), right))
+    return max(seconds for seconds, _ in everyones), all(one for _, one in everyones)
+
+
+def _all_reduce(strategy: Any, count: int) -> bool:
+    xp, n, rank = strategy.xp, strategy._communicator.size, strategy._communicator.rank
+    (total,) = strategy._communicator.all_reduce("check", [xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
+    return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
+
+
+def _all_gather(strategy: Any, count: int) -> bool:
+    xp, n, rank = strategy.xp, strategy._communicator.size, strategy._communicator.rank
+    (parts,) = strategy._communicator.all_gather("check", [xp.full(count, rank, np.float64)], 0)
+    return bool((parts == xp.repeat(xp.arange(n, dtype=np.float64), count)).all())

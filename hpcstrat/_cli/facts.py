@@ -1,0 +1,169 @@
+"""What there is: versions, launcher, cores, GPUs, memory."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any, TypedDict
+
+import hpcstrat
+from hpcstrat import _gpu, _launcher, _settings
+
+_MPIRUN_SECONDS = 10
+
+
+class RankFacts(TypedDict):
+    """One rank's.
+
+    Attributes:
+        rank: its index, as the launcher says.
+        host: the name of its host.
+        versions: of what is installed, by name; what is missing is `"not installed"`.
+        cores: the cores that it may run on.
+        gpus: the names of the GPUs that it sees, in CUDA's order.
+        hidden_gpus: whether the host has GPUs and this process sees none.
+        shared_memory: MiB that are left in /dev/shm; `None` where there is none.
+        unknown: environment variables that look like the library's, and are not.
+    """
+
+    rank: int
+    host: str
+    versions: dict[str, str]
+    cores: list[int]
+    gpus: list[str]
+    hidden_gpus: bool
+    shared_memory: int | None
+    unknown: dict[str, str]
+
+
+def gather_own() -> RankFacts:
+    """This process's facts. Starts MPI's library, which is asked for its version, and no communication."""
+    launcher = _launcher.find()
+    gpus = _gpu_names()
+    return {
+        "rank": 0 if launcher is None else launcher.rank,
+        "host": socket.gethostname(),
+        "versions": _versions(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": gpus,
+        "hidden_gpus": not gpus and bool(glob.glob("/dev/nvidia[0-9]*")),
+        "shared_memory": _shared_memory(),
+        "unknown": _settings.unknown(),
+    }
+
+
+def find_mpirun() -> tuple[str | None, str]:
+    """The path of the `mpirun` that the shell would start, and which MPI it belongs to; empty where it does not say."""
+    path = shutil.which("mpirun")
+    if path is None:
+        return None, ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        result = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=_MPIRUN_SECONDS, check=False
+        )
+        for line in result.stdout.splitlines():
+            for vendor, sign in (("Open MPI", "Open MPI"), ("Intel MPI", "Intel(R) MPI"), ("MPICH", "HYDRA")):
+                if sign in line:
+                    return path, vendor
+    return path, ""
+
+
+def _versions() -> dict[str, str]:
+    found = {
+        "Python": platform.python_version(),
+        "hpcstrat": hpcstrat.__version__,
+        **{name: _installed(name.lower()) for name in ("NumPy", "mpi4py", "optree", "threadpoolctl", "tqdm")},
+        "MPI": _mpi_version(),
+        "CuPy": "not installed",
+    }
+    if _gpu.has_cupy():
+        found |= _gpu_versions()
+    return found
+
+
+def _installed(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _mpi_version() -> str:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"not usable: {str(error).splitlines()[0]}"
+    vendor, version = MPI.get_vendor()
+    return f"{vendor} {'.'.join(map(str, version))}"
+
+
+def _gpu_versions() -> dict[str, str]:
+    from hpcstrat._communicators.nccl_start import load_nccl, version_text
+
+    cupy = _gpu.load_cupy("info")
+    found = {"CuPy": str(cupy.__version__)}
+    with contextlib.suppress(Exception):  # no driver
+        runtime = cupy.cuda.runtime
+        found["CUDA"] = _cuda_version(runtime.runtimeGetVersion())
+        found["driver, up to CUDA"] = _cuda_version(runtime.driverGetVersion())
+    nccl = load_nccl()
+    found["NCCL"] = version_text(nccl.get_version()) if nccl.available else "not found by CuPy"
+    if paths := [line.split()[-1] for line in _maps() if "libnccl" in line]:
+        found["NCCL's path"] = paths[0]
+    return found
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _maps() -> list[str]:
+    try:
+        with open("/proc/self/maps") as maps:
+            return list(maps)
+    except OSError:
+        return []
+
+
+def _gpu_names() -> list[str]:
+    visible = _gpu.visible()
+    if not visible or not _gpu.has_cupy():
+        return ["GPU"] * len(visible)
+    runtime = _gpu.load_cupy("info").cuda.runtime
+    try:
+        return [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
+    except Exception:  # the driver does not serve this CuPy, which is one of the faults
+        return ["GPU"] * len(visible)
+
+
+def _shared_memory() -> int | None:
+    try:
+        there = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return there.f_bavail * there.f_frsize // 2**20
+
+
+def own_python() -> str:
+    """The path of this Python."""
+    return sys.executable
+
+
+def describe_launcher() -> str:
+    """What started this process."""
+    launcher = _launcher.find()
+    if launcher is None:
+        return "none: started by hand"
+    return launcher.name + ("" if launcher.size is None else f", {launcher.size} ranks")
+
+
+def as_any(facts: RankFacts) -> dict[str, Any]:
+    """For JSON."""
+    return dict(facts)

@@ -1,0 +1,66 @@
+"""The communicator of ranks on several hosts: what is large moves inside each host first, then between hosts."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat._communicators.base import Bytes, Write
+from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.messages import SUMMED_BY_ALL
+from hpcstrat._communicators.packing import Layout
+from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._types import ReduceOp
+
+
+@final
+class HierarchicalCommunicator(HostCommunicator):
+    """Ranks on several hosts, over mpi4py and each host's shared memory.
+
+    A large reduction is made by the ranks of each host in shared memory; the hosts' first ranks reduce the results, so
+    that each host sends one message instead of one a rank; and the ranks of a host copy what its first has. Sums are
+    of each host's in rank order, then of the hosts in order: bit-identical on all ranks and from run to run. 16-bit
+    floats, which are rounded once only, go between all ranks.
+
+    Args:
+        comm: an MPI communicator, used by nobody else.
+        host_comm: the ranks of it that are on this host.
+    """
+
+    def __init__(self, comm: Any, host_comm: Any) -> None:
+        from mpi4py import MPI
+
+        super().__init__(comm)
+        self._host = SharedMemoryCommunicator(host_comm.Dup())
+        leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
+        self._between = HostCommunicator(leads) if host_comm.rank == 0 else None
+
+    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
+        is_short = any(accumulator(group.dtype) != group.dtype for group in form.groups)
+        if form.nbytes <= SUMMED_BY_ALL or is_short:
+            super().reduce_message(agreed, form, write, op, out)
+            return
+        self.exchange(agreed)
+        if self._host.capacity < form.nbytes:  # which is so on all hosts or on none
+            with self.joint(agreed.call):  # a host without the memory stops the others
+                self._host.reserve(form.nbytes)
+                self.exchange(signature(f"{agreed.call}: memory"))
+        partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        self._host.reduce_message(agreed, form, write, partial, out)
+        if self._between is not None:
+
+            def write_sum(message: Bytes) -> None:
+                message[: form.nbytes] = out
+
+            self._between.reduce_message(agreed, form, write_sum, partial, out)
+            self._host.exchange(agreed, form.nbytes, write_sum)
+        else:
+            out[...] = self._host.exchange(agreed)[0][: form.nbytes]
+        if op is ReduceOp.MEAN and self.size > 1:
+            with np.errstate(all="ignore"):
+                for group in form.groups:
+                    np.divide(group.of(out), self.size, out=group.of(out))

@@ -1,0 +1,64 @@
+"""MultiWorkerMirroredStrategy: ranks on any number of hosts, a copy of every variable on each replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hpcstrat import _world
+from hpcstrat._strategies.mirrored import MirroredStrategy
+from hpcstrat._strategies.placement import place_on_hosts
+from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+from hpcstrat.data.workers import Workers
+
+
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """One replica a rank, on any number of hosts; each holds a copy of every variable, and all copies change alike.
+
+    A worker is a host. What is reduced is so inside each host first, then between hosts, one message a host. The script
+    is still one program, as if one worker ran it: every rank runs all its lines. Only what concerns a worker's own data
+    tells them apart: `experimental_local_results` gives the components of this host's replicas, and
+    `distribute_datasets_from_function` one pipeline a host. `experimental_distribute_dataset` takes the same dataset on
+    all hosts, and each replica reads its own elements only.
+
+    Collective: all ranks make it. The first strategy of a program starts MPI.
+
+    Args:
+        cluster_resolver: says which worker this process belongs to; by default MPI does. It must agree with MPI on the
+            number of hosts.
+        communication_options: taken for TensorFlow's sake.
+
+    Raises:
+        TypeError: `cluster_resolver` is none.
+        RuntimeError: the resolver knows of another number of workers than there are hosts, there are more ranks than
+            GPUs on a host, or MPI or NCCL cannot start.
+    """
+
+    def __init__(self, cluster_resolver: ClusterResolver | None = None, communication_options: Any = None) -> None:
+        del communication_options
+        call = "MultiWorkerMirroredStrategy"
+        placed, communicator = place_on_hosts(call)
+        self._mirror(call, placed, communicator)
+        world = _world.start()
+        self._workers = Workers(world.hosts, world.rank)
+        with communicator.joint(call):
+            if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+                raise TypeError(
+                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of hpcstrat.cluster_resolver, or None"
+                )
+            self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
+            if cluster_resolver is not None:
+                spec = cluster_resolver.cluster_spec().as_dict()
+                tasks = sum(len(tasks) for tasks in spec.values())
+                if tasks not in (self._workers.count, world.size):
+                    raise RuntimeError(
+                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
+                        f"{self._workers.count} hosts; leave it away, or make it name every host once"
+                    )
+            communicator.barrier(call)
+        if cluster_resolver is None:
+            self._resolver.cluster_spec()  # which is collective once: not when one rank alone asks
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that was passed, or one of MPI's."""
+        return self._resolver

@@ -1,0 +1,143 @@
+"""`python -m hpcstrat`."""
+
+import json
+import pathlib
+
+import pytest
+
+import hpcstrat
+from hpcstrat._cli import check, facts, faults
+
+MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 3])
+def test_info(launch, ranks):
+    result = launch(MAIN, ranks, "info", "--json")
+    found = json.loads(result.stdout)
+    assert result.status == bool(found["faults"]), found["faults"]
+    assert result.leftovers == []
+    assert [one["rank"] for one in found["ranks"]] == list(range(ranks or 1))
+    for one in found["ranks"]:
+        assert one["versions"]["hpcstrat"] == hpcstrat.__version__
+        assert one["versions"]["MPI"].startswith("Open MPI" if launch.open_mpi else "MPICH")
+        assert one["cores"]
+    table = launch(MAIN, ranks, "info")
+    assert table.status == result.status
+    for words in ("Versions", "NumPy", "launcher", "Ranks", "CPU:0"):
+        assert words in table.stdout
+    assert ("Nothing is wrong." in table.stdout) == (not found["faults"])
+
+
+def test_info_under_another_mpis_launcher(launch):
+    foreign = {"PMI_SIZE": "2", "PMI_RANK": "0"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
+    result = launch(MAIN, None, "info", env=foreign)
+    assert result.status == 1
+    assert "wrong: the ranks are not connected" in result.stdout
+    assert "Start with the mpirun of" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize("ranks", [None, 3])
+def test_check(launch, ranks):
+    result = launch(MAIN, ranks, "check")
+    assert (result.status, result.leftovers) == (0, [])
+    assert result.stdout.count(" right ") == 6
+    assert "All data arrived." in result.stdout
+
+
+def test_check_of_data_that_arrives_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(check, "_all_gather", lambda strategy, count: count < 1000)
+    assert check.check() == 1
+    printed = capsys.readouterr().out
+    assert printed.count("WRONG") == 2 and "do not compute with this set-up" in printed
+
+
+def test_misspelt_variables(launch):
+    result = launch("import hpcstrat", 2, env={"HPCSTRAT_STAL_SECONDS": "3"})
+    assert result.status == 0
+    assert result.stderr.count("HPCSTRAT_STAL_SECONDS means nothing; did you mean HPCSTRAT_STALL_SECONDS?") == 1
+
+
+def rank_facts(rank=0, **others) -> facts.RankFacts:
+    found: facts.RankFacts = {
+        "rank": rank,
+        "host": "n1",
+        "versions": {"NumPy": "2.0", "MPI": "MPICH 5.0.2", "CuPy": "14.2", "NCCL": "2.28.3"},
+        "cores": [0, 1, 2, 3],
+        "gpus": [],
+        "hidden_gpus": False,
+        "shared_memory": 8000,
+        "unknown": {},
+    }
+    found.update(others)  # pyright: ignore
+    return found
+
+
+def versions(**others):
+    return rank_facts()["versions"] | others
+
+
+MPICH = ("/usr/bin/mpirun", "MPICH")
+
+
+def test_nothing_is_wrong():
+    assert faults.find_faults([rank_facts(0), rank_facts(1)], MPICH, "") == []
+    assert faults.find_faults([rank_facts(0, gpus=["H200"])], ("/usr/bin/mpirun", ""), "") == []
+
+
+@pytest.mark.parametrize(
+    "ranks, mpirun, error, what, remedy",
+    [
+        ([rank_facts()], MPICH, "two jobs of one", "not connected: two jobs of one", "see the message"),
+        ([rank_facts()], (None, ""), "", "no mpirun", "srun"),
+        (
+            [rank_facts()],
+            ("/bin/mpirun", "Open MPI"),
+            "",
+            "belongs to Open MPI, and mpi4py loads MPICH",
+            "one MPI only",
+        ),
+        ([rank_facts(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
+        (
+            [rank_facts(), rank_facts(1, versions=versions(NumPy="1.26"))],
+            MPICH,
+            "",
+            "NumPy differs: 2.0 on rank 0, 1.26 on rank 1",
+            "one environment",
+        ),
+        ([rank_facts(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
+        (
+            [rank_facts(cores=[5]), rank_facts(1, cores=[5])],
+            MPICH,
+            "",
+            "2 ranks of n1 run on 1 core:",
+            "--bind-to none",
+        ),
+        ([rank_facts(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
+        ([rank_facts(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
+        (
+            [rank_facts(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
+            MPICH,
+            "",
+            "no NCCL",
+            "nvidia-nccl",
+        ),
+        (
+            [rank_facts(rank, gpus=["H200"] * 2) for rank in range(3)],
+            MPICH,
+            "",
+            "3 ranks run on n1 with 2",
+            "share-gpu",
+        ),
+        ([rank_facts(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})], MPICH, "", "CHEK means nothing", "HPCSTRAT_CHECK?"),
+    ],
+)
+def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy):
+    (fault,) = faults.find_faults(ranks, mpirun, error)
+    assert what in fault.what
+    assert remedy in fault.remedy
+
+
+def test_ranks_on_two_hosts_have_their_own_cores():
+    ranks = [rank_facts(0, cores=[0]), rank_facts(1, host="n2", cores=[0])]
+    assert faults.find_faults(ranks, MPICH, "") == []
