@@ -35,8 +35,9 @@ def main():
         directions = hs.Variable(start)
 
     def multiply(part):
-        centred = part - mean
-        return hs.get_replica_context().all_reduce("SUM", centred.T @ (centred @ directions.value()))
+        centred, context = part - mean, hs.get_replica_context()
+        assert context is not None  # which it is outside of `run` only
+        return context.all_reduce("SUM", centred.T @ (centred @ directions.value()))
 
     variances = np.zeros(options.components)
     iterations = 0
