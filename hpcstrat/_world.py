@@ -110,7 +110,7 @@ def _connect() -> World:
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
     if host_comm.rank == 0:  # by now every rank has mapped it
-        _unlink_segments("/dev/shm/mpich_shm_")
+        unlink_segments()
     if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
         _unlink_segments("/dev/shm/sm_segment.")
     if comm.size > 1:
@@ -212,6 +212,11 @@ def _describe(launcher: _launcher.Launcher) -> str:
 def _finalize(mpi: Any) -> None:
     if not mpi.Is_finalized():
         mpi.Finalize()
+
+
+def unlink_segments() -> None:
+    """Unlinks MPICH's segment, where every rank of this host has mapped it or none will any more."""
+    _unlink_segments("/dev/shm/mpich_shm_")
 
 
 def _unlink_segments(prefix: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -56,7 +57,7 @@ def connect() -> MessageCommunicator:
         warnings.warn(
             "the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed", stacklevel=2
         )
-    atexit.register(_leave, communicator)  # after mpi4py's own hook, so it runs before MPI is finalised
+    atexit.register(_leave, communicator, os.getpid())  # after mpi4py's own hook, so it runs before MPI is finalised
     _check_versions(communicator)
     return communicator
 
@@ -137,9 +138,11 @@ def disconnect_devices(communicator: DeviceCommunicator) -> None:
         communicator.close()
 
 
-def _leave(communicator: MessageCommunicator) -> None:
+def _leave(communicator: MessageCommunicator, process: int) -> None:
     from mpi4py import MPI
 
+    if os.getpid() != process:  # a forked child does not leave in its parent's place
+        return
     if communicator.watch is not None:
         communicator.watch.leave()
     if not MPI.Is_finalized():  # by the program itself

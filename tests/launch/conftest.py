@@ -31,12 +31,14 @@ class Launched:
         stdout: what all ranks printed.
         stderr: the same of standard error.
         leftovers: processes of the job that are still there, and files in shared memory that its processes mapped.
+        seconds: how long the job took.
     """
 
     status: int
     stdout: str
     stderr: str
     leftovers: list[str]
+    seconds: float
 
     def tagged(self, rank):
         """The lines of standard error that carry the rank's tag, without it."""
@@ -93,6 +95,7 @@ class Launcher:
                     status = process.wait(_LOOK_SECONDS)
                 except subprocess.TimeoutExpired:
                     continue
+            seconds = time.monotonic() - begin
             leftovers = job.leftovers(0 if status is None else _SETTLE_SECONDS)
             job.kill()
             process.wait()
@@ -102,7 +105,7 @@ class Launcher:
         if status is None:
             pytest.fail(f"the job gave no result within {timeout} s\n{output}\n{errors}")
         print(output, errors, sep="\n")  # pytest shows it where the test fails
-        return Launched(status, output, errors, leftovers)
+        return Launched(status, output, errors, leftovers, seconds)
 
 
 @pytest.fixture

@@ -112,6 +112,26 @@ def test_one_that_does_not_answer_does_not_speak():
     assert "\n  rank 0: not answering for 60 s (stopped, or in code that holds Python); last in call 8" in verdict.text
 
 
+def test_what_one_that_does_not_answer_was_at_may_be_long_over():
+    assert verdicts([note(8, True, beat=-1), note(8, False)], 1000) == {}
+    assert list(verdicts([note(8, True, beat=-1), note(8, True)], 1000)) == [60, 600]
+
+
+def test_while_the_job_is_suspended_no_time_counts():
+    judge = Judge(60, 600)
+    assert list(verdicts(LATE, 50, judge)) == []
+    assert list(verdicts(LATE, 1000, judge, start=5000.0)) == [10, 550]
+
+
+def test_a_process_that_does_not_end():
+    notes = [note(9, False, gone=True), note(9, False, gone=True, beat=-1), note(9, False, gone=True)]
+    said = verdicts(notes, 700, dead=[2])
+    assert list(said) == [60, 600]
+    assert "\n  rank 0: through with the program, but its process does not end; now at train.py:7" in said[600].text
+    assert "\n  ranks 1, 2: through with the program" in said[600].text
+    assert verdicts([one._replace(beat=0) for one in notes], 700) == {}
+
+
 def test_one_that_left_may_die():
     notes = [note(9, True), note(9, True, gone=True)]
     assert list(verdicts(notes, 50, dead=[1])) == []

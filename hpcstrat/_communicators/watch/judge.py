@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Judge:
         self._seen: list[tuple[int, int] | None] = []
         self._since = 0.0  # when any rank was last seen to make progress
         self._heard: dict[int, tuple[int, float]] = {}  # each rank's last beat, and when it came
+        self._looked = math.inf  # when this judge last looked
         self._dead_since: float | None = None
         self._reported = False
 
@@ -53,6 +55,7 @@ class Judge:
             dead: ranks whose processes are no more.
             now: seconds, of any clock that goes on.
         """
+        self._pass_over(now)
         silence = self._silence(notes, now)
         missing = [rank for rank in dead if not _is_gone(notes[rank])]
         if missing:
@@ -71,8 +74,8 @@ class Judge:
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
             return None
-        if not any(note is not None and note.waits for note in notes):
-            self._since = now  # all compute
+        if not _anyone_waits(notes, dead, silence):
+            self._since = now
             return None
         quiet = now - self._since
         patience = max(note.patience for note in notes if note is not None)
@@ -89,6 +92,14 @@ class Judge:
             return self._verdict(False, text, notes, dead, silence)
         return None
 
+    def _pass_over(self, now: float) -> None:
+        """Lets time not count in which this judge did not run, as the others may not have: the job was suspended."""
+        pause = now - self._looked
+        if pause >= SILENT_SECONDS:
+            self._since += pause
+            self._heard = {rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()}
+        self._looked = now
+
     def _silence(self, notes: Sequence[Note | None], now: float) -> list[float]:
         """For each rank the seconds since its note was last a new one."""
         for rank, note in enumerate(notes):
@@ -103,10 +114,16 @@ class Judge:
         last = max((note.number for note in notes if note is not None), default=0)
         groups: dict[str, list[int]] = {}
         for rank, note in enumerate(notes):
-            is_dead = rank in dead and not _is_gone(note)
-            groups.setdefault(_line(note, last, is_dead, silence[rank]), []).append(rank)
+            groups.setdefault(_line(note, last, rank in dead, silence[rank]), []).append(rank)
         lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
         return Verdict(ends, _speaker(notes, dead, silence), f"hpcstrat: {head}{lines}")
+
+
+def _anyone_waits(notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
+    """Whether a rank waits that answers: what the others were last seen at may be long over."""
+    if all(_is_gone(note) for note in notes):  # then those that have ended wait for processes that do not
+        return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(notes)))
+    return any(note is not None and note.waits and silence[rank] < SILENT_SECONDS for rank, note in enumerate(notes))
 
 
 def _is_gone(note: Note | None) -> bool:
@@ -129,7 +146,11 @@ def _line(note: Note | None, last: int, is_dead: bool, silence: float) -> str:
     if note is None:
         return "never heard of"
     call = f"call {note.number}, {note.call}" if note.call else "no call"
-    if is_dead:
+    if note.gone and not note.waits:
+        if is_dead or silence >= SILENT_SECONDS:
+            return "through with the program"
+        return f"through with the program, but its process does not end; now at {note.place}"
+    if is_dead and not note.gone:
         return f"last seen in {call}, at {note.place}"
     if silence >= SILENT_SECONDS:
         why = "stopped, or in code that holds Python"

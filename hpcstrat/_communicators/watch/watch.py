@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hpcstrat import _failure, _settings
+from hpcstrat import _failure, _settings, _world
 from hpcstrat._communicators.watch import notes
 from hpcstrat._communicators.watch.boards import Board
 from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge, Verdict
@@ -147,19 +147,31 @@ def waiting_for_all(what: str) -> Iterator[None]:
     stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
     timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
     is_done = threading.Event()
+    begin = time.monotonic()
+
+    def is_done_after(seconds: float) -> bool:
+        left = begin + seconds - time.monotonic()
+        return is_done.wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
 
     def watch() -> None:
-        if not is_done.wait(stall_seconds):
+        if stall_seconds < timeout_seconds and not is_done_after(stall_seconds):
             place, _ = notes.find_place()
             _failure.say(
                 f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
                 f"have come. The job ends after {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
             )
+        if not is_done_after(timeout_seconds):
+            place, _ = notes.find_place()
+            _world.unlink_segments()
+            _failure.end_job(
+                f"hpcstrat: the job ends: {what} since {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS), at {place}: "
+                "not all ranks have come"
+            )
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
-    # Not by a thread of Python's: none runs while mpi4py starts MPI.
+    # No thread of Python's runs while mpi4py starts MPI: there this ends the process, which cannot say why.
     if has_limit := math.isfinite(timeout_seconds):
-        faulthandler.dump_traceback_later(timeout_seconds, exit=True, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(timeout_seconds + 0.5, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
         yield
     finally:

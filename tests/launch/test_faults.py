@@ -1,0 +1,38 @@
+"""One planted fault after the other: each ends the job in seconds, says what happened and where, and leaves nothing.
+
+`pytest -rP tests/launch/test_faults.py | grep FAULT` shows how long each took, and the first line that it printed.
+"""
+
+import re
+
+import pytest
+from faults import ANY, FAULTS
+
+SECONDS = 18  # 10 from the fault to the end, and some to start on a machine that does other work too
+PATIENCE = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "lead"}
+TWO_HOSTS = {"MPIR_CVAR_NUM_CLIQUES": "2"}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_the_job(launch, name):
+    fault = FAULTS[name]
+    if launch.open_mpi and fault.hosts:
+        pytest.skip("Open MPI cannot take one host for several")
+    env = PATIENCE | (TWO_HOSTS if fault.hosts else {}) | dict(fault.env)
+    result = launch(fault.source, fault.ranks, timeout=SECONDS, env=env)
+    lines = [line for line in result.stderr.splitlines() if line.strip()] or [""]
+    print(f"FAULT | {name} | {result.seconds:.1f} | {lines[0]}")
+    if fault.status is None:
+        assert result.status != 0
+    elif fault.status != ANY:
+        assert result.status == fault.status
+    assert re.search(fault.first, lines[0])
+    for text in fault.says:
+        assert re.search(text, result.stderr + result.stdout), text
+    for text in fault.prints:
+        assert re.search(text, result.stdout), text
+    if fault.status == 0:
+        assert result.stderr == ""
+    if not fault.prints:
+        assert "went on" not in result.stdout
+    assert [left for left in result.leftovers if not (fault.left and left.startswith(fault.left))] == []

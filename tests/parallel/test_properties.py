@@ -1,0 +1,235 @@
+"""Any nests, shapes, dtypes, uneven batches and orders of calls, beside NumPy. `reduce` and `gather`: test_reduce.py.
+
+The draws are the same on every rank; what a rank passes follows from them and from its number.
+"""
+
+import itertools
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+from hpcstrat.data import Dataset
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=50, database=None)
+DTYPES = [np.int8, np.int32, np.int64, np.uint8, np.float32, np.float64]
+SHAPES = st.one_of(
+    st.lists(st.integers(0, 5), max_size=4).map(tuple),
+    st.sampled_from([(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]),  # in a record, in a mailbox, in chunks
+)
+LEAVES = st.tuples(SHAPES, st.sampled_from(DTYPES))
+NESTS = st.recursive(
+    LEAVES | st.none(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def context() -> Any:
+    return hs.get_replica_context()
+
+
+def numbers(shape, dtype, seed):
+    """Whole numbers, whose sums over a few ranks are exact in every dtype."""
+    return ((np.arange(np.prod(shape)) * (seed + 3) + 5 * seed) % 11).reshape(shape).astype(dtype)
+
+
+def mapped(fn, plan):
+    """A nest like the plan, each leaf of which is what `fn` makes of its shape and dtype."""
+    if isinstance(plan, list):
+        return [mapped(fn, one) for one in plan]
+    if isinstance(plan, dict):
+        return {key: mapped(fn, one) for key, one in plan.items()}
+    return None if plan is None else fn(*plan)
+
+
+def check_equal(found, expected):
+    """Compares nests: structure, shapes, dtypes and every bit."""
+    assert type(found) is type(expected) or not isinstance(expected, list | dict)
+    if isinstance(expected, list):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            check_equal(one, other)
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            check_equal(found[key], expected[key])
+    elif expected is None:
+        assert found is None
+    else:
+        host = hs.asnumpy(found)
+        assert (host.shape, host.dtype) == (expected.shape, expected.dtype)
+        assert host.tobytes() == expected.tobytes()
+
+
+@ANY
+@hypothesis.given(NESTS, st.sampled_from(["SUM", "MIN", "MAX"]))
+def test_all_reduce(strategy, plan, op):
+    def expected(shape, dtype):
+        stacked = np.stack([numbers(shape, dtype, rank) for rank in range(N)])
+        found = {"SUM": stacked.sum, "MIN": stacked.min, "MAX": stacked.max}[op](0)
+        return np.asarray(found).astype(dtype)
+
+    def step():
+        value = mapped(lambda shape, dtype: strategy.xp.asarray(numbers(shape, dtype, RANK)), plan)
+        check_equal(context().all_reduce(op, value), mapped(expected, plan))
+
+    strategy.run(step)
+
+
+@ANY
+@hypothesis.given(NESTS, st.data())
+def test_all_gather(strategy, plan, data):
+    """Parts of all sizes along an axis that every array has."""
+    ranks = []
+    mapped(lambda shape, dtype: ranks.append(len(shape)), plan)
+    hypothesis.assume(0 not in ranks)
+    axis = data.draw(st.integers(0, min(ranks, default=1) - 1))
+    rows = data.draw(st.lists(st.integers(0, 9), min_size=N, max_size=N))
+
+    def part(shape, dtype, rank):
+        return numbers((*shape[:axis], rows[rank], *shape[axis + 1 :]), dtype, rank)
+
+    def expected(shape, dtype):
+        return np.concatenate([part(shape, dtype, rank) for rank in range(N)], axis)
+
+    def step():
+        value = mapped(lambda shape, dtype: strategy.xp.asarray(part(shape, dtype, RANK)), plan)
+        check_equal(context().all_gather(value, axis), mapped(expected, plan))
+
+    strategy.run(step)
+
+
+@ANY
+@hypothesis.given(NESTS)
+def test_a_nest_into_run_and_out(strategy, plan):
+    """What goes in as the replicas' values comes out as they are, and all ranks see all of them."""
+
+    def part(rank, xp=np):
+        return mapped(lambda shape, dtype: xp.asarray(numbers(shape, dtype, rank)), plan)
+
+    inside = []
+    made = strategy.run(lambda: part(RANK, strategy.xp))
+    back = strategy.run(lambda value, *, more: [inside.append(value), (value, more)][1], (made,), {"more": made})
+    check_equal(inside[0], part(RANK))
+    for one in (made, *back):
+        everyones = strategy.experimental_local_results(one)
+        if len(everyones) == 1:  # one replica, or no array in it
+            check_equal(everyones[0], part(RANK))
+        else:
+            for rank, found in enumerate(everyones):
+                check_equal(found, part(rank))
+
+
+def shares(batch, size):
+    """How many elements of a batch each replica gets."""
+    sizes = [size // N + (rank < size % N) for rank in range(N)]
+    ends = list(itertools.accumulate(sizes))
+    return [batch[end - one : end].tolist() for one, end in zip(sizes, ends, strict=True)]
+
+
+@ANY
+@hypothesis.given(st.integers(0, 60), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
+def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexed, drops, skipped):
+    every = np.arange(elements) * 7 % 61
+    source = Dataset.from_tensor_slices(every) if can_be_indexed else Dataset.from_generator(lambda: iter(every))
+    dataset = source.skip(skipped).batch(size, drop_remainder=drops)
+    rows = every[skipped:]
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    expected = [shares(batch, size) for batch in batches if len(batch) == size or not drops]
+    for _ in range(2):
+        found = [
+            [hs.asnumpy(part).tolist() for part in strategy.experimental_local_results(batch)]
+            for batch in strategy.experimental_distribute_dataset(dataset)
+        ]
+        assert found == expected
+
+
+WRITES = st.tuples(
+    st.sampled_from(["assign", "assign_add", "assign_sub"]), st.integers(0, 2), st.booleans(), st.integers(-9, 9)
+)
+AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
+
+
+@ANY
+@hypothesis.given(
+    st.lists(SHAPES, min_size=3, max_size=3), st.permutations(AGGREGATIONS), st.lists(WRITES, max_size=12)
+)
+def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
+    """Three variables beside three arrays; in a replica context the values differ from replica to replica."""
+    models = [numbers(shape, np.float64, 1) for shape in shapes]
+    with strategy.scope():
+        variables = [hs.Variable(m, aggregation=a) for m, a in zip(models, aggregations, strict=True)]
+    for name, which, in_replicas, number in writes:
+
+        def value(rank, which=which, number=number):
+            return numbers(shapes[which], np.float64, rank) + number
+
+        v, write = variables[which], getattr(variables[which], name)
+        if in_replicas:
+            strategy.run(lambda write=write, value=value: write(strategy.xp.asarray(value(RANK))))
+            values = [value(rank) for rank in range(N)]
+            aggregated = {"SUM": sum(values), "MEAN": sum(values) / N, "ONLY_FIRST_REPLICA": values[0]}
+            given = np.asarray(aggregated[aggregations[which]])
+        else:
+            write(value(0))
+            given = value(0)
+        old = models[which]
+        models[which] = {"assign": given, "assign_add": old + given, "assign_sub": old - given}[name]
+        np.testing.assert_allclose(hs.asnumpy(v.value()), models[which], rtol=1e-12, atol=1e-12)
+    for v, model in zip(variables, models, strict=True):
+        assert v.shape == model.shape
+        np.testing.assert_allclose(v.numpy(), model, rtol=1e-12, atol=1e-12)
+        assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
+
+
+OPTIMIZERS = {
+    "SGD": lambda: hs.optimizers.SGD(0.1),
+    "momentum": lambda: hs.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda: hs.optimizers.Adam(0.1),
+    "AdamW": lambda: hs.optimizers.AdamW(0.1),
+    "Adagrad": lambda: hs.optimizers.Adagrad(0.1),
+    "RMSprop": lambda: hs.optimizers.RMSprop(0.1),
+    "clipped": lambda: hs.optimizers.Adam(0.1, global_clipnorm=0.5),
+}
+
+
+@ANY
+@hypothesis.given(
+    st.sampled_from(list(OPTIMIZERS)),
+    st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=4),
+    st.integers(1, 3),
+)
+def test_optimizers_are_one_replicas_on_the_sum(strategy, name, plan, steps):
+    """Beside the same optimizer on plain variables, which gets the sum; some variables have no gradient."""
+    hypothesis.assume(any(has_gradient for _, has_gradient in plan))
+    initial = [numbers(shape, np.float64, 1) for shape, _ in plan]
+    with strategy.scope():
+        variables, optimizer = [hs.Variable(one) for one in initial], OPTIMIZERS[name]()
+    alone, one_replica = [hs.Variable(one) for one in initial], OPTIMIZERS[name]()
+
+    def gradients(rank, step):
+        return [numbers(shape, np.float64, rank + step) - 5 if has else None for shape, has in plan]
+
+    for step in range(steps):
+        mine = [None if one is None else strategy.xp.asarray(one) for one in gradients(RANK, step)]
+        strategy.run(lambda mine=mine: optimizer.apply_gradients(zip(mine, variables, strict=True)))
+        everyones = zip(*(gradients(rank, step) for rank in range(N)), strict=True)
+        summed = [None if parts[0] is None else sum(parts) for parts in everyones]
+        one_replica.apply_gradients(zip(summed, alone, strict=True))
+    for v, w in zip(variables, alone, strict=True):
+        np.testing.assert_allclose(v.numpy(), w.numpy(), rtol=1e-9, atol=1e-12)
+        assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
