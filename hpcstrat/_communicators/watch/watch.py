@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hpcstrat import _failure, _settings, _world
 from hpcstrat._communicators.watch import notes
 from hpcstrat._communicators.watch.boards import Board
-from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge, Verdict
+from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, SILENT_SECONDS, Judge, Verdict
 
 if TYPE_CHECKING:
     from hpcstrat._communicators.base import Calls
@@ -45,6 +45,7 @@ class Watch:
         self._patience = 0.0
         self._progress = 0
         self._gone = False
+        self._looked = self._resumed = time.monotonic()
         self._beat = 0
         self._checks: list[Callable[[], str]] = []
         self._checking = threading.Lock()
@@ -120,7 +121,11 @@ class Watch:
             _failure.end_job("hpcstrat: the job ends: rank 0, or the network to its host, is gone")
         heard = self._board.silent_since()
         limit = self._timeout_seconds + self._patience
-        if heard is not None and time.monotonic() - heard >= limit:
+        now = time.monotonic()
+        if now - self._looked >= SILENT_SECONDS:  # this rank was suspended, as rank 0 may have been
+            self._resumed = now
+        self._looked = now
+        if heard is not None and now - max(heard, self._resumed) >= limit:
             place, _ = notes.find_place()
             _failure.end_job(
                 f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
