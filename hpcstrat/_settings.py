@@ -13,7 +13,8 @@ _KNOWN = (
     "HPCSTRAT_CHECK",
     "HPCSTRAT_OUTPUT",
     "HPCSTRAT_STALL_SECONDS",
-    "HPCSTRAT_TEST_GPU",  # of the tests
+    "HPCSTRAT_TEST_GPU",  # of the tests, as the next
+    "HPCSTRAT_TEST_SLURM",
     "HPCSTRAT_TIMEOUT_SECONDS",
 )
 

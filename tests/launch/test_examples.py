@@ -147,3 +147,43 @@ def test_commands_of_the_readme():
         'pip install ".[mpich,test]" && launch/test',
     ):
         assert f"\n{command}\n" in text
+
+
+# The example, which a signal to the last rank interrupts after one step.
+PREEMPTED = f"""
+    import os, runpy, signal, sys
+    import hpcstrat as hs
+
+    last_step = int(sys.argv.pop(1))
+    check = hs.checkpoint.PreemptionHandler.check
+    steps = 0
+
+    def signal_and_check(handler):
+        global steps
+        steps += 1
+        if steps == last_step and hs.rank() == hs.size() - 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        check(handler)
+
+    hs.checkpoint.PreemptionHandler.check = signal_and_check
+    runpy.run_path({str(ROOT / "examples" / "resume.py")!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.timeout(300)
+def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
+    are_seen, numbers = gpus
+    for ranks in numbers[1::2]:
+        options = ["--epochs", "3", "--checkpoint"]
+        path = tmp_path / f"undisturbed {ranks}"
+        undisturbed = launch(ROOT / "examples" / "resume.py", ranks, *options, path, gpus=are_seen)
+        assert (undisturbed.status, undisturbed.leftovers) == (0, [])
+        options.append(tmp_path / f"preempted {ranks}")
+        for steps in (10, 19, 10):  # 29 are an epoch: in the first one, at its end, and in the second
+            result = launch(PREEMPTED, ranks, str(steps), *options, gpus=are_seen)
+            assert result.status == 75
+        result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)
+        assert result.status == 0
+        lines = result.stdout.splitlines()
+        assert lines[0] == "goes on in epoch 2, after step 39"
+        assert lines[-3:] == undisturbed.stdout.splitlines()[-3:]

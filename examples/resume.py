@@ -1,0 +1,84 @@
+"""Learns to read handwritten digits in a job that may be stopped at any time, and goes on where it was.
+
+    mpirun -n 4 python examples/resume.py --checkpoint run/checkpoint
+
+At a SIGUSR1 or SIGTERM all replicas save after the step that they are at, and exit with status 75. The same command
+then goes on with the next step, and ends with the numbers that it would have had undisturbed.
+"""
+
+import argparse
+import os
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+import hpcstrat as hs
+
+
+def load_data():
+    """1797 images of 8 x 8 pixels, and their digits, as a dataset."""
+    images, digits = load_digits(return_X_y=True)
+    return hs.data.Dataset.from_tensor_slices(((images / 16).astype(np.float32), digits))
+
+
+def cross_entropy(xp, scores, digits):
+    """Each image's loss, of shape (n,), and its derivative by the scores, of shape (n, 10)."""
+    scores = scores - scores.max(axis=1, keepdims=True)
+    log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
+    true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)
+    return -(true * log_probabilities).sum(axis=1), xp.exp(log_probabilities) - true
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Learns to read handwritten digits, and may be stopped at any time.")
+    parser.add_argument("--checkpoint", default="checkpoint", help="saved to and gone on from (%(default)s)")
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the images (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=0.01, help="of Adam (%(default)s)")
+    options = parser.parse_args()
+
+    strategy = hs.CentralStorageStrategy()
+    xp = strategy.xp
+    with strategy.scope():
+        w, b = hs.Variable(np.zeros((64, 10), np.float32)), hs.Variable(np.zeros(10, np.float32))
+        optimizer = hs.optimizers.Adam(options.learning_rate)
+        loss = hs.metrics.Mean()
+        epoch = hs.Variable(0, dtype=np.int64)  # how many are done; a number that counts is a variable too
+        history = hs.Variable(np.zeros(options.epochs))  # their losses
+
+    def train_step(images, digits):
+        losses, d_scores = cross_entropy(xp, images @ w.value() + b.value(), digits)
+        d_scores /= options.batch_size
+        optimizer.apply_gradients([(images.T @ d_scores, w), (d_scores.sum(axis=0), b)])
+        loss.update_state(losses)
+
+    data = load_data()
+    batches = strategy.experimental_distribute_dataset(data.shuffle(len(data), seed=0).batch(options.batch_size))
+
+    # All that the next step depends on. `batches` is what the loop iterates over: its place in the epoch is saved too.
+    checkpoint = hs.checkpoint.Checkpoint(
+        model={"w": w, "b": b}, optimizer=optimizer, batches=batches, loss=loss, epoch=epoch, history=history
+    )
+    if os.path.exists(options.checkpoint):
+        checkpoint.restore(options.checkpoint)
+        print(f"goes on in epoch {int(epoch) + 1}, after step {optimizer.iterations}")
+
+    with hs.checkpoint.PreemptionHandler(checkpoint, options.checkpoint) as handler:
+        while int(epoch) < options.epochs:
+            for batch in batches:  # after a restore, first the rest of the epoch that it was in
+                strategy.run(train_step, args=batch)
+                handler.check()  # leaves here if a signal has come
+            losses = history.numpy()
+            losses[int(epoch)] = loss.result()
+            history.assign(losses)
+            loss.reset_state()
+            epoch.assign_add(1)
+            checkpoint.save(options.checkpoint)  # so that an end without a warning costs an epoch at most
+            print(f"epoch {int(epoch)} is done")
+
+    for number, value in enumerate(history.numpy(), start=1):
+        print(f"epoch {number:2}: loss {value:.12f}")
+
+
+if __name__ == "__main__":
+    main()
