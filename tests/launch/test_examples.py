@@ -130,6 +130,49 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     assert re.fullmatch(r"best: epoch \d+, accuracy 0\.9[5-9]\d\d", whole[-1])
 
 
+# The same by PyTorch alone: each rank has a copy of the module, and its part of each batch.
+DDP = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import torch
+    import torch_mlp
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[2]}", rank=comm.rank, world_size=comm.size
+    )
+    module = torch.nn.parallel.DistributedDataParallel(torch_mlp.make_module(seed=0))
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    images, digits = map(torch.from_numpy, torch_mlp.load_data())
+    for epoch in range(1, 4):
+        total = torch.zeros(2, dtype=torch.float64)
+        for start in range(0, len(images) - 63, 64):
+            part = slice(start + comm.rank * (64 // comm.size), start + (comm.rank + 1) * (64 // comm.size))
+            losses = torch.nn.functional.cross_entropy(module(images[part]), digits[part], reduction="none")
+            optimizer.zero_grad()
+            losses.mean().backward()  # whose gradients DDP averages over the ranks
+            optimizer.step()
+            total += torch.tensor([losses.sum().item(), len(losses)])
+        torch.distributed.all_reduce(total)
+        if comm.rank == 0:
+            print(f"epoch {epoch}: loss {total[0] / total[1]:.7f}")
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_torch_mlp_learns_as_ddp_does(launch, tmp_path):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ddp = launch(DDP, 2, ROOT / "examples", tmp_path / "ranks", env=env, timeout=60)
+    expected = numbers_of(ddp.stdout.splitlines())
+    assert len(expected) == 3 and expected == sorted(expected, reverse=True)
+    for ranks in (None, 1, 2, 4):
+        result = launch(ROOT / "examples" / "torch_mlp.py", ranks, env=env, timeout=60)
+        assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+        assert numbers_of(result.stdout.splitlines()) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_code_of_the_readme(launch, ranks):
     programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)

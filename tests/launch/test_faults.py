@@ -6,7 +6,8 @@
 import re
 
 import pytest
-from faults import ANY, FAULTS
+from fault import ANY
+from faults import FAULTS
 
 SECONDS = 18  # 10 from the fault to the end, and some to start on a machine that does other work too
 PATIENCE = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "lead"}

@@ -1,0 +1,78 @@
+"""Trains a PyTorch module whose parameters are a strategy's variables: autograd gives the gradients.
+
+    mpirun -n 4 python examples/torch_mlp.py
+
+The tensors are the variables' memory, without a copy, so all replicas of a host share one set of parameters.
+"""
+
+import argparse
+import warnings
+
+import numpy as np
+import torch  # pyright: ignore[reportMissingImports]
+from sklearn.datasets import load_digits
+
+import hpcstrat as hs
+
+warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # which it should not be
+
+
+def make_module(seed):
+    """The network, with the parameters that it starts with."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+
+
+def load_data():
+    """Images of shape (1797, 64), float32, and their digits."""
+    images, digits = load_digits(return_X_y=True)
+    return (images / 16).astype(np.float32), digits
+
+
+def as_tensor(array):
+    """The same memory as a tensor, on the CPU or a GPU."""
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+
+
+def as_array(tensor, xp):
+    """The same memory as an array of the strategy's module."""
+    return tensor.numpy() if xp is np else xp.from_dlpack(tensor)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="A PyTorch module over a strategy's variables.")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the images (%(default)s)")
+    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    options = parser.parse_args()
+
+    strategy = hs.CentralStorageStrategy()
+    module = make_module(seed=0)
+    names = [name for name, _ in module.named_parameters()]
+    with strategy.scope():
+        variables = [hs.Variable(value.detach().numpy(), name=name) for name, value in module.named_parameters()]
+        optimizer = hs.optimizers.SGD(0.1, momentum=0.9)
+        loss = hs.metrics.Mean()
+    module.to("meta")  # its own parameters are not used
+
+    def step(images, digits):
+        values = [as_tensor(variable.value()).requires_grad_() for variable in variables]
+        inputs = (as_tensor(images),)
+        scores = torch.func.functional_call(module, dict(zip(names, values, strict=True)), inputs)
+        losses = torch.nn.functional.cross_entropy(scores, as_tensor(digits), reduction="none")
+        gradients = torch.autograd.grad(losses.sum() / options.batch_size, values)
+        found = [as_array(gradient, strategy.xp) for gradient in gradients]
+        optimizer.apply_gradients(zip(found, variables, strict=True))
+        loss.update_state(as_array(losses.detach(), strategy.xp))
+
+    images, digits = load_data()
+    dataset = hs.data.Dataset.from_tensor_slices((images, digits)).batch(options.batch_size, drop_remainder=True)
+    batches = strategy.experimental_distribute_dataset(dataset)
+    for epoch in range(1, options.epochs + 1):
+        loss.reset_state()
+        for batch in batches:
+            strategy.run(step, args=batch)
+        print(f"epoch {epoch}: loss {loss.result():.7f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What a planted fault is, and the texts that many of them share."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+BEGIN = """
+import atexit, contextlib, ctypes, sys, threading, time
+import numpy as np
+import hpcstrat as hs
+from mpi4py import MPI
+
+strategy = hs.CentralStorageStrategy()
+rank, last = hs.rank(), hs.rank() == hs.size() - 1
+"""
+BEGIN_ON_HOSTS = BEGIN.replace("strategy = hs.CentralStorageStrategy()", "hs.barrier()")
+HELPERS = """
+import os, re, signal
+
+def loop():
+    while True:
+        pass
+
+def hold_python():
+    re.match("(a+)+b", 40 * "a")  # takes years, in C code that lets no other thread run
+
+def stop():
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+def mpirun():
+    "The process that the test started: the farthest ancestor with the job's mark."
+    mark, process = os.environ["LAUNCHED_BY_TEST"].encode(), os.getpid()
+    while True:
+        parent = int(re.search("PPid:.([0-9]+)", open(f"/proc/{process}/status").read())[1])
+        if mark not in open(f"/proc/{parent}/environ", "rb").read():
+            return process
+        process = parent
+"""
+ANY = "any"
+WAIT = "\nhs.barrier()\nprint('went on')\n"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A job with a fault.
+
+    Attributes:
+        program: its lines, after the strategy is made.
+        says: regular expressions; each is found on standard error, or output, where MPICH's mpirun speaks.
+        first: one that the first line of standard error matches; most often it shows that the cause comes first.
+        prints: regular expressions; each is found on standard output. Where there is none, nothing is printed.
+        status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was a fault.
+        ranks: how many there are.
+        begin: the lines before.
+        env: more variables.
+        hosts: whether the ranks stand for several hosts.
+        left: a pattern of what MPI itself leaves in /dev/shm.
+    """
+
+    program: str
+    says: Sequence[str] = ()
+    first: str = ""
+    prints: Sequence[str] = ()
+    status: int | str | None = None
+    ranks: int = 3
+    begin: str = BEGIN
+    env: Mapping[str, str] = field(default_factory=dict)
+    hosts: bool = False
+    left: str = ""
+
+    @property
+    def source(self):
+        return HELPERS + self.begin + textwrap.dedent(self.program)
+
+
+HERE = r"\S*program_\w+\.py:\d+ in "
+STALLED = r"\[rank \d\] hpcstrat: the ranks wait for each other since \d s \(HPCSTRAT_STALL_SECONDS\)"
+ENDED = r"hpcstrat: the job ends: the ranks wait for each other since \d+ s \(HPCSTRAT_TIMEOUT_SECONDS\)"
+CLOSED = "ended without leaving the program: by os._exit, a signal, or for want of memory"
+LEFT = "left the program before the others"
+
+
+def stalled(program, waiting, missing, **others):
+    """A fault after which some ranks wait for another: a report comes first, and later the end."""
+    return Fault(program, [ENDED, waiting, missing], STALLED, **others)
+
+
+def silenced(program, waiting, missing, **others):
+    """The same with a rank that does not answer, which is known after two seconds."""
+    env = {"HPCSTRAT_STALL_SECONDS": "3", "HPCSTRAT_TIMEOUT_SECONDS": "4"}
+    return replace(stalled(program, waiting, missing, **others), env=env)
+
+
+def waits(ranks, call, function="<module>"):
+    return rf"  {ranks}: waiting in call \d+, {call}\(.*\), at {HERE}{function}"
+
+
+def missing(ranks, function):
+    return rf"  {ranks}: not there; last in call \d+, .+; now at {HERE}{function}"
+
+
+def silent(ranks, function="<module>"):
+    return rf"  {ranks}: not answering for \d s \(stopped, or in code that holds Python\); last in .*{HERE}{function}"
+
+
+BARRIER = waits("ranks 0, 1", "barrier")

@@ -1,0 +1,182 @@
+"""Faults by which a rank ends: by itself, by a signal, by an exception, by a call that does not fit."""
+
+from fault import ANY, CLOSED, LEFT, WAIT, Fault
+
+
+def ended(program, *says, **others):
+    """A rank that ends by itself, and by nobody's error."""
+    return Fault(program + WAIT, says, **others)
+
+
+# What the launcher says where it sees the end before the watch does.
+CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
+
+ENDS = {
+    # MPICH's mpirun kills the others itself, at once, and may exit with status 0.
+    "os._exit(0)": ended("if last: os._exit(0)", status=ANY),
+    "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", status=ANY),
+    "os._exit(5)": ended("if last: os._exit(5)"),
+    "SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
+    "SIGKILL of rank 0": ended("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
+    "SIGKILL while the others compute": Fault(
+        "if last: os.kill(os.getpid(), signal.SIGKILL)\nloop()", [CLOSED_OR_LAUNCHER]
+    ),
+    "SIGSEGV": ended("if last: ctypes.string_at(0)", CLOSED_OR_LAUNCHER),
+    "SIGABRT": ended("if last: os.abort()", CLOSED_OR_LAUNCHER),
+    "SIGTERM": ended("if last: os.kill(os.getpid(), signal.SIGTERM)", CLOSED_OR_LAUNCHER),
+    "SIGINT": ended("if last: os.kill(os.getpid(), signal.SIGINT)", r"\[rank 2\] KeyboardInterrupt"),
+    "SIGTERM of all": ended("if rank == 0: os.kill(mpirun(), signal.SIGTERM)\ntime.sleep(1000)"),
+    "Ctrl-C": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT)\ntime.sleep(1000)"),
+    "Ctrl-C twice": ended(
+        "if rank == 0:\n    for _ in range(2): os.kill(mpirun(), signal.SIGINT); time.sleep(0.2)\ntime.sleep(1000)"
+    ),
+    "Ctrl-C in a call": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT); time.sleep(1000)"),
+    "sys.exit(3)": ended("if last: sys.exit(3)", f"rank 2 {LEFT}"),
+    "sys.exit(3) of rank 0": ended("if rank == 0: sys.exit(3)", f"rank 0 {LEFT}"),
+    "sys.exit(0)": ended("if last: sys.exit()", f"rank 2 {LEFT}"),
+    "sys.exit(3) of all": Fault("sys.exit(3)", status=3),
+    "an early end": Fault(
+        "if not last:\n    for _ in range(3): hs.barrier()",
+        [rf"hpcstrat: rank [01] waits in barrier\(\); rank 2 {LEFT}"],
+    ),
+}
+
+
+def raised(program, error, rank=2, **others):
+    """An exception of one rank: its traceback comes first."""
+    return Fault(program, [rf"\[rank {rank}\] {error}"], rf"\[rank {rank}\] (Traceback|Exception in thread)", **others)
+
+
+IN_RUN = """
+def step():
+    if last: {}
+    return hs.get_replica_context().all_reduce("SUM", np.ones(3))
+"""
+
+ERRORS = {
+    "an exception": raised("if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause"),
+    "an exception of rank 0": raised(
+        "if rank == 0: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=0
+    ),
+    "an exception while the others compute": raised("if last: 1 / 0\nloop()", "ZeroDivisionError"),
+    "an exception of all": raised("raise ValueError('the cause')", "ValueError: the cause", rank=0),
+    "an exception in a thread": raised(
+        "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(5)" + WAIT, "ZeroDivisionError"
+    ),
+    "an exception in a replica function": raised(IN_RUN.format("1 / 0") + "strategy.run(step)", "ZeroDivisionError"),
+    "an exception in the function of merge_call": raised(
+        "strategy.run(lambda: hs.get_replica_context().merge_call(lambda s: 1 / (not last)))" + WAIT,
+        "ZeroDivisionError",
+    ),
+    "an exception in the function of an update": raised(
+        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda v: 1 / 0)",
+        "ZeroDivisionError",
+        rank=0,
+    ),
+    "an exception in a dataset": raised(
+        """
+        def rows():
+            for i in range(100):
+                if i == 50 and last: raise OSError("no such row")
+                yield np.float32(i)
+        dataset = hs.data.Dataset.from_generator(rows).batch(6)
+        for batch in strategy.experimental_distribute_dataset(dataset): pass
+        """,
+        "OSError: no such row",
+    ),
+    "an exception while saving": raised(
+        "hs.checkpoint.Checkpoint(v=hs.Variable(1.0)).save('/proc/nothing/saved')",
+        r"\w+Error: .*Checkpoint\.save of /proc/nothing/saved",
+        rank=0,
+    ),
+    "a KeyboardInterrupt": raised("if last: raise KeyboardInterrupt" + WAIT, "KeyboardInterrupt"),
+    "endless recursion": raised("def f(): f()\nif last: f()" + WAIT, "RecursionError"),
+    "want of memory": raised("if last: bytearray(1 << 60)" + WAIT, "MemoryError"),
+    "an exception after MPI has ended": Fault(
+        "hs.barrier()\nMPI.Finalize()\nif last: raise ValueError('late')", [r"ValueError: late"]
+    ),
+    "an exception that one rank catches": Fault(
+        IN_RUN.format("raise KeyError('of one')")
+        + "with contextlib.suppress(KeyError): strategy.run(step)\nhs.barrier()\nprint('went on')",
+        [
+            r"\[rank 2\] KeyError: 'of one'",
+            r"\[rank 2\] .* on rank 2 and was caught, but other ranks did not raise there",
+        ],
+    ),
+    "a call in the function of an update": raised(
+        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda v: hs.barrier())",
+        "RuntimeError: barrier was called inside the function of .*nothing may communicate there",
+        rank=0,
+    ),
+}
+
+
+def differs(usual, odd, *says):
+    """Calls that do not fit: all ranks raise, and the error names what each of them called."""
+    program = f"ones = np.ones((2, 3), np.float32)\nv = strategy.run(lambda: ones)\n{odd} if last else {usual}"
+    error = "hpcstrat.*ReplicaMismatchError: "
+    return Fault(program + WAIT, [error, *says], r"\[rank 0\] Traceback")
+
+
+def differs_but(usual, odd):
+    """The same, caught: the job goes on, under `HPCSTRAT_CHECK=1` where values differ."""
+    program = f"""
+    ones = np.ones(3)
+    with strategy.scope():
+        v, optimizer = hs.Variable(ones), hs.optimizers.SGD(1.0)
+    def made(value):
+        with strategy.scope(): hs.Variable(value)
+    for _ in range(3):
+        try:
+            {odd} if last else {usual}
+        except hs.ReplicaMismatchError as error:
+            assert all(f"rank {{other}}: " in str(error) for other in range(3)), error
+            assert not hs.agree(False)
+            print("caught")
+    assert (v.numpy() == 1).all()
+    v.assign_add(ones)
+    print("sum", strategy.reduce("SUM", strategy.run(lambda: v + 0), None))
+    """
+    prints = [r"\A(caught\n){3}sum \[6\. 6\. 6\.\]\n\Z"]
+    return Fault(program, prints=prints, status=0, env={"HPCSTRAT_CHECK": "1"})
+
+
+REDUCE = "strategy.reduce('SUM', v, None)"
+
+MISMATCHES = {
+    "another call": differs(REDUCE, "hs.barrier()", r"rank 0: Strategy\.reduce\(SUM", "rank 2: barrier"),
+    "another shape": differs(
+        REDUCE,
+        "strategy.reduce('SUM', strategy.run(lambda: np.ones(5, np.float32)), None)",
+        r"rank 0: .*\(2, 3\)",
+        r"rank 2: .*\(5,\)",
+    ),
+    "another dtype": differs(
+        REDUCE,
+        "strategy.reduce('SUM', strategy.run(lambda: np.ones((2, 3))), None)",
+        r"rank 1: .*float32",
+        r"rank 2: .*float64",
+    ),
+    "another operation": differs(REDUCE, "strategy.reduce('MAX', v, None)", r"rank 0: .*\(SUM", r"rank 2: .*\(MAX"),
+    "another axis": differs(
+        "strategy.reduce('SUM', v, 0)", "strategy.reduce('SUM', v, 1)", r"rank 0: .*axis=0", r"rank 2: .*axis=1"
+    ),
+    "another nest": differs(
+        "strategy.reduce('SUM', {'a': v}, None)",
+        "strategy.reduce('SUM', {'b': v}, None)",
+        "rank 0: .*'a'",
+        "rank 2: .*'b'",
+    ),
+    "another variable": Fault(
+        "with strategy.scope(): a, b = hs.Variable(1.0, name='a'), hs.Variable(1.0, name='b')\n"
+        "(b if last else a).assign(2.0)" + WAIT,
+        [r"ReplicaMismatchError: ", r"rank 0: Variable\.assign of 'a'", r"rank 2: Variable\.assign of 'b'"],
+        r"\[rank 0\] Traceback",
+    ),
+    "caught: another call": differs_but("v.assign(ones)", "v.assign_sub(ones)"),
+    "caught: other values assigned": differs_but("v.assign(ones)", "v.assign(ones + 1)"),
+    "caught: another initial value": differs_but("made(ones)", "made(ones + 1)"),
+    "caught: other gradients": differs_but(
+        "optimizer.apply_gradients([(0 * ones, v)])", "optimizer.apply_gradients([(ones, v)])"
+    ),
+}

@@ -1,0 +1,203 @@
+"""Faults by which ranks wait for one that does not come."""
+
+from fault import BARRIER, BEGIN, BEGIN_ON_HOSTS, HERE, WAIT, Fault, missing, silenced, silent, stalled, waits
+
+STALLS = {
+    "an endless loop": stalled("if last: loop()" + WAIT, BARRIER, missing("rank 2", "loop")),
+    "an endless loop of rank 0": stalled(
+        "if rank == 0: loop()" + WAIT, waits("ranks 1, 2", "barrier"), missing("rank 0", "loop")
+    ),
+    "an endless loop of two ranks": stalled(
+        "if rank: loop()" + WAIT, waits("rank 0", "barrier"), missing("ranks 1, 2", "loop")
+    ),
+    "an endless loop, four ranks": stalled(
+        "if rank == 2: loop()" + WAIT, waits("ranks 0, 1, 3", "barrier"), missing("rank 2", "loop"), ranks=4
+    ),
+    "an endless loop, two ranks": stalled(
+        "if last: loop()" + WAIT, waits("rank 0", "barrier"), missing("rank 1", "loop"), ranks=2
+    ),
+    "an endless sleep": stalled("if last: time.sleep(1000)" + WAIT, BARRIER, missing("rank 2", "<module>")),
+    "C code that holds Python": silenced(
+        "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
+    ),
+    "C code that holds Python, rank 0": silenced(
+        "if rank == 0: hold_python()" + WAIT, waits("ranks 1, 2", "barrier"), silent("rank 0", "(hold_python|<module>)")
+    ),
+    "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
+    "SIGSTOP of rank 0": silenced(
+        "if rank == 0: stop()\nhs.barrier()" + WAIT, waits("ranks 1, 2", "barrier"), silent("rank 0", "(stop|<module>)")
+    ),
+    "SIGSTOP in the midst of calls": silenced(
+        "for i in range(10**9):\n    if i == 20_000 and last: stop()\n    hs.agree(False)",
+        waits("ranks 0, 1", "agree"),
+        silent("rank 2", "(stop|<module>)"),
+    ),
+    "one rank skips a call": stalled(
+        "for _ in range(3):\n    if not last: hs.agree(False)\nif last: time.sleep(1000)",
+        waits("ranks 0, 1", "agree"),
+        missing("rank 2", "<module>"),
+    ),
+    "an endless loop in a replica function": stalled(
+        """
+        def step():
+            if last: loop()
+            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
+        strategy.run(step)
+        """,
+        waits("ranks 0, 1", r"ReplicaContext\.all_reduce", "step"),
+        missing("rank 2", "loop"),
+    ),
+    "an endless loop in the function of merge_call": stalled(
+        """
+        def merge(strategy, value):
+            if last: loop()
+            return strategy.reduce("SUM", value, None)
+        strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.ones(3),)))
+        """,
+        waits("ranks 0, 1", r"Strategy\.reduce", "merge"),
+        missing("rank 2", "loop"),
+    ),
+    "an endless loop in the function of an update": stalled(
+        """
+        with strategy.scope(): v = hs.Variable(np.zeros(3))
+        strategy.extended.update(v, lambda v: loop())
+        """,
+        waits("ranks 1, 2", r"StrategyExtended\.update"),
+        r"  rank 0: .*" + HERE + "loop",
+    ),
+    "an endless loop in a dataset": stalled(
+        """
+        def rows():
+            for i in range(100):
+                if i == 50 and last: loop()
+                yield np.float32(i)
+        dataset = hs.data.Dataset.from_generator(rows).batch(6)
+        for batch in strategy.experimental_distribute_dataset(dataset): pass
+        """,
+        waits("ranks 0, 1", ".*"),
+        missing("rank 2", "loop"),
+    ),
+    "an endless loop while another thread calls": stalled(
+        """
+        thread = threading.Thread(target=hs.barrier)
+        if not last: thread.start()
+        loop()
+        """,
+        r"  ranks 0, 1: waiting in call \d+, barrier\(\), at ",
+        missing("rank 2", "loop"),
+    ),
+    "a deadlock in the program's own MPI calls": stalled(
+        "if last: MPI.COMM_WORLD.recv(source=0, tag=7)" + WAIT, BARRIER, missing("rank 2", "<module>")
+    ),
+    "a thread that does not end": stalled(
+        "if last: threading.Thread(target=loop).start()",
+        r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
+        r"  rank 2: not there; last in call \d+, .+; now at ",
+    ),
+    "a loop after the others have left": stalled(
+        "if last: loop()",
+        r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
+        missing("rank 2", "loop"),
+    ),
+    "a loop in atexit": stalled(
+        "if last: atexit.register(loop)",
+        r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
+        missing("rank 2", "loop"),
+    ),
+    "a loop in atexit, after the library's own": stalled(
+        "",
+        "  ranks 0, 1: through with the program",
+        rf"  rank 2: through with the program, but its process does not end; now at {HERE}loop",
+        begin=BEGIN.replace("strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="),
+    ),
+    "no patience": stalled("if last: time.sleep(6)" + WAIT, BARRIER, missing("rank 2", "<module>")),
+    "patience that is too short": Fault(
+        "with hs.patience(1):\n    if last: loop()\n    hs.barrier()",
+        [
+            r"the ranks wait for each other since 2 s \(HPCSTRAT_STALL_SECONDS\)",
+            r"the job ends: the ranks wait for each other since 4 s",
+            missing("rank 2", "loop"),
+        ],
+    ),
+}
+
+START = r"hpcstrat: this rank waits for the others to connect since 1 s \(HPCSTRAT_STALL_SECONDS\), at "
+
+STARTS = {
+    "a loop before the first strategy": Fault(
+        """
+        import hpcstrat as hs
+        if hs.rank() == 2: loop()
+        hs.CentralStorageStrategy()
+        """,
+        [r"Timeout \(0:00:03\.5"],
+        left="/dev/shm/mpich_shm_",  # which all of them would still open
+        begin="",
+    ),
+    "a loop before the first strategy, MPI started": Fault(
+        """
+        import hpcstrat as hs
+        from mpi4py import MPI
+        if hs.rank() == 2: loop()
+        hs.CentralStorageStrategy()
+        """,
+        [START + HERE + "<module>: not all ranks have come", "hpcstrat: the job ends: this rank waits for the others"],
+        START,
+        begin="",
+    ),
+    "an exit before the first strategy": Fault(
+        """
+        import sys
+        import hpcstrat as hs
+        if hs.rank() == 2: sys.exit()
+        hs.CentralStorageStrategy()
+        """,
+        [r"Timeout \(0:00:03\.5|exiting\nimproperly"],  # which Open MPI sees itself
+        left="/dev/shm/mpich_shm_",
+        begin="",
+    ),
+    "other versions": Fault(
+        "hs.barrier()",
+        [r"RuntimeError: the ranks must run the same versions, but NumPy is .*, 0\.1 on rank 2"],
+        r"\[rank 0\] Traceback",
+        begin=BEGIN.replace("strategy =", "if hs.rank() == 2: np.__version__ = '0.1'\nstrategy ="),
+    ),
+    "a variable that differs between ranks": Fault(
+        "hs.barrier()",
+        ["must run the same versions, but HPCSTRAT_CHECK is 0 on rank 0, 0 on rank 1, 1 on rank 2"],
+        r"\[rank 0\] Traceback",
+        begin=BEGIN.replace("strategy =", "if hs.rank() == 2: os.environ['HPCSTRAT_CHECK'] = '1'\nstrategy ="),
+    ),
+    "a bad HPCSTRAT_TIMEOUT_SECONDS": Fault(
+        "hs.barrier()",
+        ["HPCSTRAT_TIMEOUT_SECONDS is 'soon'; it must be a positive number of seconds, or inf"],
+        env={"HPCSTRAT_TIMEOUT_SECONDS": "soon"},
+    ),
+    "a bad HPCSTRAT_CHECK": Fault(
+        "hs.barrier()", ["HPCSTRAT_CHECK is 'yes'; it must be 1 or 0"], env={"HPCSTRAT_CHECK": "yes"}
+    ),
+    "no such GPU": Fault(
+        "",
+        ["GPU:0"],
+        r"\[rank 0\] Traceback",
+        begin=BEGIN.replace("Strategy()", "Strategy(['GPU:0', 'GPU:1', 'GPU:2'])"),
+    ),
+    "too few devices": Fault(
+        "", ["mpirun -n 2"], r"\[rank 0\] Traceback", begin=BEGIN.replace("Strategy()", "Strategy(['CPU:0', 'CPU:0'])")
+    ),
+    "one device with mpirun": Fault(
+        "hs.OneDeviceStrategy('CPU:0')", ["RuntimeError: .*without mpirun|without `mpirun"], r"\[rank 0\] Traceback"
+    ),
+    "several hosts for a strategy of one": Fault(
+        "hs.CentralStorageStrategy()",
+        ["RuntimeError: .*host"],
+        r"\[rank 0\] Traceback",
+        begin=BEGIN_ON_HOSTS,
+        hosts=True,
+    ),
+    "more memory than there is": Fault(
+        "with strategy.scope(): hs.Variable(np.broadcast_to(np.float32(1), 1 << 43))",
+        [r"MemoryError: no [\d,]+ bytes in a row are left of the memory that was reserved for variables"],
+        r"\[rank 0\] Traceback",
+    ),
+}

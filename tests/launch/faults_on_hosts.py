@@ -1,0 +1,51 @@
+"""The same on two hosts."""
+
+from dataclasses import replace
+
+from fault import (
+    ANY,
+    BARRIER,
+    BEGIN_ON_HOSTS,
+    LEFT,
+    WAIT,
+    Fault,
+    missing,
+    silenced,
+    silent,
+    stalled,
+    waits,
+)
+from faults_of_errors import CLOSED_OR_LAUNCHER, ended, raised
+
+ON_HOSTS = {
+    "hosts: an endless loop": stalled("if last: loop()" + WAIT, BARRIER, missing("rank 2", "loop")),
+    "hosts: an endless loop of rank 0": stalled(
+        "if rank == 0: loop()" + WAIT, waits("ranks 1, 2", "barrier"), missing("rank 0", "loop")
+    ),
+    "hosts: C code that holds Python": silenced(
+        "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
+    ),
+    "hosts: SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
+    "hosts: SIGSTOP of rank 0": Fault(
+        "if rank == 0: stop()" + WAIT,
+        [r"hpcstrat: the job ends: nothing was heard of rank 0 for 3 s .*; this rank was at "],
+    ),
+    "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
+    "hosts: SIGKILL of rank 0": ended(
+        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER + "|rank 0, or the network"
+    ),
+    "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
+    "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 2 {LEFT}"),
+    "hosts: an exception": raised("if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause"),
+    "hosts: another call": Fault(
+        "hs.agree(True) if last else hs.barrier()",
+        ["ReplicaMismatchError: ", "rank 0: barrier", "rank 1: barrier", "rank 2: agree"],
+        r"\[rank 0\] Traceback",
+    ),
+    "hosts: a loop after the others have left": stalled(
+        "if last: loop()",
+        r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
+        missing("rank 2", "loop"),
+    ),
+}
+ON_HOSTS = {name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fault in ON_HOSTS.items()}
