@@ -9,6 +9,7 @@ import pytest
 from fault import ANY
 from faults import FAULTS
 
+CONNECT = "waits for the others to connect"
 SECONDS = 18  # 10 from the fault to the end, and some to start on a machine that does other work too
 PATIENCE = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "lead"}
 TWO_HOSTS = {"MPIR_CVAR_NUM_CLIQUES": "2"}
@@ -21,7 +22,10 @@ def test_a_fault_ends_the_job(launch, name):
         pytest.skip("Open MPI cannot take one host for several")
     env = PATIENCE | (TWO_HOSTS if fault.hosts else {}) | dict(fault.env)
     result = launch(fault.source, fault.ranks, timeout=SECONDS, env=env)
-    lines = [line for line in result.stderr.splitlines() if line.strip()] or [""]
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    if CONNECT not in fault.first:  # a busy machine may start more slowly than these seconds allow
+        lines = [line for line in lines if CONNECT not in line]
+    lines = lines or [""]
     print(f"FAULT | {name} | {result.seconds:.1f} | {lines[0]}")
     if fault.status is None:
         assert result.status != 0
@@ -33,7 +37,7 @@ def test_a_fault_ends_the_job(launch, name):
     for text in fault.prints:
         assert re.search(text, result.stdout), text
     if fault.status == 0:
-        assert result.stderr == ""
+        assert lines == [""]
     if not fault.prints:
         assert "went on" not in result.stdout
     assert [left for left in result.leftovers if not (fault.left and left.startswith(fault.left))] == []
