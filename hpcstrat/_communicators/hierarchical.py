@@ -35,6 +35,8 @@ class HierarchicalCommunicator(HostCommunicator):
 
         super().__init__(comm)
         self._host = SharedMemoryCommunicator(host_comm.Dup())
+        # What every host has room for. Not each host's own capacity: one may have grown where another could not.
+        self._agreed_bytes = 0
         leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
         self._between = HostCommunicator(leads) if host_comm.rank == 0 else None
 
@@ -45,10 +47,11 @@ class HierarchicalCommunicator(HostCommunicator):
             super().reduce_message(agreed, form, write, op, out)
             return
         self.exchange(agreed)
-        if self._host.capacity < form.nbytes:  # which is so on all hosts or on none
+        if self._agreed_bytes < form.nbytes:
             with self.joint(agreed.call):  # a host without the memory stops the others
                 self._host.reserve(form.nbytes)
                 self.exchange(signature(f"{agreed.call}: memory"))
+            self._agreed_bytes = form.nbytes
         partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
         self._host.reduce_message(agreed, form, write, partial, out)
         if self._between is not None:

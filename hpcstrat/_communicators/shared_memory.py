@@ -61,11 +61,6 @@ class SharedMemoryCommunicator(MessageCommunicator):
         self._payloads = [[self.segment.array[start + HEADER : start + RECORD] for start in slot] for slot in starts]
         self._own_records = [slot[self.rank] for slot in self._records]
 
-    @property
-    def capacity(self) -> int:
-        """Bytes that a message may have without more memory."""
-        return self._capacity
-
     def reserve(self, nbytes: int) -> None:
         """Makes room for messages of so many bytes. Collective; all ranks pass the same number.
 

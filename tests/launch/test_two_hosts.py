@@ -194,3 +194,33 @@ def test_train_on_two_hosts(launch):
     numbers = [[float(number) for number in re.findall(r"\d\.\d+", result.stdout)] for result in (alone, many)]
     assert len(numbers[0]) == 5
     assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
+
+
+def test_one_host_without_memory_stops_all_once(launch):
+    """All ranks raise; the same call then works, though the other host has grown meanwhile."""
+    program = """
+    transport = strategy._communicator._host
+    commit, missing = transport.segment.commit, [hosts[rank] == 1 and transport.rank == 0]
+
+    def commit_later(start, stop):
+        if missing.pop():
+            missing.append(False)
+            raise MemoryError("planted")
+        missing.append(False)
+        commit(start, stop)
+
+    transport.segment.commit = commit_later
+
+    def step():
+        return hs.get_replica_context().all_reduce("SUM", np.full(50_000, 1.0 + rank))
+
+    found = []
+    try:
+        strategy.run(step)
+    except MemoryError as error:
+        found.append("planted" in str(error))
+    strategy.run(lambda value: found.extend(set(value.tolist())), args=(strategy.run(step),))
+    """
+    result = launch(START + program + REPORT, 4, "0011", env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert [ast.literal_eval(line) for line in result.stdout.splitlines()] == [[True, 10.0]] * 4
