@@ -54,3 +54,7 @@ __version__ = "0.1.0"
 
 _output.install()
 _settings.warn_of_unknown()
+if _settings.timeline():
+    from hpcstrat._timeline import start as _start
+
+    _start.start(_settings.timeline())

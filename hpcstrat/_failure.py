@@ -21,6 +21,9 @@ _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
 _rank = 0
 _process = 0  # a forked child must not end its parent's job
 
+before_the_end: list[Callable[[], None]] = []
+"""Called when this rank ends the job, by the thread that does."""
+
 
 def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
     """From now on an uncaught exception, in any thread, ends all ranks.
@@ -108,6 +111,9 @@ def _print_tagged(text: str) -> None:
 def _abort(status: int) -> NoReturn:
     """Ends all ranks, or this process where it is alone."""
     status = status or 1
+    for last in before_the_end:
+        with contextlib.suppress(Exception):
+            last()
     if _mpi is not None and _ends_job():
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:

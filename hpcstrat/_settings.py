@@ -15,6 +15,7 @@ _KNOWN = (
     "HPCSTRAT_STALL_SECONDS",
     "HPCSTRAT_TEST_GPU",  # of the tests, as the next
     "HPCSTRAT_TEST_SLURM",
+    "HPCSTRAT_TIMELINE",
     "HPCSTRAT_TIMEOUT_SECONDS",
 )
 
@@ -49,6 +50,11 @@ def is_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"the environment variable {name} is {value!r}; it must be 1 or 0")
     return value == "1"
+
+
+def timeline() -> str:
+    """The file that the timeline is written to; empty where none is asked for."""
+    return os.environ.get("HPCSTRAT_TIMELINE", "").strip()
 
 
 def unknown() -> dict[str, str]:

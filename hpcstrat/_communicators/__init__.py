@@ -8,11 +8,12 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hpcstrat import _gpu, _launcher, _world
+from hpcstrat import _gpu, _launcher, _settings, _world
 from hpcstrat._communicators.base import Communicator as Communicator
 from hpcstrat._communicators.messages import MessageCommunicator as MessageCommunicator
 from hpcstrat._communicators.solo import SoloCommunicator as SoloCommunicator
@@ -21,6 +22,11 @@ from hpcstrat._communicators.watch.watch import Watch, waiting_for_all
 
 if TYPE_CHECKING:
     from hpcstrat._communicators.device import DeviceCommunicator
+
+when_connected: list[Callable[[MessageCommunicator], None]] = []
+"""Called when all ranks are connected; they may make calls."""
+when_left: list[Callable[[MessageCommunicator], None]] = []
+"""Called when all ranks have agreed that they leave the program; they may make calls."""
 
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 _users: dict[DeviceCommunicator, int] = {}
@@ -32,7 +38,15 @@ def connect() -> MessageCommunicator:
 
     Raises:
         RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different versions.
+        OSError: the timeline that is asked for cannot be written.
     """
+    communicator = _connect()
+    for begin in when_connected:
+        begin(communicator)
+    return communicator
+
+
+def _connect() -> MessageCommunicator:
     launcher = _launcher.find()
     alone = launcher is None or launcher.alone
     with contextlib.nullcontext() if alone else waiting_for_all("this rank waits for the others to connect"):
@@ -78,6 +92,7 @@ def _check_versions(communicator: MessageCommunicator) -> None:
         "NumPy": np.__version__,
         "hpcstrat": sys.modules["hpcstrat"].__version__,
         "HPCSTRAT_CHECK": str(int(communicator.checks)),
+        "HPCSTRAT_TIMELINE": _settings.timeline() or "not set",
     }
     everyones = communicator.all_gather_obj("connecting the ranks", own)
     problems = [
@@ -148,5 +163,7 @@ def _leave(communicator: MessageCommunicator, process: int) -> None:
     if not MPI.Is_finalized():  # by the program itself
         # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
         communicator.leave()
+        for end in when_left:
+            end(communicator)
         for device in _users:
             device.close()

@@ -1,0 +1,1 @@
+"""`python -m hpcstrat timeline`: what a timeline says."""

@@ -1,0 +1,174 @@
+"""The recorder of a rank: it takes spans from the program's threads, and a thread of its own writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, final
+
+from hpcstrat import _blas, _failure
+from hpcstrat._timeline.gpu import GpuSpans
+from hpcstrat._timeline.spans import LIMIT, Span, Spans
+from hpcstrat._timeline.trace import GPU_TRACKS, Events, TraceFile
+
+_PERIOD = 0.5
+"""Seconds between two writes: what a kill takes away at most."""
+_PATIENCE = 2.0  # seconds that the end of a job waits for a write that is under way
+
+
+@final
+class Recorder:
+    """Notes what this rank does, and writes it twice a second.
+
+    Args:
+        rank: this rank.
+        size: the number of ranks.
+        file: this host's.
+        zero: nanoseconds of this process's clock at which the trace begins.
+        limit: spans that are noted at most.
+    """
+
+    def __init__(self, rank: int, size: int, file: TraceFile, zero: int, limit: int = LIMIT) -> None:
+        self._rank = rank
+        self._spans = Spans(limit)
+        self._file = file
+        self._events = Events(rank, zero)
+        self._gpu: GpuSpans | None = None
+        self._on_gpu: deque[Span] = deque()  # ended for the host, but perhaps not for the GPU
+        self._named_threads = 0
+        self._named_streams = 0
+        self._process = os.getpid()
+        self._is_open = True
+        self._lock = threading.Lock()
+        cores = _blas.cores().bit_count()
+        file.append(
+            [
+                self._events.named("process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"),
+                self._events.named("process_sort_index", 0, sort_index=rank),
+                self._events.named("process_labels", 0, labels=f"hpcstrat; cores: {cores}"),
+            ]
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._write_often, name="hpcstrat-timeline", daemon=True)
+        self._thread.start()
+
+    # ---- the program's threads
+
+    def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
+        """Opens a span of this thread, and of a GPU's stream; `None` where nothing is to be noted.
+
+        Args:
+            category: see `spans`.
+            name: what is done.
+            nbytes: that travel; `None` where none do.
+            stream: a `_gpu.Stream`; `None` where the span has no part on a GPU.
+        """
+        if not self._is_open:
+            return None
+        span = self._spans.begin(category, name, nbytes, anyway=stream is not None)
+        if span is not None:
+            if self._gpu is None and stream is not None:
+                self._gpu = GpuSpans(stream.ordinal)
+            if self._gpu is not None:
+                self._gpu.begin(span, None if stream is None else stream.raw)
+        return span
+
+    def end(self, span: Span) -> None:
+        """Closes the span that this thread opened last."""
+        if span.has_range and self._gpu is not None:
+            self._gpu.end(span)
+        self._spans.end(span)
+
+    # ---- the file
+
+    def close(self) -> None:
+        """Writes all there is, and notes no more. Again: nothing happens."""
+        if self._is_open and os.getpid() == self._process:
+            self._stop.set()
+            self._thread.join()
+            with self._lock:
+                self._write(is_last=True)
+                self._stop_noting()
+
+    def save_before_the_end(self) -> None:
+        """Writes what there is, with the spans that are still open, in the middle of whatever ends the job."""
+        if os.getpid() == self._process and self._lock.acquire(timeout=_PATIENCE):
+            try:
+                if self._is_open:
+                    self._write(is_end=True)
+                    self._stop_noting()
+            finally:
+                self._lock.release()
+
+    def stop_in_a_child(self) -> None:
+        """A forked child notes nothing: it has no thread that writes, and its parent's file."""
+        self._is_open = False
+
+    def _stop_noting(self) -> None:
+        self._is_open = False
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _write_often(self) -> None:
+        while not self._stop.wait(_PERIOD):
+            with self._lock:
+                if not self._is_open:
+                    return
+                self._write()
+
+    def _write(self, is_last: bool = False, is_end: bool = False) -> None:
+        """Writes what has ended since the last time, and the begin of what lasts."""
+        before = time.perf_counter_ns() - (0 if is_end else int(_PERIOD * 1e9))
+        lines = [*self._of_ended(), *self._of_gpu(is_last)]
+        for span in self._spans.open_since(before):
+            if not span.is_noted:
+                span.is_noted = True
+                lines.append(self._events.begin(span))
+        lines = [*self._new_names(), *lines]
+        if self._spans.is_full and self._rank == 0:
+            self._spans.is_full = False
+            _failure.say(f"hpcstrat: the timeline {self._file.path} is full; what comes now is not noted")
+        try:
+            self._file.append(lines)
+        except OSError as error:
+            self._is_open = False
+            _failure.say(f"hpcstrat: the timeline {self._file.path} cannot be written any more: {error}")
+
+    def _of_ended(self) -> Iterator[str]:
+        ended = self._spans.ended
+        while ended:
+            span = ended.popleft()
+            if span.is_noted:
+                yield self._events.end(span)
+            else:
+                yield self._events.whole(span, span.thread, span.begin, span.end)
+            if span.stream is not None:
+                self._on_gpu.append(span)
+
+    def _of_gpu(self, is_last: bool) -> Iterator[str]:
+        gpu = self._gpu
+        if gpu is None:
+            return
+        while self._on_gpu and (is_last or gpu.is_done(self._on_gpu[0])):
+            span = self._on_gpu.popleft()
+            if is_last:
+                gpu.wait_for(span)
+            track, begin, end = gpu.times(span)
+            yield self._events.whole(span, GPU_TRACKS + track, begin, end)
+        gpu.compare_clocks()
+
+    def _new_names(self) -> Iterator[str]:
+        threads = self._spans.threads
+        while self._named_threads < len(threads):
+            number = self._named_threads
+            yield self._events.named("thread_name", number, name=threads[number])
+            self._named_threads += 1
+        while self._gpu is not None and self._named_streams < len(self._gpu.tracks):
+            number = self._named_streams
+            yield self._events.named("thread_name", GPU_TRACKS + number, name=f"GPU, stream {number}")
+            self._named_streams += 1

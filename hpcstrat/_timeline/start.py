@@ -1,0 +1,75 @@
+"""The life of a timeline: it begins when the ranks are connected, and ends with the program."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+
+from hpcstrat import _failure, _world
+from hpcstrat._communicators import MessageCommunicator, when_connected, when_left
+from hpcstrat._timeline import clocks
+from hpcstrat._timeline.recorder import Recorder
+from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
+from hpcstrat._timeline.traced import trace
+
+_CALL = "making the timeline"
+
+_recorder: Recorder | None = None
+
+
+def start(path: str) -> None:
+    """From now on this process notes what it does, once the ranks are connected.
+
+    Args:
+        path: the file.
+    """
+    path = os.path.abspath(path)  # the program may change the folder
+    trace(lambda: _recorder)
+    when_connected.append(functools.partial(_begin, path))
+    when_left.append(functools.partial(_end, path))
+
+
+def _begin(path: str, communicator: MessageCommunicator) -> None:
+    """Makes the file, and begins to note. Collective.
+
+    Raises:
+        OSError: the file cannot be written, on any rank.
+    """
+    global _recorder
+    rank, hosts = communicator.rank, _world.start().hosts
+    part = part_name(path, hosts[rank])
+    is_first = hosts.index(hosts[rank]) == rank
+    file = None
+    for may_be_first in (True, False):  # the others find the file that the first has made
+        with communicator.joint(_CALL):
+            if is_first is may_be_first:
+                file = _open(part, is_first)
+            communicator.barrier(_CALL)
+    assert file is not None
+    _recorder = Recorder(rank, communicator.size, file, clocks.zero(communicator, hosts))
+    if communicator.size == 1:  # nobody to wait for
+        atexit.register(_join, path, 1)
+    atexit.register(_recorder.close)  # before what was registered before
+    os.register_at_fork(after_in_child=_recorder.stop_in_a_child)
+    _failure.before_the_end.append(_recorder.save_before_the_end)
+
+
+def _open(path: str, is_first: bool) -> TraceFile:
+    try:
+        return TraceFile(path, is_first)
+    except OSError as error:
+        raise OSError(
+            f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; name one in a folder that is there"
+        ) from error
+
+
+def _end(path: str, communicator: MessageCommunicator) -> None:
+    """Makes one file of all hosts'. Collective: all ranks have written all they had."""
+    communicator.barrier("the end of the timeline")
+    if communicator.rank == 0:
+        _join(path, max(_world.start().hosts) + 1)
+
+
+def _join(path: str, hosts: int) -> None:
+    join_parts(path, [part_name(path, host) for host in range(1, hosts)])

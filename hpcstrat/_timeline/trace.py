@@ -1,0 +1,123 @@
+"""The file: a JSON array of Chrome's trace events, a line each, which all ranks of a host append to.
+
+The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "JSON Array Format", in which the
+array's end may be missing. So the file can be opened at any moment, also after a kill.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any, final
+
+from hpcstrat._timeline.spans import Span
+
+GPU_TRACKS = 1000
+"""The numbers of the GPU's tracks begin here, behind those of the threads."""
+
+
+def part_name(path: str, host: int) -> str:
+    """The file that the ranks of a host write: the first host's is `path` itself."""
+    stem, suffix = os.path.splitext(path)
+    return path if host == 0 else f"{stem}.host{host}{suffix}"
+
+
+@final
+class TraceFile:
+    """One host's file, open for appending.
+
+    Whole lines go in one call of the system, so ranks of one host do not cut each other's.
+
+    Args:
+        path: the file.
+        is_first: this rank makes it, empty; the others come later.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: str, is_first: bool) -> None:
+        self.path = path
+        if is_first:
+            with open(path, "wb") as file:
+                file.write(b"[\n")
+        self._file = open(path, "ab", buffering=0)
+
+    def append(self, lines: Sequence[str]) -> None:
+        """Writes these events.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        text = memoryview("".join(f"{line},\n" for line in lines).encode())
+        while text:
+            text = text[self._file.write(text) :]
+
+    def close(self) -> None:
+        """Writes no more."""
+        self._file.close()
+
+
+def join_parts(path: str, parts: Sequence[str]) -> None:
+    """Appends the other hosts' files to the first host's, and ends that, so that it is JSON to the last character.
+
+    A file that this host does not see stays where it is.
+    """
+    with open(path, "ab") as whole:
+        for part in parts:
+            try:
+                with open(part, "rb") as file:
+                    file.readline()  # the array's begin
+                    while block := file.read(1 << 24):
+                        whole.write(block)
+            except FileNotFoundError:
+                continue
+            os.unlink(part)
+        whole.write(json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}).encode() + b"\n]\n")
+
+
+class Events:
+    """Makes events of spans.
+
+    Args:
+        rank: whose they are.
+        zero: nanoseconds of this process's clock at which the trace begins.
+    """
+
+    def __init__(self, rank: int, zero: int) -> None:
+        self._rank = rank
+        self._zero = zero
+
+    def named(self, kind: str, track: int, **values: Any) -> str:
+        """An event that names this rank (`process_name`) or a track of it (`thread_name`)."""
+        return json.dumps({"name": kind, "ph": "M", "pid": self._rank, "tid": track, "args": values})
+
+    def whole(self, span: Span, track: int, begin: int, end: int) -> str:
+        """A span that has ended."""
+        duration = f"{max(end - begin, 0) / 1000:.3f}"
+        return f'{self._head(span, track, begin)}, {_arguments(span)}"ph": "X", "dur": {duration}}}'
+
+    def begin(self, span: Span) -> str:
+        """The begin of a span that is still open."""
+        return f'{self._head(span, span.thread, span.begin)}, {_arguments(span)}"ph": "B"}}'
+
+    def end(self, span: Span) -> str:
+        """The end of a span whose begin is written already."""
+        return f'{self._head(span, span.thread, span.end)}, "ph": "E"}}'
+
+    def _head(self, span: Span, track: int, time: int) -> str:
+        return (
+            f'{{"name": {_quoted(span.name)}, "cat": "{span.category}", "pid": {self._rank}, "tid": {track}, '
+            f'"ts": {(time - self._zero) / 1000:.3f}'
+        )
+
+
+def _arguments(span: Span) -> str:
+    return "" if span.nbytes is None else f'"args": {{"bytes": {span.nbytes}}}, '
+
+
+@functools.lru_cache(4096)
+def _quoted(name: str) -> str:
+    return json.dumps(name)

@@ -1,0 +1,305 @@
+"""The timeline without ranks: what is noted, written, read and reckoned."""
+
+import itertools
+import json
+import pathlib
+import threading
+import time
+
+import pytest
+
+from hpcstrat._cli.timeline.advice import advise
+from hpcstrat._cli.timeline.command import timeline as command
+from hpcstrat._cli.timeline.reading import Span, Timeline, read
+from hpcstrat._cli.timeline.shares import KINDS, Rank, move_waiting, share_out, stretches
+from hpcstrat._timeline import recorder
+from hpcstrat._timeline.clocks import difference
+from hpcstrat._timeline.recorder import Recorder
+from hpcstrat._timeline.spans import COMMUNICATION, RUN, UPDATE, WAITING, Spans
+from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
+
+# ---- noting
+
+
+def test_a_span_within_one_of_its_category_is_a_part_of_it():
+    spans = Spans()
+    run = spans.begin(RUN, "run f", None)
+    update = spans.begin(UPDATE, "apply", 8)
+    assert spans.begin(UPDATE, "apply again", 8) is None
+    on_gpu = spans.begin(UPDATE, "kernel", None, anyway=True)
+    for span in (on_gpu, update, run):
+        spans.end(span)
+    assert [span.name for span in spans.ended] == ["kernel", "apply", "run f"]
+
+
+def test_threads_have_spans_of_their_own():
+    spans = Spans()
+    run = spans.begin(RUN, "run f", None)
+
+    def other():
+        spans.end(spans.begin(RUN, "run g", None))
+
+    thread = threading.Thread(target=other, name="another")
+    thread.start()
+    thread.join()
+    spans.end(run)
+    assert [(span.name, spans.threads[span.thread]) for span in spans.ended] == [
+        ("run g", "another"),
+        ("run f", "program"),
+    ]
+
+
+def test_no_more_is_noted_than_the_limit():
+    spans = Spans(limit=2)
+    noted = [spans.begin(category, "x", None) for category in (RUN, UPDATE, WAITING)]
+    assert [span is None for span in noted] == [False, False, True]
+    assert spans.is_full
+
+
+# ---- the file
+
+
+def make(tmp_path, **arguments):
+    path = str(tmp_path / "trace.json")
+    return path, Recorder(0, 1, TraceFile(path, is_first=True), time.perf_counter_ns(), **arguments)
+
+
+def note(to, *spans):
+    """Notes (category, name, bytes, the spans in it)."""
+    for category, name, nbytes, inner in spans:
+        span = to.begin(category, name, nbytes, None)
+        note(to, *inner)
+        to.end(span)
+
+
+def test_what_is_noted_can_be_read(tmp_path):
+    path, to = make(tmp_path)
+    note(to, (RUN, 'run "f"', None, [(COMMUNICATION, "sum", 12, [(WAITING, "the other ranks", None, [])])]))
+    to.close()
+    join_parts(path, [])
+    events = json.loads(pathlib.Path(path).read_text())
+    assert [e["name"] for e in events if e["ph"] == "X"] == ["the other ranks", "sum", 'run "f"']
+    found = read(path)
+    (spans,) = found.tracks[0].values()
+    assert [(span.category, span.name, span.nbytes) for span in spans] == [
+        ("run", 'run "f"', 0),
+        ("communication", "sum", 12),
+        ("waiting", "the other ranks", 0),
+    ]
+    for outer, inner in itertools.pairwise(spans):
+        assert outer.begin <= inner.begin <= inner.end <= outer.end
+    assert "rank 0 of 1" in found.names[0]
+    assert found.cores[0] >= 1
+
+
+def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
+    path, to = make(tmp_path)
+    note(to, (RUN, "run f", None, []))
+    to.begin(RUN, "run g", None, None)
+    to.begin(WAITING, "the other ranks", None, None)
+    to.save_before_the_end()
+    found = read(path)
+    assert [(span.name, span.is_open) for span in found.tracks[0][0]] == [
+        ("run f", False),
+        ("run g", True),
+        ("the other ranks", True),
+    ]
+    assert to.begin(RUN, "run h", None, None) is None
+
+
+def test_what_lasts_is_written_while_it_does_and_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "_PERIOD", 0.01)
+    path, to = make(tmp_path)
+    span = to.begin(RUN, "long", None, None)
+    while '"B"' not in pathlib.Path(path).read_text():
+        time.sleep(0.01)
+    assert [one.is_open for one in read(path).tracks[0][0]] == [True]
+    to.end(span)
+    to.close()
+    assert [(one.name, one.is_open) for one in read(path).tracks[0][0]] == [("long", False)]
+
+
+def test_a_line_that_a_kill_cut_is_left_out(tmp_path):
+    path, to = make(tmp_path)
+    note(to, (RUN, "run f", None, []))
+    to.close()
+    with open(path, "a") as file:
+        file.write('{"name": "run g", "cat": "ru')
+    assert [span.name for span in read(path).tracks[0][0]] == ["run f"]
+
+
+def test_a_full_timeline_says_so_once(tmp_path, capsys):
+    path, to = make(tmp_path, limit=1)
+    for _ in range(3):
+        if (span := to.begin(RUN, "run f", None, None)) is not None:
+            to.end(span)
+    to.close()
+    assert capsys.readouterr().err.count("is full") == 1
+    assert len(read(path).tracks[0][0]) == 1
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_program(tmp_path, capsys):
+    _, to = make(tmp_path)
+    to._file.close()
+    to._file._file = open("/dev/full", "ab", buffering=0)
+    note(to, (RUN, "run f", None, []))
+    to.close()
+    assert "cannot be written any more" in capsys.readouterr().err
+    assert to.begin(RUN, "run f", None, None) is None
+
+
+def test_the_parts_of_all_hosts_become_one(tmp_path):
+    path = str(tmp_path / "trace.json")
+    parts = [part_name(path, host) for host in range(3)]
+    assert parts[:2] == [path, str(tmp_path / "trace.host1.json")]
+    for rank, part in enumerate(parts[:2]):  # the third host's files are elsewhere
+        to = Recorder(rank, 2, TraceFile(part, is_first=True), 0)
+        note(to, (RUN, f"run on host {rank}", None, []))
+        to.close()
+    before = read(path)
+    join_parts(path, parts[1:])
+    assert json.loads(pathlib.Path(path).read_text())[-1]["name"] == "end"
+    assert read(path) == before
+    assert [spans[0][0].name for _, spans in sorted(before.tracks.items())] == ["run on host 0", "run on host 1"]
+    assert not (tmp_path / "trace.host1.json").exists()
+
+
+def test_clocks_are_compared_within_the_meetings():
+    # The other's clock shows 1000 more. The ranks meet at 50 and at 80; in the first the other comes last.
+    one = [(10, 52), (79, 83)]
+    other = [(1049, 1051), (1071, 1082)]
+    least, most = difference(one, other)
+    assert (least, most) == (1049 - 52, 1082 - 79)
+    assert least <= 1000 <= most
+
+
+# ---- what the steps spend
+
+
+def make_timeline(*ranks, cores=8):
+    """Of spans (begin, end, category, name) of each rank's program, or of a dict of tracks."""
+    tracks = {
+        rank: {
+            number: [Span(*span) for span in spans]
+            for number, spans in (given if isinstance(given, dict) else {0: given}).items()
+        }
+        for rank, given in enumerate(ranks)
+    }
+    return Timeline(tracks, {rank: "" for rank in tracks}, {rank: cores for rank in tracks})
+
+
+def steps(count, *inner, name="run f"):
+    """Runs of 6 s, one each 10 s; `inner` spans begin and end by the step's begin."""
+    spans = []
+    for i in range(count):
+        spans.append((10.0 * i, 10.0 * i + 6, "run", name))
+        spans += [(10.0 * i + begin, 10.0 * i + end, category, category) for begin, end, category in inner]
+    return spans
+
+
+def test_shares_are_of_the_innermost_span_and_sum_up_to_one():
+    spans = steps(4, (1, 4, "update"), (1, 2, "communication"), (1.5, 2, "waiting"), (7, 9, "input"))
+    (rank,) = share_out(make_timeline(spans))
+    assert rank.steps == 2
+    assert rank.step == pytest.approx(10)
+    assert rank.shares == pytest.approx(
+        {
+            "computing": 0.3,
+            "update": 0.2,
+            "communication": 0.05,
+            "waiting": 0.05,
+            "input": 0.2,
+            "checkpoint": 0,
+            "other": 0.2,
+        }
+    )
+
+
+def test_the_bytes_of_a_step_are_those_of_its_communication():
+    spans = [(*span, 100) if span[2] == "communication" else span for span in steps(5, (1, 2, "communication"))]
+    (rank,) = share_out(make_timeline(spans))
+    assert rank.nbytes == pytest.approx(100)
+
+
+def test_steps_are_of_the_function_that_runs_most_often():
+    (rank,) = share_out(make_timeline([*steps(4), (38.0, 39.0, "run", "run evaluation")]))
+    assert rank.steps == 2
+
+
+def test_two_runs_are_too_few():
+    with pytest.raises(ValueError, match=r"too few steps: it takes three calls of Strategy\.run"):
+        share_out(make_timeline(steps(2)))
+
+
+def test_what_the_gpu_does_counts_before_what_the_host_does():
+    host = [(0.0, 2.0, "run", "run f"), (2.0, 9.0, "input", "next batch")]
+    gpu = [(1.0, 5.0, "run", "run f"), (3.0, 4.0, "communication", "reduce")]
+    copies = [(0.0, 9.0, "input", "copy a batch")]
+    timeline = make_timeline({0: host, 1000: copies, 1001: gpu})
+    assert [tuple(one) for one in stretches(timeline.tracks[0])] == [
+        (0, 1, "computing"),
+        (1, 3, "computing"),
+        (3, 4, "communication"),
+        (4, 5, "computing"),
+        (5, 9, "input"),
+    ]
+
+
+def test_gpus_wait_until_all_have_begun():
+    early = [(0.0, 6.0, "run", "run f"), (1.0, 5.0, "communication", "reduce", 4)]
+    late = [(0.0, 6.0, "run", "run f"), (4.0, 5.0, "communication", "reduce", 4)]
+    moved = move_waiting(make_timeline({0: [], 1000: early}, {0: [], 1000: late}))
+    kinds = [[(one.begin, one.end, one.kind) for one in stretches(tracks)] for tracks in moved.tracks.values()]
+    assert kinds[0] == [(0, 1, "computing"), (1, 4, "waiting"), (4, 5, "communication"), (5, 6, "computing")]
+    assert kinds[1] == [(0, 4, "computing"), (4, 5, "communication"), (5, 6, "computing")]
+
+
+# ---- advice
+
+
+def rank_with(number, nbytes=0.0, **shares):
+    return Rank(number, 10, 1.0, dict.fromkeys(KINDS, 0.0) | {"computing": 1 - sum(shares.values())} | shares, nbytes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "says"),
+    [
+        ([rank_with(0, waiting=0.1), rank_with(1, update=0.19)], [8, 8], ["Nothing dominates: 86% of a step is"]),
+        (
+            [rank_with(0, waiting=0.6), rank_with(1, waiting=0.02), rank_with(2, waiting=0.5)],
+            [8, 8, 8],
+            ["Waiting takes 37% of a step: the others wait for rank 1, which itself waits 2%"],
+        ),
+        (
+            [rank_with(rank, waiting=0.5) for rank in range(4)],
+            [2, 2, 2, 2],
+            ["all ranks wait about alike, and 4 ranks share 2 cores"],
+        ),
+        ([rank_with(rank, waiting=0.5) for rank in range(2)], [8, 8], ["their work differs from step to step"]),
+        (
+            [rank_with(0, communication=0.4, input=0.3, nbytes=2.5e6)],
+            [8],
+            ["Communication takes 40% of a step: 2.5 MB a step", "Input takes 30% of a step: make batches"],
+        ),
+        ([rank_with(0, checkpoint=0.3)], [8], ["Checkpoint takes 30% of a step: save less often."]),
+        ([rank_with(0, other=0.3)], [8], ["the program's own lines between the steps"]),
+        ([rank_with(0, update=0.3)], [8], ["take larger batches, or an optimizer with fewer slots"]),
+    ],
+)
+def test_advice_names_what_dominates(ranks, cores, says):
+    found = advise(ranks, cores)
+    assert len(found) == len(says)
+    for sentence, part in zip(found, says, strict=True):
+        assert part in sentence
+
+
+# ---- the command
+
+
+def test_the_command_refuses_what_is_no_timeline(tmp_path, capsys):
+    path = tmp_path / "other.json"
+    assert command(str(path), None, 4, as_json=False) == 1
+    assert "No such file" in capsys.readouterr().err
+    path.write_text("[]\n")
+    assert command(str(path), None, 4, as_json=False) == 1
+    assert "is no timeline: start the program with HPCSTRAT_TIMELINE=" in capsys.readouterr().err
