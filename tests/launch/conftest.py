@@ -15,11 +15,14 @@ from dataclasses import dataclass
 
 import pytest
 
+from hpcstrat import _gpu
+
 _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LOOK_SECONDS = 0.05
 _SETTLE_SECONDS = 3
+_RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,21 @@ def launch(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun here")
     return Launcher(tmp_path)
+
+
+@pytest.fixture(params=["CPU", "GPU"])
+def gpus(request):
+    """Whether programs see the GPUs, and on how many ranks they then run: `None`, for without mpirun, and more."""
+    if request.param == "CPU":
+        return False, _RANKS
+    count = len(_gpu.visible()) if _gpu.has_cupy() else 0
+    if count == 0:
+        missing = "there is no GPU, or no CuPy"
+        if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
+            pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
+        pytest.skip(missing)
+    is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return True, [ranks for ranks in _RANKS if is_shared or (ranks or 1) <= count]
 
 
 def _environment(changes):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hpcstrat._cli.timeline.reading import read
+from hpcstrat._cli.timeline.reading import GPU_TRACKS, read
 from hpcstrat._cli.timeline.shares import share_out
 
 # Each of 6 steps moves what is known in closed form; on the last rank the function takes longer than on the others.
@@ -23,7 +23,7 @@ with strategy.scope():
 def step(x):
     if hs.rank() == hs.size() - 1:
         time.sleep(0.05)
-    optimizer.apply_gradients([(np.full(1000, x.sum(), np.float32), w)])
+    optimizer.apply_gradients([(strategy.xp.full(1000, x.sum(), np.float32), w)])
     return x
 
 dataset = hs.data.Dataset.range(24).batch(4)
@@ -39,22 +39,34 @@ def spans_of(path, rank, category, name=None):
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_all_ranks_write_one_trace(launch, ranks):
-    job = launch(PROGRAM, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"})
-    assert job.status == 0, job.stderr
-    assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
-    path = launch.folder / "trace.json"
-    events = json.loads(path.read_text())
-    assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(ranks))
-    for rank in range(ranks):
-        assert len(spans_of(str(path), rank, "run", "run step")) == 6
-        updates = spans_of(str(path), rank, "update")
-        assert [(span.name, span.nbytes) for span in updates] == [("SGD.apply_gradients", 4000)] * 6
-        sums = spans_of(str(path), rank, "communication", "Strategy.reduce")
-        assert [span.nbytes for span in sums] == [16] * 6  # a number of 8 bytes; messages are multiples of 16
-        assert len(spans_of(str(path), rank, "input", "next batch")) == 7
-    assert not job.leftovers
+def test_all_ranks_write_one_trace(launch, gpus):
+    are_seen, numbers = gpus
+    for ranks in numbers:
+        job = launch(PROGRAM, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"}, gpus=are_seen)
+        assert (job.status, job.leftovers) == (0, []), job.stderr
+        assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
+        path = str(launch.folder / "trace.json")
+        events = json.loads((launch.folder / "trace.json").read_text())
+        assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(ranks or 1))
+        for rank in range(ranks or 1):
+            assert len(spans_of(path, rank, "run", "run step")) == 6
+            updates = spans_of(path, rank, "update", "SGD.apply_gradients")
+            assert [span.nbytes for span in updates] == [4000] * 6
+            sums = spans_of(path, rank, "communication", "Strategy.reduce")
+            assert [span.nbytes for span in sums].count(16) == 6  # a number, padded as messages are
+            assert len(spans_of(path, rank, "input", "next batch")) == 7
+            if are_seen:
+                check_gpu(read(path).tracks[rank])
+
+
+def check_gpu(tracks):
+    """The strategy's stream has every run, and in each of them the sum of gradients of 4000 bytes."""
+    (stream,) = [spans for track, spans in tracks.items() if track >= GPU_TRACKS and spans[0].category != "input"]
+    runs = [span for span in stream if span.category == "run"]
+    sums = [span for span in stream if span.name in ("reduce", "all-reduce")]
+    assert [span.nbytes for span in sums] == [4000] * 6
+    for run, one in zip(runs, sums, strict=True):
+        assert run.begin <= one.begin <= one.end <= run.end
 
 
 def test_who_is_waited_for_is_seen_and_said(launch):
