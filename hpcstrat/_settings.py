@@ -13,8 +13,9 @@ _KNOWN = (
     "HPCSTRAT_CHECK",
     "HPCSTRAT_OUTPUT",
     "HPCSTRAT_STALL_SECONDS",
-    "HPCSTRAT_TEST_GPU",  # of the tests, as the next
+    "HPCSTRAT_TEST_GPU",  # of the tests, as the next two
     "HPCSTRAT_TEST_SLURM",
+    "HPCSTRAT_TEST_TENSORFLOW",
     "HPCSTRAT_TIMELINE",
     "HPCSTRAT_TIMEOUT_SECONDS",
 )

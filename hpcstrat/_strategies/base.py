@@ -145,7 +145,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
 
-        Example, as one replica prints it:
+        Examples:
+            As one replica prints it:
+
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> dataset = strategy.experimental_distribute_dataset(hs.data.Dataset.range(5).batch(2))
@@ -233,7 +235,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             ValueError: an axis that is not there, or the sum of a plain value over several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
-        Example, as one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are `[4 6 8 10]` and 28:
+        Examples:
+            As one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are `[4 6 8 10]` and 28:
+
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(8)):
@@ -264,7 +268,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not fit; every replica's is named.
 
-        Example, as one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+        Examples:
+            As one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+
             >>> import numpy as np
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
@@ -335,7 +341,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         Raises:
             TypeError: the value is no array of numbers and does not become one.
 
-        Example, as one replica prints it: a constant, an element of an array by the replica's index, a computed value:
+        Examples:
+            As one replica prints it: a constant, an element of an array by the replica's index, a computed value:
+
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> constant = strategy.experimental_distribute_values_from_function(lambda context: 1.0)

@@ -44,7 +44,9 @@ class InputMethods(abc.ABC):
             ValueError: the dataset is not batched, and there are several replicas.
             TypeError: it is nothing that can be iterated.
 
-        Example, as one replica prints it; two get one element each:
+        Examples:
+            As one replica prints it; two get one element each:
+
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(10).batch(2)):
@@ -76,7 +78,9 @@ class InputMethods(abc.ABC):
         Raises:
             TypeError: `dataset_fn` does not give a dataset.
 
-        Example, with a batch of 4 for each replica:
+        Examples:
+            With a batch of 4 for each replica:
+
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> def dataset_fn(context):

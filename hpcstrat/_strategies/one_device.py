@@ -22,7 +22,7 @@ class OneDeviceStrategy(Strategy):
         ValueError: a string that names no device.
         RuntimeError: there are several ranks, or the device is not there.
 
-    Example:
+    Examples:
         >>> import hpcstrat as hs
         >>> strategy = hs.OneDeviceStrategy("CPU:0")
         >>> result = 0

@@ -21,11 +21,12 @@ class ClusterSpec:
         TypeError: it is something else.
         ValueError: a task's number is not one, or is negative.
 
-    >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"], "ps": {3: "n9:8888"}})
-    >>> spec.task_address("worker", 1)
-    'n2:8888'
-    >>> spec.as_dict()
-    {'worker': ['n1:8888', 'n2:8888'], 'ps': {3: 'n9:8888'}}
+    Examples:
+        >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"], "ps": {3: "n9:8888"}})
+        >>> spec.task_address("worker", 1)
+        'n2:8888'
+        >>> spec.as_dict()
+        {'worker': ['n1:8888', 'n2:8888'], 'ps': {3: 'n9:8888'}}
     """
 
     def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:

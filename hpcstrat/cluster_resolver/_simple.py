@@ -25,10 +25,11 @@ class SimpleClusterResolver(ClusterResolver):
     Raises:
         TypeError: `cluster_spec` is no `ClusterSpec`, or `master` no string.
 
-    >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
-    >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=1, rpc_layer="grpc")
-    >>> resolver.master("worker", 0)
-    'grpc://n1:8888'
+    Examples:
+        >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
+        >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=1, rpc_layer="grpc")
+        >>> resolver.master("worker", 0)
+        'grpc://n1:8888'
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The examples, and the code of README.md, run as their readers run them."""
+"""The examples run as their readers run them."""
 
 import pathlib
 import re
@@ -152,25 +152,6 @@ def test_torch_mlp_learns_as_ddp_does(launch, tmp_path):
         result = launch(ROOT / "examples" / "torch_mlp.py", ranks, env=env, timeout=60)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         assert numbers_of(result.stdout.splitlines()) == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("ranks", [None, 1, 2, 3, 4])
-def test_code_of_the_readme(launch, ranks):
-    programs = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert programs
-    for program in programs:
-        result = launch(program, ranks)
-        assert (result.status, result.stderr) == (0, "")
-        assert len(result.stdout.splitlines()) == program.count("print(")
-
-
-def test_commands_of_the_readme():
-    text = (ROOT / "README.md").read_text()
-    for command in (
-        'pip install ".[mpich,examples]" && mpirun -n 4 python examples/train.py',
-        'pip install ".[mpich,test]" && launch/test',
-    ):
-        assert f"\n{command}\n" in text
 
 
 # The example, which a signal to the last rank interrupts after one step.

@@ -1,0 +1,46 @@
+"""Shows on the site what stands elsewhere in the repository, and leads links between the two to where it is there."""
+
+import os
+import pathlib
+import re
+from collections.abc import Iterator
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = ("CHANGELOG.md", "benchmarks/README.md", "examples/README.md", "slurm/README.md", "tests/conformance/README.md")
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are not in `docs/`, and the files that any page links to."""
+    pages = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    linked = {target for page in pages for target in targets(page) if not target.startswith("docs/")}
+    for path in sorted({*PAGES, *linked}):
+        if (ROOT / path).is_file():  # else mkdocs warns of the link
+            files.append(File(path, os.fspath(ROOT), config.site_dir, config.use_directory_urls))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turns links that are right in the repository into those that are right on the site, which is without `docs/`."""
+    place = page.file.src_uri
+    path = os.path.relpath(page.file.abs_src_path or "", ROOT)
+
+    def moved(link: re.Match[str]) -> str:
+        return os.path.relpath(target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def targets(path: str) -> Iterator[str]:
+    """The files that a page links to, by their paths in the repository, as is its own."""
+    for link in LINK.findall((ROOT / path).read_text()):
+        yield target(path, link)
+
+
+def target(path: str, link: str) -> str:
+    """The path in the repository to which a page's link leads."""
+    return os.path.normpath(os.path.join(os.path.dirname(path), link))

@@ -1,0 +1,133 @@
+"""Every code block of the documentation runs and prints what stands there; what a page names is there."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from documents import BLOCKS, PAGES, ROOT, Block
+
+FOLDERS = ("examples", "benchmarks", "launch", "slurm", "tests", "docs")
+RANKS = 1, 3
+SECONDS = re.compile(r"\d+ s\b")
+
+
+def blocks(language):
+    """A parameter for each block of a language."""
+    return [
+        pytest.param(block, id=str(block)) for page in BLOCKS.values() for block in page if block.language == language
+    ]
+
+
+def skip_unless_it_runs(block: Block):
+    reason = block.reason_to_skip()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_there_are_blocks_of_all_pages():
+    assert {"README.md", "examples/README.md", "slurm/README.md", "benchmarks/README.md"} <= BLOCKS.keys()
+    for name in "index", "model", "moving", "hangs", "checkpoints", "performance":
+        assert BLOCKS[f"docs/{name}.md"]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_code_stands_in_blocks_of_a_known_language(path):
+    text = path.read_text()
+    found = BLOCKS[path.relative_to(ROOT).as_posix()]
+    assert len(found) == len(re.findall(r"^ *```", text, re.MULTILINE)) / 2
+    assert {block.language for block in found} <= {"python", "sh", "text"}
+    outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"\n\n(?: {4,}|\t).*", outside)  # that is code too, and no fence says of which language
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_program(launch, block):
+    skip_unless_it_runs(block)
+    for ranks in [int(block.says["ranks"])] if "ranks" in block.says else RANKS:
+        result = launch(block.text, ranks)
+        assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+        expected = block.expects(ranks)
+        if expected is not None:
+            assert block.prints(result.stdout) == expected
+
+
+@pytest.mark.parametrize("block", blocks("text"))
+def test_output_belongs_to_what_runs(block):
+    assert any(other.output is block for other in BLOCKS[block.page]) or "not run" in block.says
+    skip_unless_it_runs(block)
+
+
+def test_the_script_that_moves_is_tensorflows():
+    python = os.environ.get("HPCSTRAT_TEST_TENSORFLOW")
+    if python is None:
+        pytest.skip("HPCSTRAT_TEST_TENSORFLOW does not name a Python that has TensorFlow")
+    (script,) = [block for block in BLOCKS["docs/moving.md"] if block.says.get("needs") == "TensorFlow"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    result = subprocess.run([python, "-c", script.text], capture_output=True, text=True, timeout=100, env=env)
+    assert (result.returncode, result.stdout) == (0, script.expects(1)), result.stderr
+
+
+@pytest.mark.parametrize("block", blocks("sh"))
+def test_command(launch, block, tmp_path):
+    check_words(block.text)
+    skip_unless_it_runs(block)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, command in ("python", [sys.executable]), ("mpirun", [shutil.which(launch.mpirun[0]), *launch.mpirun[1:]]):
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        (folder / name).chmod(0o755)
+    for name in FOLDERS:
+        (tmp_path / name).symlink_to(ROOT / name)
+    for other in BLOCKS[block.page]:
+        if "file" in other.says:
+            (tmp_path / other.says["file"]).write_text(other.text)
+    script = tmp_path / "commands.sh"
+    script.write_text(f"set -euo pipefail\n{block.text}")
+    path = f"{folder}:{os.environ['PATH']}"
+    result = launch(f"import os\nos.execvp('bash', ['bash', {str(script)!r}])", env={"PATH": path}, timeout=60)
+    assert (result.status != 0, result.leftovers) == ("fails" in block.says, [])
+    expected = block.expects(None)
+    if expected is not None and "fails" in block.says:
+        seen = SECONDS.sub("N s", result.stderr).splitlines()
+        assert [line for line in SECONDS.sub("N s", expected).splitlines() if line not in seen] == []
+    elif expected is not None:
+        assert block.prints(result.stdout) == expected
+
+
+def check_words(commands):
+    """Bash takes the commands; the repository's files that they name exist, and take the options behind them."""
+    subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
+    for line in commands.replace("\\\n", "").splitlines():
+        source = None
+        for word in shlex.split(line, comments=True):
+            if word.startswith(tuple(f"{name}/" for name in FOLDERS)):
+                source = (ROOT / word).read_text()
+                default = re.search(r"\$\{PROGRAM:-(.*?)\}", source)  # of a batch script, which passes options on
+                source += (ROOT / default[1]).read_text() if default else "--help"
+            elif word in ("python", "mpirun", "sbatch", "srun"):
+                source = None
+            elif source is not None and word.startswith("--"):
+                assert word.partition("=")[0] in source, line
+
+
+def test_commands_of_the_readme():
+    text = (ROOT / "README.md").read_text()
+    for command in (
+        'pip install ".[mpich,examples]" && mpirun -n 4 python examples/train.py',
+        'pip install ".[mpich,test]" && launch/test',
+    ):
+        assert f"\n{command}\n" in text
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_files_that_a_page_names_exist(path):
+    text = path.read_text()
+    linked = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+    assert [link for link in linked if not (path.parent / link).exists()] == []
+    named = re.findall(rf"`[^`\n]*?(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w./-]*)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert linked or named or BLOCKS[path.relative_to(ROOT).as_posix()] or "\n::: " in text
