@@ -145,7 +145,7 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]], call: str)
     """
     if device.kind == "CPU":
         if device.ordinal > 0:
-            raise ValueError(f"{call}: there is no CPU:{device.ordinal}; all cores of a host are 'CPU:0'")
+            raise ValueError(f"{call}: there is no CPU:{device.ordinal}; use 'CPU:0', which is all cores of a host")
         return None
     _gpu.load_cupy(f"{call}: {device}")
     if device.ordinal < len(seen[rank]):
@@ -155,7 +155,7 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]], call: str)
     count = len(seen[rank])
     raise RuntimeError(
         f"{call}: there is no GPU:{device.ordinal}; this process sees {count or 'no'} GPU{'s' * (count != 1)}. "
-        "CUDA_VISIBLE_DEVICES says which; `nvidia-smi -L` lists the host's"
+        "Name another: CUDA_VISIBLE_DEVICES says which it sees, and `nvidia-smi -L` which the host has"
     )
 
 

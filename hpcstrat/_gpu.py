@@ -153,7 +153,9 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     try:
         memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryError(f"{nbytes:,} bytes of pinned host memory cannot be had: {error}") from error
+        raise MemoryError(
+            f"{nbytes:,} bytes of pinned host memory cannot be had: {error}; start fewer ranks on a host"
+        ) from error
     return np.frombuffer(memory, np.uint8, nbytes)
 
 

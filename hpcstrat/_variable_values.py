@@ -90,7 +90,10 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
         array = array.astype(dtype)
     array = native(array)
     if shape is not None and tuple(shape) != array.shape:
-        raise ValueError(f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for")
+        raise ValueError(
+            f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for; "
+            "they must be equal"
+        )
     return array
 
 

@@ -159,11 +159,14 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         array = self._readable()
         if _gpu.is_on_gpu(array):
             raise TypeError(
-                f"the variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
+                f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
             )
         in_place = _in_replica_of(self._strategy)
         if copy is False and not in_place:
-            raise ValueError("a variable is read without a copy in a replica context only: call value() there")
+            raise ValueError(
+                f"Variable {self.name!r} is read without a copy, copy=False, in a replica context only; "
+                "call value() there"
+            )
         array = array.astype(dtype or array.dtype, copy=bool(copy) or not in_place)
         return array.view() if array is self._block.view else array
 
@@ -171,7 +174,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         written = inputs[:1] if method == "at" else kwargs.get("out", ())  # NumPy's `at` writes read-only arrays too
         if any(isinstance(out, Variable) for out in written):
             raise TypeError(
-                f"{ufunc.__name__}: a variable is not written by `out=` or `at`; use assign, assign_add or assign_sub"
+                f"Variable in {ufunc.__name__}: it is not written by `out=` or `at`; use assign, assign_add, assign_sub"
             )
         arrays = [x._readable() if isinstance(x, Variable) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
@@ -205,7 +208,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     def __cuda_array_interface__(self) -> dict[str, Any]:
         array = self._readable()
         if not _gpu.is_on_gpu(array):
-            raise AttributeError(f"the variable {self.name!r} is not on a GPU")
+            raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
         # Who takes it works on the stream that is current, with which the strategy's is ordered: nobody has to wait.
         return {**array.__cuda_array_interface__, "stream": None}
 
@@ -260,7 +263,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         strategy, context = self._strategy, _context.context()
         if isinstance(context, UpdateContext):
             if not any(self is one for one in context.variables):
-                raise RuntimeError(f"{call}: this update may write only the variables that were passed to it")
+                raise RuntimeError(
+                    f"{call}: this update may write only the variables that were passed to it; pass it too"
+                )
             storage = strategy._replica_storage if self._is_on_read else strategy._storage
             storage.write(self._block, self._checked(call, verb, value), RULES[verb])
             return self
@@ -342,8 +347,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     def _check_readable(self) -> None:
         if self._is_divided():
             raise RuntimeError(
-                f"the ON_READ variable {self.name!r} has one value a replica, and arithmetic does not communicate: in "
-                "the cross-replica context call read_value() or numpy(), which bring them together"
+                f"Variable {self.name!r} has one value a replica (ON_READ), and in the cross-replica context "
+                "arithmetic does not bring them together; call read_value() or numpy(), which do"
             )
 
     def _is_divided(self) -> bool:
@@ -382,7 +387,8 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
                 "make it under `with strategy.scope():`"
             )
         return (
-            f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs here"
+            f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs "
+            "here; write it in its own strategy's scope"
         )
 
 

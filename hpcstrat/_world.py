@@ -177,7 +177,7 @@ def _check_shared_memory(launcher: _launcher.Launcher | None) -> None:
     if free < needed:
         raise RuntimeError(
             f"/dev/shm has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks of this "
-            "host; with less it can end in a bus error. In a container give it more (`--shm-size=1g`); else see what "
+            "host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
             "lies there (`ls -l /dev/shm`)"
         )
 
@@ -197,8 +197,9 @@ def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:
     if os.path.exists(own_mpirun):
         remedy += f" (here probably {own_mpirun})"
     raise RuntimeError(
-        f"{_describe(launcher)}, but MPI ({library}, which mpi4py loads) has {size} rank{'s' if size > 1 else ''}: "
-        "the launcher belongs to another MPI, and so every rank would think that it is alone. "
+        f"hpcstrat cannot connect the ranks: {_describe(launcher)}, but MPI ({library}, which mpi4py loads) has {size} "
+        f"rank{'s' if size > 1 else ''}: the launcher belongs to another MPI, and so every rank would think that it is "
+        "alone. "
         f"{remedy}, or install the MPI library that your mpirun belongs to."
     )
 

@@ -33,7 +33,7 @@ def find_faults(ranks: Sequence[RankFacts], mpirun: tuple[str | None, str], erro
     """
     found = []
     if error:
-        found.append(Fault(f"the ranks are not connected: {error}", "see the message"))
+        found.append(Fault(f"the ranks are not connected: {error}", "do what the message says"))
     found += _launcher_faults(ranks, mpirun)
     found += _version_faults(ranks)
     found += _host_faults(ranks)
@@ -80,7 +80,8 @@ def _host_faults(ranks: Sequence[RankFacts]) -> list[Fault]:
         if free is not None and free < _SHARED_MIB:
             found.append(
                 Fault(
-                    f"/dev/shm of {host} has {free} MiB left", "in a container `--shm-size=1g`; else `ls -l /dev/shm`"
+                    f"/dev/shm of {host} has {free} MiB left",
+                    "start a container with `--shm-size=1g`; else look what lies there, `ls -l /dev/shm`",
                 )
             )
         cores = {core for rank in here for core in rank["cores"]}
@@ -88,7 +89,7 @@ def _host_faults(ranks: Sequence[RankFacts]) -> list[Fault]:
             found.append(
                 Fault(
                     f"{len(here)} ranks of {host} run on {len(cores)} core{'s' * (len(cores) > 1)}: they take turns",
-                    "`mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`",
+                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`",
                 )
             )
     return found

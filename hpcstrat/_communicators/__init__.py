@@ -69,7 +69,9 @@ def _connect() -> MessageCommunicator:
         communicator.watch = Watch(communicator.rank, communicator._calls, board)
     elif communicator.rank == 0:
         warnings.warn(
-            "the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed", stacklevel=2
+            "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
+            "open their ports to each other, or give the job a time limit",
+            stacklevel=2,
         )
     atexit.register(_leave, communicator, os.getpid())  # after mpi4py's own hook, so it runs before MPI is finalised
     _check_versions(communicator)
@@ -101,7 +103,10 @@ def _check_versions(communicator: MessageCommunicator) -> None:
         if len({other[name] for other in everyones}) > 1
     ]
     if problems:
-        raise RuntimeError(f"the ranks must run the same versions, but {'; '.join(problems)}: use one environment")
+        raise RuntimeError(
+            f"hpcstrat cannot connect the ranks: they must run the same versions, but {'; '.join(problems)}; "
+            "use one environment"
+        )
 
 
 def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> DeviceCommunicator:

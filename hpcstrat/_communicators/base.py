@@ -107,7 +107,7 @@ class Communicator(abc.ABC):
         if self._calls.paused is not None:
             raise RuntimeError(
                 f"{agreed.call} was called inside the function of {self._calls.paused}, an update, which one rank "
-                "runs: nothing may communicate there"
+                "runs: nothing may communicate there; call it before or after"
             )
         self._calls.number += 1
         self._calls.agreed = agreed
@@ -275,7 +275,8 @@ class Communicator(abc.ABC):
         gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]
         what = "left the program" if self.rank in gone else f"waits in {text}"
         _world.end_job(
-            f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others",
+            f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others; "
+            "all ranks must make the same calls",
             consequence=self.rank in gone,
         )
 
@@ -283,13 +284,13 @@ class Communicator(abc.ABC):
         if self._calls.fault is None:
             _world.end_job(
                 "hpcstrat: an exception left Strategy.run on another rank and was caught there, but not on this one; "
-                "the ranks no longer make the same calls",
+                "the ranks no longer make the same calls. What not all ranks raise must not be caught",
                 consequence=True,
             )
         lines = "".join(traceback.format_exception(self._calls.fault))
         _world.end_job(
             f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks "
-            "did not raise there; the ranks no longer make the same calls"
+            "did not raise there; the ranks no longer make the same calls. What not all ranks raise must not be caught"
         )
 
 
@@ -339,10 +340,14 @@ def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
     """
     listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
     if any(not -len(shape) <= axis < len(shape) for shape in shapes):
-        raise ReplicaMismatchError(f"{call}: axis {axis} does not exist in every array: the shapes are {listed}")
+        raise ReplicaMismatchError(
+            f"{call}: axis {axis} does not exist in every array: the shapes are {listed}; pass an axis that all have"
+        )
     place = axis % len(shapes[0])
     if len({(len(shape), *shape[:place], *shape[place + 1 :]) for shape in shapes}) > 1:
-        raise ReplicaMismatchError(f"{call}: shapes may differ along axis {axis} only, but are {listed}")
+        raise ReplicaMismatchError(
+            f"{call}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
+        )
 
 
 def _known_class(error: Exception) -> str:
@@ -354,7 +359,7 @@ def _message(call: str, obj: Any) -> objects.Message:
     try:
         return objects.Message(obj)
     except Exception as error:
-        raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}") from error
+        raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled") from error
 
 
 def _checksum(array: Array) -> int:

@@ -37,7 +37,10 @@ class Heap:
                 self._free[i : i + 1] = [(a, b) for a, b in rest if a < b]
                 self._last = begin + nbytes
                 return begin
-        raise MemoryError(f"no {nbytes:,} bytes in a row are left of the memory that was reserved for variables")
+        raise MemoryError(
+            f"no {nbytes:,} bytes in a row are left of the memory that was reserved for variables; "
+            "make them smaller, or start fewer ranks on a host"
+        )
 
     def free(self, start: int, nbytes: int) -> tuple[int, int]:
         """Takes a range back; returns the whole free range that it is now part of."""

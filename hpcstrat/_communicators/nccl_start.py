@@ -49,14 +49,19 @@ def why_not(shared: bool) -> str:
         return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
     version = nccl.get_version()
     if version < OLDEST:
-        return f"NCCL is {version_text(version)} and {version_text(OLDEST)} is the oldest that serves"
+        return (
+            f"NCCL is {version_text(version)} and {version_text(OLDEST)} is the oldest that serves; install a newer one"
+        )
     if shared and version < OLDEST_FOR_SHARING:
         return (
             f"several ranks share a GPU, NCCL is {version_text(version)} and {version_text(OLDEST_FOR_SHARING)} is the "
             "first that allows it: `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
         )
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
-        return "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"
+        return (
+            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only; start by "
+            "`launch/share-gpu`, which sets it"
+        )
     return ""
 
 

@@ -40,13 +40,19 @@ class Segment:
         if nbytes <= 0:
             return
         if nbytes >= _LARGE and nbytes > (free := available_memory()):
-            raise MemoryError(f"{nbytes:,} bytes are wanted and this host has {free:,} left")
+            raise MemoryError(
+                f"{nbytes:,} bytes are wanted and this host has {free:,} left; start fewer ranks on a host"
+            )
         if stop > self.size:
-            raise MemoryError(f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved")
+            raise MemoryError(
+                f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make variables smaller"
+            )
         try:
             os.posix_fallocate(self._file, start, nbytes)
         except OSError as error:
-            raise MemoryError(f"{nbytes:,} bytes cannot be had: {error.strerror}") from error
+            raise MemoryError(
+                f"{nbytes:,} bytes cannot be had: {error.strerror}; start fewer ranks on a host"
+            ) from error
 
     def part(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes between two places, a flat array."""
@@ -107,8 +113,8 @@ def shared_segment(comm: Any, size: int) -> Segment:
             return segment
         problems += found
     raise RuntimeError(
-        f"the ranks of this host cannot share {size:,} bytes of memory: {'; '.join(problems)}. Start them as one user, "
-        "in one container, with `ulimit -v unlimited`"
+        f"hpcstrat cannot connect the ranks: those of this host cannot share {size:,} bytes of memory: "
+        f"{'; '.join(problems)}. Start them as one user, in one container, with `ulimit -v unlimited`"
     )
 
 

@@ -108,7 +108,9 @@ class SharedMemoryCommunicator(MessageCommunicator):
         problem = ""
         try:
             if wanted > capacity:
-                raise MemoryError(f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved")
+                raise MemoryError(
+                    f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller arrays"
+                )
             start = self._mailbox_starts[self.rank]
             self.segment.commit(start, start + capacity)
         except MemoryError as error:

@@ -104,7 +104,9 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
     try:
         return xp.cuda.Memory(nbytes)
     except xp.cuda.runtime.CUDARuntimeError as error:
-        raise MemoryError(f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}") from error
+        raise MemoryError(
+            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches smaller"
+        ) from error
 
 
 def host_memory(is_pinned: bool) -> SlabMemory:

@@ -388,7 +388,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             return
         if isinstance(context, UpdateContext):
             raise RuntimeError(
-                f"{call} was called inside an update, which one rank runs: nothing may communicate there"
+                f"{call} was called inside an update, which one rank runs: nothing may communicate there; "
+                "call it before or after"
             )
         if isinstance(context, ReplicaContext):
             raise RuntimeError(

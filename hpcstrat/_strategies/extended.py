@@ -174,7 +174,9 @@ class StrategyExtended:
         strategy._require_cross_replica(call)
         with strategy._communicator.joint(call):
             if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
-                raise ValueError(f"{call}: {var!r} is not a variable of this strategy")
+                raise ValueError(
+                    f"{call}: {var!r} is not a variable of this strategy; pass one made under `with strategy.scope():`"
+                )
         return self._run_update(call, fn, (var, *args), dict(kwargs or {}), group)
 
     def update_non_slot(
@@ -271,7 +273,10 @@ class StrategyExtended:
         if _context.context() is not self._strategy._cross_context:
             raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")
         if not self.variable_created_in_scope(variable):
-            raise ValueError("StrategyExtended.colocate_vars_with: the variable is not one of this strategy")
+            raise ValueError(
+                "StrategyExtended.colocate_vars_with: the variable is not one of this strategy; "
+                "make it under `with strategy.scope():`"
+            )
         yield
 
     def variable_created_in_scope(self, v: Variable) -> bool:
@@ -300,4 +305,4 @@ def _place(variable: Variable, variables: Sequence[Variable]) -> int:
     for i, one in enumerate(variables):
         if one is variable:
             return i
-    raise ValueError("StrategyExtended.update: the function returned a variable that was not passed to it")
+    raise ValueError("StrategyExtended.update: the function returned a variable that was not passed to it; pass it too")

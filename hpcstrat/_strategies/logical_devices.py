@@ -23,7 +23,7 @@ class LogicalDeviceMethods:
         if not 0 <= logical_device_id < _DEVICES:
             raise ValueError(
                 f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
-                "a replica has one, number 0"
+                "a replica has one, so pass 0"
             )
         return tensor
 
@@ -43,14 +43,15 @@ class LogicalDeviceMethods:
         parts = list(partition_dimensions)
         if len(parts) != len(shape):
             raise ValueError(
-                f"{call}: {parts} has {len(parts)} entries, and a tensor of shape {shape} needs {len(shape)}"
+                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as the shape {shape} has"
             )
         if math.prod(parts) != _DEVICES:
             raise ValueError(
-                f"{call}: {parts} makes {math.prod(parts)} parts, and a replica has {_DEVICES} logical device"
+                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; for the replica's one "
+                "logical device all must be 1"
             )
         if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-            raise ValueError(f"{call}: {parts} does not divide the shape {shape}")
+            raise ValueError(f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}")
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:

@@ -79,7 +79,7 @@ def _place(
         problem = "" if ordinal is None else _why_no_nccl(ordinal, gpus)
         problems = [problem for problem in control.all_gather_obj(call, problem) if problem]
     if not all(gpus):
-        problems = ["some of them compute on the CPU"]
+        problems = ["some of them compute on the CPU; name a GPU for each"]
     if problems and control.rank == 0:
         message = f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}"
         with control.joint(call):  # where warnings are errors, it is one of all ranks

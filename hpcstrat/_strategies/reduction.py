@@ -26,7 +26,7 @@ def as_numbers(call: str, value: Any) -> Array:
         value = value.value()
     array = value if _gpu.is_on_gpu(value) else np.asarray(value)
     if not is_number(array.dtype):
-        raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one")
+        raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one; pass an array")
     return array
 
 
@@ -62,7 +62,7 @@ def _reduce_leaves(
 def _reduce_slices(communicator: Communicator, call: str, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
     with communicator.joint(call):
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}")
+            raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these")
         values, indices = as_numbers(call, slices.values), as_numbers(call, slices.indices)
         check_reducible(call, values.dtype, op)
     values, indices = communicator.all_gather(call, [values, indices], 0)
@@ -129,7 +129,7 @@ class _Inner:
 
     def __init__(self, call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
         if isinstance(value, IndexedSlices):
-            raise ValueError(f"{call}: IndexedSlices are reduced with axis=None, not along axis {axis}")
+            raise ValueError(f"{call}: IndexedSlices are not reduced along axis {axis}; pass axis=None")
         array = as_numbers(call, value)
         check_reducible(call, array.dtype, op)
         axes = _axes(call, axis, array.ndim)
@@ -156,7 +156,10 @@ class _Inner:
     def extreme(self, total: Array, count: Array) -> Any:
         if count == 0:
             if self._dtype.kind in "iub":
-                raise ValueError(f"{self._call}: {self._op.name} along an axis that has no elements on any replica")
+                raise ValueError(
+                    f"{self._call}: {self._op.name} along an axis that has no elements on any replica; "
+                    "give it at least one"
+                )
             total = self._xp.full_like(total, np.nan)
         return _scalar(total)
 
@@ -247,7 +250,7 @@ def _axes(call: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
         raise TypeError(f"{call}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
     if any(not -ndim <= a < ndim for a in axes):
-        raise ValueError(f"{call}: axis {axis} does not exist in a value of {ndim} dimensions")
+        raise ValueError(f"{call}: axis {axis} does not exist in a value of {ndim} dimensions; pass one that does")
     if len({a % ndim for a in axes}) < len(axes):
-        raise ValueError(f"{call}: axis {axis} names a dimension twice")
+        raise ValueError(f"{call}: axis {axis} names a dimension twice; name each once")
     return tuple(int(a) % ndim for a in axes)

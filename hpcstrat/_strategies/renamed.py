@@ -11,4 +11,4 @@ def warn_renamed(old: str, new: str) -> None:
     """Warns, the first time, that a method has a newer name. For use directly in the method of the old one."""
     if old not in _warned:
         _warned.add(old)
-        warnings.warn(f"Strategy.{old} is now called Strategy.{new}", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning, stacklevel=3)

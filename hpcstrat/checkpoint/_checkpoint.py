@@ -78,7 +78,9 @@ class Checkpoint:
             contents.require_cross_replica()
             path = _checked_path(call, path)
             if keep is not None and (not isinstance(keep, int) or keep < 1):
-                raise ValueError(f"{call}: keep is {keep!r}; it is the number of files to keep, at least 1, or None")
+                raise ValueError(
+                    f"{call}: keep is {keep!r}; it must be the number of files to keep, from 1 up, or None"
+                )
             entries, facts, root = contents.entries(), contents.facts(), contents.parameter_rank()
             communicator.exchange(signature(call, path, keep, root, _digest(contents.names), _digest(entries)))
         arrays = {name: _all_values(call, v) for name, v in contents.divided.items()}
@@ -100,7 +102,8 @@ class Checkpoint:
                 try:
                     _file.write(path, entries, facts, parts, keep)
                 except OSError as error:
-                    raise _told(call, path, error, "nothing was saved; what was there before is whole") from error
+                    not_saved = "nothing was saved; what was there before is whole. Correct this, and save again"
+                    raise _told(call, path, error, not_saved) from error
             communicator.exchange(signature(f"{call}: written"))
 
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
@@ -227,7 +230,7 @@ class _Restoring:
             try:
                 yield from self._file.parts(name)
             except OSError as error:
-                part_done = "the objects are restored in part: restore them again"
+                part_done = "the objects are restored in part; restore them again"
                 raise _told(self._call, self._file.path, error, part_done) from error
 
     def _shared(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
@@ -277,9 +280,9 @@ def _opened(call: str, path: str, communicator: Communicator) -> _file.Checkpoin
     try:
         return _file.CheckpointFile(path, communicator.work)
     except OSError as error:
-        raise _told(call, path, error, "nothing was changed") from error
+        raise _told(call, path, error, "nothing was changed; correct this, and restore again") from error
     except ValueError as error:
-        raise ValueError(f"{call}: {error}. Nothing was changed") from error
+        raise ValueError(f"{call}: {error}. Nothing was changed; pass another file") from error
 
 
 def _checked_fit(
@@ -288,7 +291,9 @@ def _checked_fit(
     try:
         fit = contents.fit(entries, facts)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{call}: what {path} says of its objects makes no sense: {error!r}") from error
+        raise ValueError(
+            f"{call}: what {path} says of its objects makes no sense: {error!r}; pass another file"
+        ) from error
     problems = list(fit.problems)
     if not partial:
         if fit.missing:
@@ -299,7 +304,10 @@ def _checked_fit(
         lines = "".join(f"\n  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
         hint = "" if fit.problems else "\nrestore(path, partial=True) takes what both have."
-        raise ValueError(f"{call}: {path} does not fit the objects. Nothing was changed.{lines}{more}{hint}")
+        raise ValueError(
+            f"{call}: {path} does not fit the objects. Nothing was changed; pass objects like those that were saved."
+            f"{lines}{more}{hint}"
+        )
     return fit
 
 

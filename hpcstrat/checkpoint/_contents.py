@@ -106,7 +106,7 @@ class Contents:
             self._kinds[name] = _POSITION
         else:
             raise TypeError(
-                f"{self._call}: {name} is {_shortened(repr(leaf))}, which cannot be saved; it takes variables, "
+                f"{self._call}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
                 "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. A number that "
                 "is to be saved goes into a variable: Variable(0, dtype=np.int64); of an object with attributes pass "
                 "vars(object)"

@@ -110,8 +110,8 @@ def _header(entries: list[tuple[str, Entry]], facts: Mapping[str, Any]) -> bytes
     length += padding
     if length > _LARGEST_HEADER:
         raise ValueError(
-            f"there are {len(entries)} arrays, whose names and shapes make a header of {length} bytes; "
-            f"{_LARGEST_HEADER} are the most"
+            f"Checkpoint.save: there are {len(entries)} arrays, whose names and shapes make a header of {length} "
+            f"bytes; it must not have more than {_LARGEST_HEADER}, so make several checkpoints"
         )
     head = _HEAD.format(version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0).encode()
     return length.to_bytes(_LENGTH_BYTES, "little") + head + rest + b" " * padding

@@ -87,7 +87,8 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(
-                f"No task with index {task_index!r} in job {job_name!r}; there are {', '.join(map(str, sorted(tasks)))}"
+                f"ClusterSpec.task_address: No task with index {task_index!r} in job {job_name!r}; there are "
+                f"{', '.join(map(str, sorted(tasks)))}, and it must be one of these"
             )
         return tasks[task_index]
 
@@ -103,7 +104,9 @@ class ClusterSpec:
     def _job(self, name: str) -> dict[int, str]:
         if name not in self._jobs:
             there = ", ".join(map(repr, self._jobs)) or "none"
-            raise ValueError(f"No such job in cluster: {name!r}; there are {there}")
+            raise ValueError(
+                f"ClusterSpec: No such job in cluster: {name!r}; there are {there}, and it must be one of these"
+            )
         return self._jobs[name]
 
 

@@ -120,7 +120,9 @@ def _variable(name: str) -> str:
 def _number(name: str) -> int:
     value = _variable(name)
     if not value.isdecimal():
-        raise RuntimeError(f"SlurmClusterResolver: {name} is {value!r}; srun sets it to a number from 0 up")
+        raise RuntimeError(
+            f"SlurmClusterResolver: {name} is {value!r}; srun sets it to a number from 0 up, as it must be"
+        )
     return int(value)
 
 
@@ -134,11 +136,12 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
             return dict.fromkeys(nodes, int(given))
         tasks = expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
     except ValueError as error:
-        raise RuntimeError(f"SlurmClusterResolver: {error}") from error
+        raise RuntimeError(f"SlurmClusterResolver: {error}; start the program by `srun`, which sets it") from error
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
             f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes)}), and "
-            f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks))})"
+            f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks))}); start the "
+            "program by `srun`, which sets both, or pass tasks_per_node"
         )
     return dict(zip(dict.fromkeys(nodes), tasks, strict=True))
 
@@ -151,7 +154,10 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
             f"({tasks_per_node}); start as many as the jobs have by `srun --ntasks={wanted}`"
         )
     if rank >= there:
-        raise RuntimeError(f"SlurmClusterResolver: SLURM_PROCID is {rank}, and there are {there} tasks, from 0 up")
+        raise RuntimeError(
+            f"SlurmClusterResolver: SLURM_PROCID is {rank}, and there are {there} tasks, from 0 up; "
+            "start the program by `srun`, which sets both"
+        )
 
 
 def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) -> int:

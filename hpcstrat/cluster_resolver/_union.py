@@ -35,7 +35,9 @@ class UnionResolver(ClusterResolver):
             raise ValueError("UnionResolver: pass at least one ClusterResolver")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
-                raise TypeError(f"UnionResolver: {resolver!r} is no ClusterResolver")
+                raise TypeError(
+                    f"UnionResolver: {resolver!r} is no ClusterResolver; pass one of hpcstrat.cluster_resolver"
+                )
         self._resolvers = resolvers
 
     def cluster_spec(self) -> ClusterSpec:

@@ -32,7 +32,9 @@ class DistributedInputIterator:
             StopIteration: there is none.
         """
         if self._iterator is None:
-            raise RuntimeError("get_next was called before initialize; call initialize() first")
+            raise RuntimeError(
+                "DistributedInputIterator.get_next was called before initialize; call initialize() first"
+            )
         return next(self._iterator)
 
 
@@ -57,7 +59,7 @@ class _StrategyV1(Strategy):
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
-                f"Strategy.make_input_fn_iterator: replication_mode is {replication_mode!r}; it must be "
+                f"{type(self).__name__}.make_input_fn_iterator: replication_mode is {replication_mode!r}; it must be "
                 "InputReplicationMode.PER_WORKER"
             )
         return DistributedInputIterator(self.distribute_datasets_from_function(input_fn))

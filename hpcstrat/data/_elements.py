@@ -27,7 +27,7 @@ def as_leaf(value: Any) -> Any:
         except ValueError as error:
             raise ValueError(
                 f"Dataset: a {type(value).__name__} does not make an array: {error}; "
-                "a tuple keeps arrays of different shapes apart"
+                "pass a tuple, which keeps arrays of different shapes apart"
             ) from error
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
             array = _narrowed(array)

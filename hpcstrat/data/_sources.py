@@ -186,7 +186,8 @@ def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
                 arrays.append(array[()])
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Dataset.from_generator: what the generator yielded is not like {like}: {error}"
+                f"Dataset.from_generator: what the generator yielded is not like {like}: {error}; "
+                "correct one or the other"
             ) from error
         return structure.unflatten(arrays)
 
@@ -207,7 +208,10 @@ class Batches(_Produced):
     def spec(self) -> Any:
         for element in self.elements(Walk(frozen=True)):
             return _nest.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
-        raise ValueError(f"element_spec: {self!r} has no batches, so their shapes and dtypes are not known")
+        raise ValueError(
+            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are not known; "
+            "give it at least one"
+        )
 
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
         batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()

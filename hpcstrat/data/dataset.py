@@ -306,7 +306,8 @@ class Dataset(Reiterable):
         if size < 0:
             why = {INFINITE: "infinite", UNKNOWN: "not known"}[size]
             raise TypeError(
-                f"len(Dataset): the number of elements is {why}; Dataset.cardinality says so without an error"
+                f"Dataset: len() has no result where the number of elements is {why}; call cardinality(), which "
+                "says so without an error"
             )
         return size
 
@@ -324,7 +325,7 @@ def node_of(dataset: Dataset) -> Node:
 
 def _node_of(dataset: Any, call: str) -> Node:
     if not isinstance(dataset, Dataset):
-        raise TypeError(f"{call}: {type(dataset).__name__} is not a Dataset; see Dataset.from_tensor_slices")
+        raise TypeError(f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices")
     return dataset._node
 
 

@@ -309,8 +309,8 @@ def _check_options(options: InputOptions | None, call: str) -> None:
         raise TypeError(f"{call}: options is {type(options).__name__}; it must be an InputOptions or None")
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
-            f"{call}: experimental_replication_mode is PER_REPLICA; only PER_WORKER is implemented: one pipeline feeds "
-            "all replicas"
+            f"{call}: experimental_replication_mode is PER_REPLICA; only PER_WORKER is implemented: pass it, and one "
+            "pipeline feeds all replicas"
         )
     if options.experimental_place_dataset_on_device:
         raise ValueError(

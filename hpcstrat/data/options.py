@@ -31,7 +31,7 @@ class InputContext:
         if rest:
             raise ValueError(
                 f"InputContext.get_per_replica_batch_size: global_batch_size is {global_batch_size}, which "
-                f"{self.num_replicas_in_sync} replicas do not divide; the next multiple is "
+                f"{self.num_replicas_in_sync} replicas do not divide; pass a multiple, such as "
                 f"{(share + 1) * self.num_replicas_in_sync}"
             )
         return share

@@ -35,7 +35,9 @@ class _Adam(Optimizer):
     ) -> None:
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
             if not 0 <= value < 1:
-                raise ValueError(f"{name}: {argument} is {value!r}; it must be at least 0 and less than 1")
+                raise ValueError(
+                    f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and less than 1"
+                )
         super().__init__(learning_rate, global_clipnorm, name)
         self.beta_1: float = float(beta_1)
         self.beta_2: float = float(beta_2)

@@ -37,7 +37,9 @@ class Optimizer(abc.ABC):
 
     def __init__(self, learning_rate: LearningRate, global_clipnorm: float | None, name: str) -> None:
         if global_clipnorm is not None and not global_clipnorm > 0:
-            raise ValueError(f"{name}: global_clipnorm is {global_clipnorm!r}; it must be a positive number or None")
+            raise ValueError(
+                f"{type(self).__name__}: global_clipnorm is {global_clipnorm!r}; it must be positive or None"
+            )
         self.name = name
         self.global_clipnorm = global_clipnorm
         self.learning_rate = learning_rate
@@ -115,7 +117,7 @@ class Optimizer(abc.ABC):
             gradients, dense, sparse = _sorted(call, pairs)
             if not gradients and not sparse:
                 communicator.exchange(signature(call, "no gradient"))
-                raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient")
+                raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
             key = tuple([id(v) for v in dense])
             if sparse or key not in self._plans:
                 self._check_variables(call, strategy, [*dense, *(v for _, v in sparse)])
@@ -200,7 +202,7 @@ class Optimizer(abc.ABC):
 
     def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
         if not pairs or not isinstance(pairs[0], (tuple, list)) or not isinstance(pairs[0][-1], Variable):
-            raise ValueError(f"{call}: it takes (gradient, variable) pairs, at least one; it got {pairs!r}")
+            raise ValueError(f"{call}: it takes (gradient, variable) pairs and got {pairs!r}; pass at least one")
         strategy, context = pairs[0][1]._strategy, _context.context()
         if context is not None and context.strategy is not strategy:
             raise RuntimeError(
@@ -214,10 +216,11 @@ class Optimizer(abc.ABC):
             raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
         for v in variables:
             if v._strategy is not strategy:
-                raise ValueError(f"{call}: the variables belong to different strategies")
+                raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
             if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
                 raise ValueError(
-                    f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}; only floats have gradients"
+                    f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
+                    "leave it out"
                 )
             if v._is_on_read:
                 raise ValueError(
@@ -297,14 +300,14 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
         raise ValueError(
             f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
             f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} "
-            f"they are {('k', *variable.shape[1:])} and ('k',), of integers"
+            f"they must be {('k', *variable.shape[1:])} and ('k',), of integers"
         )
     if indices.size and not (0 <= indices.min() and indices.max() < variable.shape[0]):
-        raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}")
+        raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be")
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
-            f"{variable.dtype.name}"
+            f"{variable.dtype.name}; cast it first"
         )
     return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
 
@@ -318,7 +321,7 @@ def _sorted(
     sparse: list[tuple[IndexedSlices, Variable]] = []
     for pair in pairs:
         if len(pair) != 2 or not isinstance(pair[1], Variable):
-            raise ValueError(f"{call}: it takes (gradient, variable) pairs; one of them is {pair!r}")
+            raise ValueError(f"{call}: it takes (gradient, variable) pairs; one is {pair!r}, and must be such a pair")
         gradient, variable = pair
         if gradient is None:
             continue
@@ -343,10 +346,12 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
     array = as_array(call, gradient, variable._strategy._stream is not None)
     if array.shape != view.shape:
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}"
+            f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "
+            "they must be equal"
         )
     if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into {view.dtype.name}"
+            f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
+            f"{view.dtype.name}; cast it first"
         )
     return array if isinstance(view, np.ndarray) else variable._strategy.xp.asarray(array)

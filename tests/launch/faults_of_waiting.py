@@ -158,7 +158,7 @@ STARTS = {
     ),
     "other versions": Fault(
         "hs.barrier()",
-        [r"RuntimeError: the ranks must run the same versions, but NumPy is .*, 0\.1 on rank 2"],
+        [r"RuntimeError: hpcstrat cannot connect the ranks: .* the same versions, but NumPy is .*, 0\.1 on rank 2"],
         r"\[rank 0\] Traceback",
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: np.__version__ = '0.1'\nstrategy ="),
     ),

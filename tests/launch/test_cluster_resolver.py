@@ -39,4 +39,7 @@ def test_an_error_of_one_rank_ends_all(launch):
     result = launch(FAILING, 2)
     assert result.status != 0
     assert result.leftovers == []
-    assert "ValueError: No such job in cluster: 'ps'; there are 'worker'" in result.tagged(1)
+    assert (
+        "ValueError: ClusterSpec: No such job in cluster: 'ps'; there are 'worker', and it must be one of these"
+        in result.tagged(1)
+    )

@@ -88,7 +88,7 @@ def test_nothing_is_wrong():
 @pytest.mark.parametrize(
     "ranks, mpirun, error, what, remedy",
     [
-        ([rank_facts()], MPICH, "two jobs of one", "not connected: two jobs of one", "see the message"),
+        ([rank_facts()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
         ([rank_facts()], (None, ""), "", "no mpirun", "srun"),
         (
             [rank_facts()],

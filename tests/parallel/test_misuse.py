@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from messages import names_call, tells_way_out
 from misuse import FIVE, KINDS, ONES, RANK, Env, N
 
 import hpcstrat as hs
@@ -534,18 +535,38 @@ def _nothing_has_changed(env):
     env.v.assign(np.zeros(3))
 
 
+NOT_OURS = {
+    "merge_call: no function": "Python calls it",
+    "random_generator": "NumPy makes it",
+    "run: not callable": "Python calls it",
+    "values from function: fails": "the function's own",
+    "values from function: not callable": "Python calls it",
+    "variable of a ragged list": "NumPy reads it",
+    "variable of no dtype": "NumPy reads it",
+}
+"""Errors that come through the library."""
+
+
+def check_text(name, error):
+    """Checks that a misuse's message, if it is the library's, names the call and the way out."""
+    if name not in NOT_OURS:
+        assert names_call(str(error)) and tells_way_out(str(error)), str(error)
+
+
 @pytest.mark.parametrize("name", ACROSS)
 def test_across_replicas(env, name):
     case = ACROSS[name]
-    with pytest.raises(case.error, match=case.match):
+    with pytest.raises(case.error, match=case.match) as caught:
         case.wrong(env)
+    check_text(name, caught.value)
 
 
 @pytest.mark.parametrize("name", INSIDE)
 def test_in_a_replica(env, name):
     case = INSIDE[name]
-    with pytest.raises(case.error, match=case.match):
+    with pytest.raises(case.error, match=case.match) as caught:
         env.s.run(lambda: case.wrong(env))
+    check_text(name, caught.value)
 
 
 several = pytest.mark.skipif(N == 1, reason="one rank is all of them")

@@ -117,6 +117,15 @@ def test_buffers_are_made_once(place):
 
 
 @pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+def test_buffers_for_different_variables(place):
+    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
+        variables, optimizer = made(2), hs.optimizers.SGD(0.1)
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers\("):
+            optimizer.gradient_buffers(variables if RANK == 0 else variables[:1])
+        assert len(optimizer.gradient_buffers(variables)) == len(variables)
+
+
+@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
 def test_one_rank_passes_its_buffers_and_another_does_not(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)

@@ -245,11 +245,11 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
             )
             strategy.experimental_distribute_datasets_from_function(lambda context: hs.data.Dataset.range(4).batch(1))
     assert [(one.category, str(one.message)) for one in caught] == [
-        (DeprecationWarning, "Strategy.experimental_run_v2 is now called Strategy.run"),
+        (DeprecationWarning, "Strategy.experimental_run_v2 is now called Strategy.run; use that"),
         (
             DeprecationWarning,
             "Strategy.experimental_distribute_datasets_from_function is now called "
-            "Strategy.distribute_datasets_from_function",
+            "Strategy.distribute_datasets_from_function; use that",
         ),
     ]
     assert all(one.filename == __file__ for one in caught)

@@ -85,7 +85,7 @@ def test_sources_refuse_what_makes_no_elements():
         Dataset.from_tensor_slices(np.array(3))
     with pytest.raises(TypeError, match="must be an array"):
         Dataset.from_tensors(None)
-    with pytest.raises(ValueError, match="a tuple keeps arrays of different shapes apart"):
+    with pytest.raises(ValueError, match="pass a tuple, which keeps arrays of different shapes apart"):
         Dataset.from_tensors([[1, 2], [3]])
 
 

@@ -66,7 +66,7 @@ class Judge:
                 process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 text = (
                     f"the job ends: {_listed(missing)}{process} ended without leaving the program: by os._exit, a "
-                    "signal, or for want of memory"
+                    "signal, or for want of memory; look at what it printed last, and at its host's memory"
                 )
                 return self._verdict(True, text, notes, dead, silence)
             return None
@@ -80,7 +80,7 @@ class Judge:
         quiet = now - self._since
         patience = max(note.patience for note in notes if note is not None)
         if quiet >= self._timeout_seconds + patience:
-            text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS)"
+            text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make the same calls"
             return self._verdict(True, text, notes, dead, silence)
         if quiet >= self._stall_seconds + patience and not self._reported:
             self._reported = True

@@ -118,7 +118,9 @@ class Watch:
         """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
         if self._board.dead:
             time.sleep(SETTLING_SECONDS)
-            _failure.end_job("hpcstrat: the job ends: rank 0, or the network to its host, is gone")
+            _failure.end_job(
+                "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
+            )
         heard = self._board.silent_since()
         limit = self._timeout_seconds + self._patience
         now = time.monotonic()
@@ -129,7 +131,7 @@ class Watch:
             place, _ = notes.find_place()
             _failure.end_job(
                 f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {place}"
+                f"this rank was at {place}. Look whether rank 0 still runs, and its host still answers"
             )
 
     def _act(self, verdict: Verdict) -> None:
@@ -163,14 +165,15 @@ def waiting_for_all(what: str) -> Iterator[None]:
             place, _ = notes.find_place()
             _failure.say(
                 f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
-                f"have come. The job ends after {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
+                "have come; all must make a strategy. The job ends after "
+                f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
             )
         if not is_done_after(timeout_seconds):
             place, _ = notes.find_place()
             _world.unlink_segments()
             _failure.end_job(
                 f"hpcstrat: the job ends: {what} since {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS), at {place}: "
-                "not all ranks have come"
+                "not all ranks have come; all must make a strategy"
             )
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()

@@ -1,0 +1,188 @@
+"""Wrong uses that one process shows, of what stands beside the strategies: each raises what its docstring says."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from messages import names_call, tells_way_out
+
+import hpcstrat as hs
+from hpcstrat.checkpoint import Checkpoint, PreemptionHandler
+from hpcstrat.cluster_resolver import (
+    ClusterSpec,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
+from hpcstrat.data import Dataset
+
+V1 = hs.compat.v1
+A_DATASET: Any = Dataset.range(4)
+
+
+def simple(tasks):
+    return SimpleClusterResolver(ClusterSpec({"worker": tasks}))
+
+
+def across(fn):
+    """Calls it in the cross-replica context."""
+    with hs.MirroredStrategy().scope():
+        return fn()
+
+
+def in_a_thread(fn):
+    raised = []
+
+    def run():
+        try:
+            fn()
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise raised[0]
+
+
+def v1_iterator():
+    return V1.MirroredStrategy().make_dataset_iterator(Dataset.range(4).batch(2))
+
+
+def tf_config(text):
+    def ask(monkeypatch):
+        monkeypatch.setenv("TF_CONFIG", text)
+        return TFConfigClusterResolver().cluster_spec()
+
+    return ask
+
+
+CASES: dict[str, tuple[Any, type[Exception], str]] = {
+    # the program
+    "patience: negative": (lambda _: hs.patience(-1), ValueError, "patience: seconds is -1; it must"),
+    "patience: nan": (lambda _: hs.patience(np.nan), ValueError, "patience: seconds is nan"),
+    "broadcast_object": (
+        lambda _: hs.broadcast_object(lambda: 0),
+        TypeError,
+        "broadcast_object: .*cannot travel between ranks",
+    ),
+    # strategies
+    "another cluster": (
+        lambda _: hs.MultiWorkerMirroredStrategy(simple(["n1:1", "n2:2"])),
+        RuntimeError,
+        "MultiWorkerMirroredStrategy: the cluster_resolver knows 2 tasks .* 1 hosts",
+    ),
+    "a number as dataset": (
+        lambda _: hs.MirroredStrategy().experimental_distribute_dataset(5),
+        TypeError,
+        "Strategy.experimental_distribute_dataset: int is not a dataset",
+    ),
+    "a dataset as its function": (
+        lambda _: hs.MirroredStrategy().distribute_datasets_from_function(A_DATASET),
+        TypeError,
+        "Strategy.distribute_datasets_from_function: dataset_fn is Dataset",
+    ),
+    "v1: too early": (
+        lambda _: v1_iterator().get_next(),
+        RuntimeError,
+        r"DistributedInputIterator.get_next was called before initialize; call initialize\(\)",
+    ),
+    "v1: another mode": (
+        lambda _: V1.MirroredStrategy().make_input_fn_iterator(
+            lambda context: Dataset.range(4), hs.InputReplicationMode.PER_REPLICA
+        ),
+        ValueError,
+        "MirroredStrategy.make_input_fn_iterator: replication_mode is .*PER_WORKER",
+    ),
+    # losses
+    "average loss: no dimension": (
+        lambda _: hs.losses.compute_average_loss(2.0),
+        ValueError,
+        "compute_average_loss: the loss has no dimension",
+    ),
+    "average loss: negative batch": (
+        lambda _: hs.losses.compute_average_loss([2.0], global_batch_size=-1),
+        ValueError,
+        "compute_average_loss: global_batch_size is -1",
+    ),
+    "average loss across replicas": (
+        lambda _: across(lambda: hs.losses.compute_average_loss([2.0])),
+        RuntimeError,
+        "compute_average_loss was called in the cross-replica context",
+    ),
+    "regularization loss across replicas": (
+        lambda _: across(lambda: hs.losses.scale_regularization_loss(2.0)),
+        RuntimeError,
+        "scale_regularization_loss was called in the cross-replica context",
+    ),
+    # optimizers
+    "SGD: momentum": (lambda _: hs.optimizers.SGD(0.1, momentum=2), ValueError, "SGD: momentum is 2"),
+    "RMSprop: rho": (lambda _: hs.optimizers.RMSprop(0.1, rho=-1), ValueError, "RMSprop: rho is -1"),
+    "Adam: beta_1": (lambda _: hs.optimizers.Adam(0.1, beta_1=1), ValueError, "Adam: beta_1 is 1"),
+    "AdamW: beta_2": (lambda _: hs.optimizers.AdamW(0.1, beta_2=-1, name="mine"), ValueError, "AdamW: beta_2 is -1"),
+    "Adagrad: accumulator": (
+        lambda _: hs.optimizers.Adagrad(0.1, initial_accumulator_value=-1),
+        ValueError,
+        "Adagrad: initial_accumulator_value is -1",
+    ),
+    "SGD: clipnorm": (
+        lambda _: hs.optimizers.SGD(0.1, global_clipnorm=0, name="mine"),
+        ValueError,
+        "SGD: global_clipnorm is 0; it must",
+    ),
+    # datasets
+    "slices of None": (lambda _: Dataset.from_tensor_slices(None), TypeError, "Dataset: a leaf of an element is None"),
+    "unbatch of numbers": (lambda _: list(Dataset.range(4).unbatch()), ValueError, "Dataset: .*first dimension"),
+    "len without end": (lambda _: len(Dataset.range(4).repeat()), TypeError, r"Dataset: len\(\) .* infinite"),
+    # checkpoints
+    "a handler in a thread": (
+        lambda _: in_a_thread(lambda: PreemptionHandler(Checkpoint(), "x")),
+        RuntimeError,
+        "PreemptionHandler was made in the thread",
+    ),
+    # resolvers
+    "MPI: no such task": (
+        lambda _: MPIClusterResolver().master("worker", 7),
+        ValueError,
+        "ClusterSpec.task_address: No task with index 7",
+    ),
+    "union: no such job": (
+        lambda _: UnionResolver(simple(["a"])).master("ps", 0),
+        ValueError,
+        "ClusterSpec: No such job in cluster: 'ps'; there are 'worker'",
+    ),
+    "TF_CONFIG: tasks": (tf_config('{"cluster": {"worker": 5}}'), TypeError, "ClusterSpec: the tasks of job 'worker'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_use(name, monkeypatch):
+    wrong, error, match = CASES[name]
+    with pytest.raises(error, match=match) as caught:
+        wrong(monkeypatch)
+    assert names_call(str(caught.value)) and tells_way_out(str(caught.value))
+
+
+def test_two_resolvers_with_one_task():
+    union = UnionResolver(simple({1: "a"}), simple({1: "b"}))
+    with pytest.raises(KeyError) as caught:
+        union.master("worker", 1)
+    (text,) = caught.value.args  # which Python shows in quotes
+    assert text == "UnionResolver: two resolvers give task 1 of job 'worker'; number them apart"
+
+
+def test_the_end_of_the_data_is_pythons():
+    iterator = v1_iterator()
+    iterator.initialize()
+    strategy = V1.MirroredStrategy()
+    assert [strategy.experimental_run(lambda x: x.sum(), iterator) for _ in range(2)] == [0 + 1, 2 + 3]
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    with pytest.raises(StopIteration):
+        strategy.experimental_run(lambda x: x, iterator)
+    distributed = iter(strategy.experimental_distribute_dataset(Dataset.range(2).batch(2)))
+    assert distributed.get_next().tolist() == [0, 1]
+    with pytest.raises(StopIteration):
+        distributed.get_next()
