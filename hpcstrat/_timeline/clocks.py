@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hpcstrat._communicators import Communicator
 
 _ROUNDS = 16
-_CALL = "comparing the hosts' clocks"
+_CALL = "HPCSTRAT_TIMELINE, the clocks"
 
 
 def zero(communicator: Communicator, hosts: Sequence[int]) -> int:

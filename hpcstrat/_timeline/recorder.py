@@ -132,12 +132,18 @@ class Recorder:
         lines = [*self._new_names(), *lines]
         if self._spans.is_full and self._rank == 0:
             self._spans.is_full = False
-            _failure.say(f"hpcstrat: the timeline {self._file.path} is full; what comes now is not noted")
+            _failure.say(
+                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not noted; "
+                "make one of fewer steps"
+            )
         try:
             self._file.append(lines)
         except OSError as error:
             self._is_open = False
-            _failure.say(f"hpcstrat: the timeline {self._file.path} cannot be written any more: {error}")
+            _failure.say(
+                f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the program goes on: "
+                f"{error}. Name a file on a disk that has room"
+            )
 
     def _of_ended(self) -> Iterator[str]:
         ended = self._spans.ended

@@ -13,7 +13,7 @@ from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
 from hpcstrat._timeline.traced import trace
 
-_CALL = "making the timeline"
+_CALL = "HPCSTRAT_TIMELINE, the file"
 
 _recorder: Recorder | None = None
 
@@ -66,7 +66,7 @@ def _open(path: str, is_first: bool) -> TraceFile:
 
 def _end(path: str, communicator: MessageCommunicator) -> None:
     """Makes one file of all hosts'. Collective: all ranks have written all they had."""
-    communicator.barrier("the end of the timeline")
+    communicator.barrier("HPCSTRAT_TIMELINE, the end")
     if communicator.rank == 0:
         _join(path, max(_world.start().hosts) + 1)
 

@@ -28,6 +28,7 @@ AFTERWARDS = ("_verdict", "return", "Fault")
 
 CHECKPOINT = "a part: Checkpoint puts the call before it, and behind it what to do"
 SLURM = "a part: SlurmClusterResolver puts its name before it, and behind it what to do"
+COMMAND = "a part: `python -m hpcstrat timeline` puts its name before it"
 PASSED_ON = "collected where it comes from"
 NEVER = "cannot be, unless the library has a fault"
 MEMORY = "the traceback names the call, which is any that needs memory"
@@ -61,12 +62,15 @@ PARTS = {
     "{message} is no note": NEVER,
 }
 NAME_NO_CALL = PARTS | {
+    "--plot needs matplotlib": COMMAND,
     "no address space for variables": MEMORY,
     "no memory for a message between replicas": MEMORY,
     "no {nbytes} bytes in a row": MEMORY,
+    "rank {rank} ran {": COMMAND,
     "starting NCCL: ": "of the first strategy on these GPUs, whose constructor the traceback shows",
     "the ranks must make the same call": "each rank's call follows, a line each",
     "{lines}hpcstrat: this exception left Strategy.run": "the traceback of the exception comes first",
+    "{path} is no timeline": COMMAND,
     "{nbytes} bytes are wanted": MEMORY,
     "{nbytes} bytes cannot be had": MEMORY,
     "{nbytes} bytes of pinned host memory": MEMORY,

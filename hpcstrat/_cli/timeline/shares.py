@@ -110,8 +110,8 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
     begins = steps_of(tracks)
     if len(begins) < 2:
         raise ValueError(
-            f"rank {rank} ran too few steps: it takes three calls of Strategy.run with the same function to tell what "
-            "they spend their time on"
+            f"rank {rank} ran {len(begins) + 1} steps at most, and three tell what they spend their time on; call "
+            "Strategy.run more often with the same function"
         )
     begin, end = begins[0], begins[-1]
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
