@@ -27,6 +27,7 @@ class RankFacts(TypedDict):
         host: the name of its host.
         versions: of what is installed, by name; what is missing is `"not installed"`.
         cores: the cores that it may run on.
+        host_cores: how many its host has.
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
         shared_memory: MiB that are left in /dev/shm; `None` where there is none.
@@ -37,6 +38,7 @@ class RankFacts(TypedDict):
     host: str
     versions: dict[str, str]
     cores: list[int]
+    host_cores: int
     gpus: list[str]
     hidden_gpus: bool
     shared_memory: int | None
@@ -52,6 +54,7 @@ def gather_own() -> RankFacts:
         "host": socket.gethostname(),
         "versions": _versions(),
         "cores": sorted(os.sched_getaffinity(0)),
+        "host_cores": os.cpu_count() or 1,
         "gpus": gpus,
         "hidden_gpus": not gpus and bool(glob.glob("/dev/nvidia[0-9]*")),
         "shared_memory": _shared_memory(),

@@ -86,10 +86,13 @@ def _host_faults(ranks: Sequence[RankFacts]) -> list[Fault]:
             )
         cores = {core for rank in here for core in rank["cores"]}
         if len(cores) < len(here):
+            is_bound = len(cores) < here[0]["host_cores"]
             found.append(
                 Fault(
                     f"{len(here)} ranks of {host} run on {len(cores)} core{'s' * (len(cores) > 1)}: they take turns",
-                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`",
+                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`"
+                    if is_bound
+                    else f"start {len(cores)} ranks or fewer there",
                 )
             )
     return found
