@@ -34,11 +34,6 @@ def as_tensor(array):
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
 
 
-def as_array(tensor, xp):
-    """The same memory as an array of the strategy's module."""
-    return tensor.numpy() if xp is np else xp.from_dlpack(tensor)
-
-
 def main():
     parser = argparse.ArgumentParser(description="A PyTorch module over a strategy's variables.")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the images (%(default)s)")
@@ -49,7 +44,7 @@ def main():
     module = make_module(seed=0)
     names = [name for name, _ in module.named_parameters()]
     with strategy.scope():
-        variables = [hs.Variable(value.detach().numpy(), name=name) for name, value in module.named_parameters()]
+        variables = [hs.Variable(value, name=name) for name, value in module.named_parameters()]
         optimizer = hs.optimizers.SGD(0.1, momentum=0.9)
         loss = hs.metrics.Mean()
     module.to("meta")  # its own parameters are not used
@@ -60,9 +55,8 @@ def main():
         scores = torch.func.functional_call(module, dict(zip(names, values, strict=True)), inputs)
         losses = torch.nn.functional.cross_entropy(scores, as_tensor(digits), reduction="none")
         gradients = torch.autograd.grad(losses.sum() / options.batch_size, values)
-        found = [as_array(gradient, strategy.xp) for gradient in gradients]
-        optimizer.apply_gradients(zip(found, variables, strict=True))
-        loss.update_state(as_array(losses.detach(), strategy.xp))
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        loss.update_state(losses)
 
     images, digits = load_data()
     dataset = hs.data.Dataset.from_tensor_slices((images, digits)).batch(options.batch_size, drop_remainder=True)

@@ -44,6 +44,9 @@ def array_module(*arrays: Any) -> Any:
     return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
 
 
+_held: list[Any] = []
+
+
 @functools.cache
 def visible() -> tuple[str, ...]:
     """The unique id of each GPU that this process may use, in CUDA's order; none without a driver.
@@ -138,6 +141,7 @@ class _Current:
         stream = self._stream
         if self._outer.ptr != stream.raw.ptr:
             stream.let_wait(self._outer)
+            _held.clear()
             self._outer.use()
         if self._device != stream.ordinal:
             stream._cuda.runtime.setDevice(self._device)
@@ -157,6 +161,14 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
             f"{nbytes:,} bytes of pinned host memory cannot be had: {error}; start fewer ranks on a host"
         ) from error
     return np.frombuffer(memory, np.uint8, nbytes)
+
+
+def hold(array: Any) -> None:
+    """Keeps memory of another library, which may be read on a stream, until another stream waits for that one.
+
+    Its library orders the memory's next use with its own streams only.
+    """
+    _held.append(array)
 
 
 def to_host(array: Any) -> Any:

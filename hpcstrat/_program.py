@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from hpcstrat import _launcher, _nest, _world
+from hpcstrat._array_protocols import to_host
 from hpcstrat._communicators import connect, connected
 from hpcstrat._communicators.records import signature
 from hpcstrat._variables import Variable
@@ -98,7 +99,11 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
 
 
 def asnumpy(x: Any) -> Any:
-    """A copy in host memory of an array, a variable or a number, or of each in a nest."""
+    """A copy in host memory of an array, of any library, a variable or a number, or of each in a nest.
+
+    Raises:
+        TypeError: a leaf is an array without values, such as a sparse tensor.
+    """
     return _nest.map_leaves(_asnumpy, x)
 
 
@@ -107,9 +112,7 @@ def _asnumpy(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, Variable):
         return leaf.numpy()
-    if hasattr(leaf, "get") and hasattr(leaf, "__cuda_array_interface__"):
-        return leaf.get()
-    return np.array(leaf)
+    return to_host("asnumpy", leaf)
 
 
 @overload

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _gpu
+from hpcstrat._array_protocols import as_array, has_own_dtype
 from hpcstrat._communicators.dtypes import is_number, native
 from hpcstrat._storage.base import Array, Rule
 from hpcstrat._types import ReduceOp
@@ -65,7 +65,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
         TypeError: it is no array of numbers and does not become one, or is on a GPU and `on_gpu` is false.
         ValueError: it has another shape than `shape`, or does not go into `dtype`.
     """
-    if callable(value) and not hasattr(value, "__array__") and not hasattr(value, "__cuda_array_interface__"):
+    if callable(value) and not has_own_dtype(value):
         value = value()
     if isinstance(value, DistributedValues):
         raise ValueError("Variable: the initial value is one value a replica; reduce it first")
@@ -75,7 +75,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
             f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
             "callable without arguments that gives one"
         )
-    if dtype is None and not hasattr(value, "dtype"):
+    if dtype is None and not has_own_dtype(value):
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
         dtype = np.dtype(dtype)
@@ -111,13 +111,13 @@ def written_array(
             f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
             "strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
-    array = as_array(call, value, on_gpu)
+    array = as_operand(call, value, on_gpu)
     if array.shape != shape:
         raise ValueError(
             f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "
             "variable, so pass an array of exactly its shape"
         )
-    from_python = not hasattr(value, "dtype")
+    from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not ((integers and from_python) or _casts(array, dtype)) or (integers and not _fits(array, dtype)):
         raise ValueError(
@@ -146,19 +146,18 @@ def shared_out(call: str, value: Array, replicas: int) -> Array:
     return share
 
 
-def as_array(call: str, value: Any, on_gpu: bool) -> Array:
-    """`value` as an array for a variable of a replica that computes on a GPU, or on the CPU.
+def as_operand(call: str, value: Any, on_gpu: bool) -> Array:
+    """`as_array` of what changes a variable.
+
+    Another library's memory comes back read-only on the host: it may be a variable's, and is not read in place then.
 
     Raises:
-        TypeError: it is on a GPU, and the replica computes on the CPU.
+        TypeError: see `as_array`.
     """
-    if not hasattr(value, "__cuda_array_interface__"):
-        return np.asarray(value)
-    if not on_gpu:
-        raise TypeError(
-            f"{call}: the value is on a GPU, and this strategy's replica computes on the CPU; pass hs.asnumpy(value)"
-        )
-    return _gpu.load_cupy(call).asarray(value)
+    array = as_array(call, value, on_gpu)
+    if array is not value and isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
 
 
 def _casts(array: Array, dtype: np.dtype[Any]) -> bool:

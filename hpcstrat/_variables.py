@@ -59,7 +59,7 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     """
 
     __slots__ = (
-        *("__weakref__", "_block", "_is_on_read", "_plan", "_strategy"),
+        *("__weakref__", "_block", "_interface", "_is_on_read", "_plan", "_strategy"),
         *("aggregation", "name", "synchronization", "trainable"),
     )
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
@@ -94,6 +94,10 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
         storage = strategy._replica_storage if self._is_on_read else strategy._storage
         self._block = storage.create(f"Variable {self.name!r}", initial)
         self._plan: Plan | None = None
+        view = self._block.view
+        # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere outside of a replica.
+        has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
+        self._interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
 
     # ---- facts
 
@@ -201,8 +205,31 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     def __index__(self) -> int:
         return operator.index(self._readable())
 
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.value().copy().__dlpack__(**kwargs)
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
+        if self._interface is None or not _in_replica_of(self._strategy):
+            raise AttributeError("a variable has an __array_interface__ on the CPU in a replica context; call numpy()")
+        return self._interface.copy()
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if copy is False:
+            raise BufferError(
+                f"the variable {self.name!r} is exported as a copy, because who takes it could write to it; without a "
+                "copy, and read-only, pass value() in a replica context"
+            )
+        if dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"the variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory")
+        del max_version  # what is writable needs no flag of the newer ones
+        self._check_readable()
+        return self._block.view.copy().__dlpack__(stream=stream)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _gpu
+from hpcstrat._array_protocols import as_array
 from hpcstrat._context import ReplicaContext
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
@@ -59,8 +60,10 @@ class Metric:
         return total / count if count else np.float64(0.0)
 
 
-def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
+def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
+    values = as_array(call, values, on_gpu=True)
+    sample_weight = None if sample_weight is None else as_array(call, sample_weight, on_gpu=True)
     xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
     if sample_weight is None:
@@ -72,6 +75,7 @@ def _weighted(values: Any, sample_weight: Any) -> tuple[Any, Any]:
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    y_true, y_pred = as_array(call, y_true, on_gpu=True), as_array(call, y_pred, on_gpu=True)
     xp = _gpu.array_module(y_true, y_pred)
     true, predicted = xp.asarray(y_true), xp.asarray(y_pred)
     if true.shape != predicted.shape:
@@ -87,7 +91,7 @@ class Mean(Metric):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Adds values, an array of any shape, counted by weight. For a replica function; never communicates."""
-        self._add(*_weighted(values, sample_weight))
+        self._add(*_weighted(f"{type(self).__name__}.update_state", values, sample_weight))
 
 
 class Sum(Metric):
@@ -98,7 +102,7 @@ class Sum(Metric):
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Adds values, an array of any shape, each times its weight. For a replica function; never communicates."""
-        self._add(*_weighted(values, sample_weight))
+        self._add(*_weighted(f"{type(self).__name__}.update_state", values, sample_weight))
 
     def _combine(self, total: Any, count: Any) -> Any:
         return total
@@ -116,8 +120,9 @@ class Accuracy(Metric):
         Raises:
             ValueError: the shapes differ.
         """
-        true, predicted = _pair("Accuracy.update_state", y_true, y_pred)
-        self._add(*_weighted(true == predicted, sample_weight))
+        call = "Accuracy.update_state"
+        true, predicted = _pair(call, y_true, y_pred)
+        self._add(*_weighted(call, true == predicted, sample_weight))
 
 
 class MeanSquaredError(Metric):
@@ -132,6 +137,7 @@ class MeanSquaredError(Metric):
         Raises:
             ValueError: the shapes differ.
         """
-        true, predicted = _pair("MeanSquaredError.update_state", y_true, y_pred)
+        call = "MeanSquaredError.update_state"
+        true, predicted = _pair(call, y_true, y_pred)
         errors = true.astype(np.float64) - predicted  # first, because unsigned integers have no negative differences
-        self._add(*_weighted(errors**2, sample_weight))
+        self._add(*_weighted(call, errors**2, sample_weight))

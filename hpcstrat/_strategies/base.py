@@ -300,21 +300,23 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         Returns:
             For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas, but in a
             `MultiWorkerMirroredStrategy` of those of this host. For a nest that holds such leaves a tuple of nests; for
-            anything else `(value,)`.
+            anything else `(value,)`. Arrays of other libraries are NumPy's, or CuPy's, there.
 
         Raises:
             TypeError: a component cannot travel between ranks.
         """
         leaves, structure = _nest.flatten(value)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+        call = "Strategy.experimental_local_results"
         if not places:
-            return (value,)
+            return (reduction.as_own(call, value),)
         own = [leaves[i]._component for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            call = "Strategy.experimental_local_results"
             with self._on_stream():
+                with self._communicator.joint(call):
+                    packed = travel.pack(call, own)
                 everyones = self._communicator.all_gather_obj(
-                    call, travel.pack(own), _nest.describe(structure), f"distributed at {places}"
+                    call, packed, _nest.describe(structure), f"distributed at {places}"
                 )
                 everyones = [travel.unpack(everyones[rank], self._stream) for rank in self._workers.peers]
         else:

@@ -116,10 +116,11 @@ class StrategyExtended:
         call = "StrategyExtended.broadcast_to"
         strategy = self._strategy
         strategy._require_cross_replica(call)
-        with strategy._communicator.joint(call):
-            self._check_destinations(call, destinations)
         with strategy._on_stream():
-            sent = strategy._communicator.broadcast_obj(call, travel.pack(tensor), strategy._root)
+            with strategy._communicator.joint(call):
+                self._check_destinations(call, destinations)
+                packed = travel.pack(call, tensor)
+            sent = strategy._communicator.broadcast_obj(call, packed, strategy._root)
             return self._sent(travel.unpack(sent, strategy._stream), destinations)
 
     def _check_destinations(self, call: str, destinations: Any) -> None:
@@ -249,7 +250,9 @@ class StrategyExtended:
                 ]
                 sent = [form.unflatten(leaves)]
         with strategy._on_stream():
-            sent = communicator.broadcast_obj(call, travel.pack(sent), strategy._root)
+            with communicator.joint(call):
+                packed = travel.pack(call, sent)
+            sent = communicator.broadcast_obj(call, packed, strategy._root)
             return travel.unpack(sent, strategy._stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:

@@ -10,8 +10,9 @@ from hpcstrat import _gpu
 from hpcstrat._communicators import Communicator
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat.data import distributed
+from hpcstrat.data._sharing import Stage
 from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.distributed import DistributedDataset, Stage
+from hpcstrat.data.distributed import DistributedDataset
 from hpcstrat.data.options import InputContext, InputOptions
 from hpcstrat.data.workers import Workers
 
@@ -31,9 +32,10 @@ class InputMethods(abc.ABC):
 
         Args:
             dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
-                arrays, whose batches are split evenly. With N replicas and a batch of B, replica r gets the next
-                `B // N + (1 if r < B % N else 0)` elements; a short last batch fills the replicas in order, and those
-                left without elements get an empty batch.
+                arrays, such as a PyTorch `DataLoader`, whose batches are split evenly. Every rank iterates over it and
+                must get the same batches; the first of each pass are compared, with `HPCSTRAT_CHECK=1` all. With N
+                replicas and a batch of B, replica r gets the next `B // N + (1 if r < B % N else 0)` elements; a short
+                last batch fills the replicas in order, and those left without elements get an empty batch.
             options: see `InputOptions`.
 
         Returns:

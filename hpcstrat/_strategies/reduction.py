@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu, _nest
+from hpcstrat._array_protocols import as_array, converted, is_foreign
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import Array, check_gatherable
 from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number
@@ -17,17 +18,28 @@ from hpcstrat._variables import Variable
 
 
 def as_numbers(call: str, value: Any) -> Array:
-    """`value`, an array, a variable or a number, as an array, which stays where it is.
+    """`value`, an array of any library, a variable or a number, as an array, which stays where it is.
 
     Raises:
         TypeError: it is no such thing.
     """
     if isinstance(value, Variable):
         value = value.value()
-    array = value if _gpu.is_on_gpu(value) else np.asarray(value)
+    array = as_array(call, value, on_gpu=True)
     if not is_number(array.dtype):
         raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one; pass an array")
     return array
+
+
+def as_own(call: str, nest: Any) -> Any:
+    """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
+    leaves, structure = _nest.flatten(nest)
+    places = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
+    if not places:
+        return nest
+    for i in places:
+        leaves[i] = converted(call, leaves[i])
+    return structure.unflatten(leaves)
 
 
 def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str, value: Any) -> Any:
@@ -188,7 +200,7 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
         return value
     array = as_numbers(call, value)
     if axis is None:
-        return array if isinstance(value, Variable) else value
+        return array if is_foreign(value) else value
     inner = _Inner(call, op, array, axis)
     return (
         inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
@@ -208,7 +220,9 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
     with communicator.joint(call):
         for i, leaf in enumerate(leaves):
             if i not in places and leaf is not None:
-                check_gatherable(call, [_gatherable(call, leaf, axis).shape], axis)
+                array = _gatherable(call, leaf, axis)
+                check_gatherable(call, [array.shape], axis)
+                leaves[i] = leaf if isinstance(leaf, Variable) else array
     if places:
         facts = f"{_nest.describe(structure)} distributed at {places}"
         gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis, facts)

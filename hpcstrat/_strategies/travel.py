@@ -1,4 +1,4 @@
-"""How arrays of a GPU travel in objects: as host arrays, which each rank puts on a device of its own."""
+"""How arrays travel in objects: as host arrays; each rank puts what was on a GPU on a device of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu, _nest
+from hpcstrat._array_protocols import converted, is_foreign
 
 
 class _FromGpu:
@@ -18,9 +19,18 @@ class _FromGpu:
         self.host = host
 
 
-def pack(nest: Any) -> Any:
-    """`nest` with host copies of its arrays that are on the GPU."""
-    return _nest.map_leaves(lambda leaf: _FromGpu(leaf.get()) if _gpu.is_on_gpu(leaf) else leaf, nest)
+def pack(call: str, nest: Any) -> Any:
+    """`nest` with host copies of its arrays that are on the GPU, and other libraries' arrays as NumPy's.
+
+    Raises:
+        TypeError: an array has no values in memory, such as a sparse tensor.
+    """
+
+    def packed(leaf: Any) -> Any:
+        array = converted(call, leaf) if is_foreign(leaf) else leaf
+        return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
+
+    return _nest.map_leaves(packed, nest)
 
 
 def unpack(nest: Any, stream: _gpu.Stream | None) -> Any:

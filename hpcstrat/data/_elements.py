@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _nest
+from hpcstrat._array_protocols import as_array
 from hpcstrat._types import TensorSpec
 
 
@@ -23,7 +24,7 @@ def as_leaf(value: Any) -> Any:
         array = np.asarray(value)
     else:
         try:
-            array = np.asarray(value)
+            array = as_array("Dataset", value, on_gpu=False)
         except ValueError as error:
             raise ValueError(
                 f"Dataset: a {type(value).__name__} does not make an array: {error}; "
@@ -68,6 +69,28 @@ def _without_lists(value: Any) -> Any:
     if type(value) is dict:
         return {key: _without_lists(part) for key, part in value.items()}
     return value
+
+
+def with_columns(batch: Any) -> Any:
+    """A nest with each list of Python's own numbers or strings, as of a table's column, as an array.
+
+    Raises:
+        ValueError: The rows of a list of lists differ in length.
+    """
+    if isinstance(batch, list) and batch and _are_of_python(batch):
+        return as_leaf(batch)
+    if type(batch) in (list, tuple):
+        return type(batch)(with_columns(part) for part in batch)
+    if type(batch) is dict:
+        return {key: with_columns(part) for key, part in batch.items()}
+    return batch
+
+
+def _are_of_python(values: list[Any]) -> bool:
+    return all(
+        _are_of_python(value) if isinstance(value, list) else type(value) in (bool, int, float, complex, str)
+        for value in values
+    )
 
 
 def stack(elements: Sequence[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -14,6 +15,7 @@ from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, first
 from hpcstrat.data._walk import Walk
 
 _CHUNK = 1 << 16
+_FEW = 32  # one element alone may be the same by chance
 
 
 def _positions(size: int) -> Iterator[Keys]:
@@ -108,9 +110,15 @@ class Slices(_Indexed):
 
 
 class _Produced(Node):
-    """A source whose elements come one after the other out of code of the user's; an item is the element."""
+    """A source whose elements come one after the other out of code of the user's; an item is the element.
 
-    def __init__(self, batch_sizes: tuple[int, ...]) -> None:
+    Args:
+        batch_sizes: see `Node`.
+        compared: how many of the first elements of a pass the ranks compare.
+    """
+
+    def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
+        self._compared = compared
         self.inputs = ()
         self.width = None
         self.user_code = True
@@ -119,6 +127,16 @@ class _Produced(Node):
 
     def cardinality(self) -> int:
         return UNKNOWN
+
+    @abc.abstractmethod
+    def _produce(self) -> Iterator[Any]:
+        """One pass over the elements, which nobody else writes to."""
+
+    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+        for number, element in enumerate(self._produce()):
+            if walk.checksum.takes(number, self._compared):
+                walk.checksum.add(element)
+            yield [element]
 
     def load(self, item: Any) -> Any:
         return item
@@ -134,7 +152,7 @@ class Generated(_Produced):
     def __init__(
         self, generator: Callable[..., Iterable[Any]], args: tuple[Any, ...], types: Any, signature: Any
     ) -> None:
-        super().__init__(())
+        super().__init__((), _FEW)
         self._generator = generator
         self._args = args
         self._types = types
@@ -153,7 +171,7 @@ class Generated(_Produced):
             "and dtypes are not known; give Dataset.from_generator an output_signature"
         )
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def _produce(self) -> Iterator[Any]:
         if self._signature is not None:
             convert = _converter(
                 [(spec.dtype, spec.shape) for spec in _nest.flatten(self._signature)[0]], self._signature
@@ -163,7 +181,7 @@ class Generated(_Produced):
         else:
             convert = _own_element
         for value in self._generator(*self._args):
-            yield [convert(value)]
+            yield convert(value)
 
 
 def _own_element(value: Any) -> Any:
@@ -199,7 +217,7 @@ class Batches(_Produced):
     """The batches of anything that can be iterated over again and again, or of a generator function."""
 
     def __init__(self, iterable: Any) -> None:
-        super().__init__((0,))
+        super().__init__((0,), 1)
         self._iterable = iterable
 
     def __repr__(self) -> str:
@@ -213,10 +231,10 @@ class Batches(_Produced):
             "give it at least one"
         )
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def _produce(self) -> Iterator[Any]:
         batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()
         for batch in batches:
-            yield [_nest.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), batch)]
+            yield _nest.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch))
 
 
 def name_of(function: Any) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hpcstrat import _world
+from hpcstrat.data._checksum import Checksum
 
 _drawn = itertools.count()
 
@@ -52,12 +53,16 @@ class Walk:
     Args:
         rounds: the round with which each shuffle begins; one that is not named goes on where its last pass ended.
         frozen: whether every shuffle begins with its first round instead, and this pass does not count as one.
+
+    Attributes:
+        checksum: of what the user's code yields in this pass.
     """
 
     def __init__(self, rounds: Mapping[Shuffler, int] | None = None, *, frozen: bool = False) -> None:
         self._rounds = dict(rounds or {})
         self._first = dict(self._rounds)
         self._frozen = frozen
+        self.checksum: Checksum = Checksum()
 
     def frozen(self) -> Walk:
         """A pass that meets the same orders each time: over what a cache holds."""

@@ -1,22 +1,18 @@
-"""Distributed datasets: how the elements of a pipeline are shared out to the replicas."""
+"""Distributed datasets: pipelines whose steps are shared out to the replicas."""
 
 from __future__ import annotations
 
-import itertools
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
-
-import numpy as np
+from typing import Any, Protocol, final
 
 from hpcstrat import _nest
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._types import PerReplicaSpec
-from hpcstrat._values import PerReplica
-from hpcstrat.data import _elements
-from hpcstrat.data._node import INFINITE, Node, load_rows
-from hpcstrat.data._position import Iteration, Reiterable, after
+from hpcstrat.data._iterator import DistributedIterator
+from hpcstrat.data._node import INFINITE, Node
+from hpcstrat.data._position import Reiterable
+from hpcstrat.data._sharing import FROM_FUNCTION, Stage, Step, deal_elements, split_batches
 from hpcstrat.data._sources import Batches
 from hpcstrat.data._walk import Shuffler, Walk
 from hpcstrat.data.dataset import Dataset, node_of
@@ -24,7 +20,6 @@ from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMo
 from hpcstrat.data.workers import Workers
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
-_FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
 
 
 class Communicator(Protocol):
@@ -47,24 +42,6 @@ class Communicator(Protocol):
     def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
         """Every rank's object, in rank order. Collective."""
         ...
-
-
-class Step(NamedTuple):
-    """What one replica gets in one step.
-
-    Attributes:
-        total: how many elements the step has over all replicas, in which all ranks must agree; `None` after the last.
-        part: a nest of arrays: this replica's part.
-    """
-
-    total: int | None
-    part: Any
-
-
-Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
-"""Passes steps on, perhaps ahead of their use, with arrays moved elsewhere. It communicates with no other rank."""
-
-_END = Step(None, None)
 
 
 @final
@@ -102,14 +79,14 @@ class DistributedDataset(Reiterable):
         if size == 1:
             return spec
         steps = self._node.cardinality()
-        whole = self._share_out is _deal_elements and self._workers.count == 1
+        whole = self._share_out is deal_elements and self._workers.count == 1
         whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
 
         def component(leaf: Any) -> PerReplicaSpec:
             if not leaf.shape or whole:
                 return PerReplicaSpec(leaf.shape, leaf.dtype)
             rows = leaf.shape[0]
-            if self._share_out is _deal_elements or rows is None or rows % size:
+            if self._share_out is deal_elements or rows is None or rows % size:
                 return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
             return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
 
@@ -130,106 +107,6 @@ class DistributedDataset(Reiterable):
 
     def __repr__(self) -> str:
         return f"{self._call}({self._node!r})"
-
-
-@final
-class DistributedIterator(Iteration):
-    """One iteration over a `DistributedDataset`."""
-
-    def __init__(self, dataset: DistributedDataset, walk: Walk, taken: int) -> None:
-        super().__init__(dataset._node)
-        self._call = f"iterating over {dataset._call}"
-        self._communicator = dataset._communicator
-        self._dataset = dataset
-        self._deals = dataset._share_out is _deal_elements
-        self._begin(walk, taken)
-
-    def _begin(self, walk: Walk, taken: int) -> None:
-        dataset, communicator = self._dataset, self._communicator
-        peers = dataset._workers.peers
-        steps = dataset._share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
-        self._steps = steps if dataset._stage is None else dataset._stage(steps)
-        self._agree = communicator.size > 1 and (self._node.user_code or dataset._workers.count > 1)
-        self._number = 0
-        self._walk, self._taken = walk, taken
-
-    @property
-    def element_spec(self) -> Any:
-        """As `DistributedDataset.element_spec`."""
-        return self._dataset.element_spec
-
-    def get_next(self) -> Any:
-        """The next step, as `next` gives it.
-
-        Raises:
-            StopIteration: There is none.
-        """
-        return next(self)
-
-    def __iter__(self) -> DistributedIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """The next step: a nest of `PerReplica`, or of arrays where there is one replica.
-
-        Collective, and without communication where no code of the user's is part of the pipeline.
-
-        Raises:
-            ReplicaMismatchError: The ranks' pipelines had elements of different numbers.
-        """
-        step = self._agreed() if self._agree else next(self._steps, _END)
-        if step.total is None:
-            self._end()
-            raise StopIteration
-        self._number += 1
-        assert self._taken is not None
-        self._taken += step.total if self._deals else 1
-        if self._communicator.size == 1:
-            return step.part
-        part, rank = step.part, self._communicator.rank
-        if type(part) is np.ndarray:  # The short way for the commonest nest.
-            return PerReplica(part, rank)
-        leaves, structure = _nest.flatten(part)
-        return structure.unflatten([PerReplica(leaf, rank) for leaf in leaves])
-
-    def _end(self) -> None:
-        """Lets go of the pipeline: from now on there is no step, on any rank."""
-        self._steps, self._agree, self._taken = iter(()), False, None
-
-    def _agreed(self) -> Step:
-        """The next step, once all ranks are known to have the same one."""
-        try:
-            with self._communicator.joint(self._call):
-                step = next(self._steps, _END)
-                everyones = self._communicator.all_gather_obj(self._call, step.total)
-        except BaseException:
-            self._end()
-            raise
-        if any(len(set(counts)) > 1 for counts in self._dataset._workers.grouped(everyones)):
-            self._end()
-            seen = ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(everyones))
-            raise ReplicaMismatchError(
-                f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. "
-                "Every rank's generator, functions and files must give the same elements; "
-                "each replica is then given its part"
-            )
-        if None in everyones and any(total is not None for total in everyones):
-            empty = self._empty()
-            return step if step.total is not None else empty
-        return step
-
-    def _empty(self) -> Step:
-        """The step of a worker whose elements have ended, while another's go on."""
-        spec = self._node.spec()
-        if any(not leaf.shape for leaf in _nest.flatten(spec)[0]):
-            self._end()
-            raise ValueError(
-                f"{self._call}: the elements of one worker end before another's, and elements without dimensions have "
-                "no empty form; batch the dataset"
-            )
-        part = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
-        stage = self._dataset._stage
-        return Step(0, part) if stage is None else next(stage(iter([Step(0, part)])))
 
 
 def distribute_dataset(
@@ -260,7 +137,7 @@ def distribute_dataset(
             "batches; call Dataset.batch(global_batch_size) on it before. (A generator function that yields batches "
             "can be passed itself, without Dataset.from_generator)"
         )
-    return DistributedDataset(node, communicator, _split_batches, _DISTRIBUTE, stage)
+    return DistributedDataset(node, communicator, split_batches, _DISTRIBUTE, stage)
 
 
 def distribute_from_function(
@@ -290,16 +167,16 @@ def distribute_from_function(
         TypeError: `dataset_fn` is no function, or returns no dataset; or `options` is no `InputOptions`.
         ValueError: Options do not go together.
     """
-    _check_options(options, _FROM_FUNCTION)
+    _check_options(options, FROM_FUNCTION)
     if not callable(dataset_fn):
         raise TypeError(
-            f"{_FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
+            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
             f"that returns a Dataset. A dataset itself goes to {_DISTRIBUTE}"
         )
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
-    node = _node_of(dataset, f"{_FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(node, communicator, _deal_elements, _FROM_FUNCTION, stage, workers)
+    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
+    return DistributedDataset(node, communicator, deal_elements, FROM_FUNCTION, stage, workers)
 
 
 def _check_options(options: InputOptions | None, call: str) -> None:
@@ -381,56 +258,3 @@ def _common_walk(
         shuffler.seed = seed
         rounds[shuffler] = number
     return Walk(rounds)
-
-
-def _split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
-    """Each batch's part of one replica."""
-    if size == 1:
-        yield from (Step(1, element) for element in node.elements(walk))
-        return
-    batch_size = node.batch_sizes[-1]
-    full = _bounds(rank, size, batch_size, batch_size)
-    for chunk in node.chunks(walk):
-        for item in chunk:
-            if node.rows is not None:
-                total = len(item)
-                start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
-                yield Step(total, load_rows(node.rows, item, start, stop))
-            else:
-                batch = node.load(item)
-                total = _elements.leading_size(_nest.flatten(batch)[0])
-                yield Step(total, _elements.rows(batch, *_bounds(rank, size, batch_size, total)))
-
-
-def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
-    """Which of `count` elements replica `rank` gets where `batch_size` make a full batch."""
-    share, rest = divmod(max(batch_size, count), size)
-    start = rank * share + min(rank, rest)
-    return min(count, start), min(count, start + share + (rank < rest))
-
-
-def _deal_elements(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
-    """Each step's element of one replica."""
-    if size == 1:
-        yield from (Step(1, element) for element in node.elements(walk))
-        return
-    items = (item for chunk in node.chunks(walk) for item in chunk)
-    while step := list(itertools.islice(items, size)):
-        if rank < len(step):
-            part = node.load(step[rank])
-        elif node.rows is not None:
-            part = load_rows(node.rows, step[0], 0, 0)
-        else:
-            part = node.load(step[0])
-        if len(step) < size:
-            if any(np.ndim(leaf) == 0 for leaf in _nest.flatten(part)[0]):
-                warnings.warn(
-                    f"{_FROM_FUNCTION}: the last step has elements for {len(step)} of {size} replicas. They are left "
-                    "out, because elements without dimensions have no empty form for the other replicas; "
-                    "batch the dataset",
-                    stacklevel=2,
-                )
-                return
-            if rank >= len(step):
-                part = _elements.rows(part, 0, 0)
-        yield Step(len(step), part)

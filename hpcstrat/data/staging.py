@@ -14,7 +14,7 @@ import numpy as np
 from hpcstrat import _gpu, _nest
 from hpcstrat._communicators.dtypes import is_number
 from hpcstrat._communicators.packing import Layout, layout
-from hpcstrat.data.distributed import Stage, Step
+from hpcstrat.data._sharing import Stage, Step
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 
@@ -32,7 +32,7 @@ class _Loaded(NamedTuple):
     """A step in pinned memory.
 
     Attributes:
-        total: as in `Step`.
+        step: without its part.
         leaves: the nest's; those that go to the GPU are not used.
         structure: of the nest.
         places: which leaves go to the GPU.
@@ -41,7 +41,7 @@ class _Loaded(NamedTuple):
         slot: to which `pinned` belongs.
     """
 
-    total: int | None
+    step: Step
     leaves: list[Any]
     structure: _nest.Structure
     places: list[int]
@@ -71,7 +71,7 @@ class _Slot:
         if self._pinned.size < form.nbytes:
             self._pinned = _gpu.pinned(form.nbytes)
         form.write(self._pinned, arrays)
-        return _Loaded(step.total, leaves, structure, places, form, self._pinned[: form.nbytes], self)
+        return _Loaded(step._replace(part=None), leaves, structure, places, form, self._pinned[: form.nbytes], self)
 
 
 def _moves(leaf: Any) -> bool:
@@ -138,4 +138,4 @@ def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     loaded.slot.copied = arrived
     for i, array in zip(loaded.places, loaded.form.views(flat), strict=True):
         loaded.leaves[i] = array
-    return Step(loaded.total, loaded.structure.unflatten(loaded.leaves)), arrived
+    return loaded.step._replace(part=loaded.structure.unflatten(loaded.leaves)), arrived

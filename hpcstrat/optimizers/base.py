@@ -17,7 +17,7 @@ from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
-from hpcstrat._variable_values import as_array
+from hpcstrat._variable_values import as_operand
 from hpcstrat._variables import Variable
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -97,8 +97,9 @@ class Optimizer(abc.ABC):
         arrays, the same on every rank. When it returns, every rank reads the new values.
 
         Args:
-            grads_and_vars: pairs of a gradient and its variable. A gradient is an array of the variable's shape whose
-                dtype casts to the variable's, an `IndexedSlices`, or `None` for a variable that is left as it is.
+            grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any library, of the
+                variable's shape whose dtype casts to the variable's, an `IndexedSlices`, or `None` for a variable that
+                is left as it is.
             skip_gradients_aggregation: the gradients are summed over the replicas already.
 
         Raises:
@@ -293,7 +294,7 @@ def _clipped(
 def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
     strategy = variable._strategy
     on_gpu = strategy._stream is not None
-    indices, values = (as_array(call, array, on_gpu) for array in (slices.indices, slices.values))
+    indices, values = (as_operand(call, array, on_gpu) for array in (slices.indices, slices.values))
     if on_gpu:
         indices, values = strategy.xp.asarray(indices), strategy.xp.asarray(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
@@ -343,7 +344,7 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
             "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     view = variable._block.view
-    array = as_array(call, gradient, variable._strategy._stream is not None)
+    array = as_operand(call, gradient, variable._strategy._stream is not None)
     if array.shape != view.shape:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "

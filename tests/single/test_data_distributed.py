@@ -1,15 +1,14 @@
 """How datasets are shared out, in one process: each rank is a thread, and all walk in step."""
 
-import contextlib
 import functools
 import itertools
 import threading
-from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from thread_ranks import Rank, on_ranks, parts
 
 from hpcstrat import _nest
 from hpcstrat._errors import ReplicaMismatchError
@@ -24,75 +23,8 @@ from hpcstrat.data import (
     RunOptions,
     ValueContext,
 )
-from hpcstrat.data.distributed import Step, distribute_dataset, distribute_from_function
-
-
-class Rank:
-    """A communicator whose ranks are threads that share a barrier and a table."""
-
-    def __init__(self, rank, barrier, table):
-        self.rank = rank
-        self.size = len(table)
-        self.calls = []
-        self._barrier = barrier
-        self._table = table
-
-    @contextlib.contextmanager
-    def joint(self, call):
-        before = len(self.calls)
-        try:
-            yield
-        except Exception as error:
-            if len(self.calls) == before:
-                self._exchange(call, error, None)
-            raise
-
-    def all_gather_obj(self, call, obj):
-        return self._exchange(call, None, obj)
-
-    def _exchange(self, call, error, obj):
-        self.calls.append(call)
-        self._table[self.rank] = call, error, obj
-        self._barrier.wait(20)
-        table = list(self._table)
-        self._barrier.wait(20)
-        for other, (_, found, _) in enumerate(table):
-            if found is not None and error is None:
-                raise type(found)(f"{found} (found by rank {other})")
-        assert len({name for name, _, _ in table}) == 1, table
-        return [given for _, _, given in table]
-
-
-def on_ranks(size, program) -> list[Any]:
-    """What `program(communicator)` returns on each of `size` ranks; the first exception of all, if there is one."""
-    barrier, table = threading.Barrier(size), [None] * size
-    ranks = [Rank(rank, barrier, table) for rank in range(size)]
-    results, errors = [None] * size, []
-
-    def run(rank):
-        try:
-            results[rank.rank] = program(rank)
-        except BaseException as error:
-            errors.append((rank.rank, error))
-            if isinstance(error, threading.BrokenBarrierError) or not isinstance(error, Exception):
-                barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        assert sorted(rank for rank, _ in errors) == list(range(size)), errors  # all raised, or it is the test's fault
-        raise min(errors, key=lambda entry: entry[0])[1]
-    return results
-
-
-def parts(size, make, distribute=distribute_dataset, options=None):
-    """`[step][rank]`: the parts that the ranks get of the dataset that each of them makes."""
-    every = on_ranks(size, lambda rank: [select(x) for x in distribute(make(), rank, options)])
-    assert len({len(steps) for steps in every}) == 1
-    return list(zip(*every, strict=True))
+from hpcstrat.data._sharing import Step
+from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
 
 
 def lists(steps):

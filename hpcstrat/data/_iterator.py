@@ -1,0 +1,135 @@
+"""Iterating over a distributed dataset: the ranks agree on every step that code of the user's has a part in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, final
+
+import numpy as np
+
+from hpcstrat import _nest, _settings
+from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._values import PerReplica
+from hpcstrat.data._checksum import Checksum
+from hpcstrat.data._position import Iteration, after
+from hpcstrat.data._sharing import Step, deal_elements
+from hpcstrat.data._walk import Walk
+
+if TYPE_CHECKING:
+    from hpcstrat.data.distributed import DistributedDataset
+
+_END = Step(None, None)
+
+
+@final
+class DistributedIterator(Iteration):
+    """One iteration over a `DistributedDataset`."""
+
+    def __init__(self, dataset: DistributedDataset, walk: Walk, taken: int) -> None:
+        super().__init__(dataset._node)
+        self._call = f"iterating over {dataset._call}"
+        self._communicator = dataset._communicator
+        self._dataset = dataset
+        self._deals = dataset._share_out is deal_elements
+        self._begin(walk, taken)
+
+    def _begin(self, walk: Walk, taken: int) -> None:
+        dataset, communicator = self._dataset, self._communicator
+        self._agree = communicator.size > 1 and (self._node.user_code or dataset._workers.count > 1)
+        walk.checksum = Checksum(self._agree, every=_settings.is_on("HPCSTRAT_CHECK"))
+        peers = dataset._workers.peers
+        steps = dataset._share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
+        self._steps = steps if dataset._stage is None else dataset._stage(steps)
+        self._number = 0
+        self._walk, self._taken = walk, taken
+
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    def get_next(self) -> Any:
+        """The next step, as `next` gives it.
+
+        Raises:
+            StopIteration: There is none.
+        """
+        return next(self)
+
+    def __iter__(self) -> DistributedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next step: a nest of `PerReplica`, or of arrays where there is one replica.
+
+        Collective, and without communication where no code of the user's is part of the pipeline.
+
+        Raises:
+            ReplicaMismatchError: The ranks' pipelines had different numbers of elements, or different elements.
+        """
+        step = self._agreed() if self._agree else next(self._steps, _END)
+        if step.total is None:
+            self._end()
+            raise StopIteration
+        self._number += 1
+        assert self._taken is not None
+        self._taken += step.total if self._deals else 1
+        if self._communicator.size == 1:
+            return step.part
+        part, rank = step.part, self._communicator.rank
+        if type(part) is np.ndarray:  # The short way for the commonest nest.
+            return PerReplica(part, rank)
+        leaves, structure = _nest.flatten(part)
+        return structure.unflatten([PerReplica(leaf, rank) for leaf in leaves])
+
+    def _end(self) -> None:
+        """Lets go of the pipeline: from now on there is no step, on any rank."""
+        self._steps, self._agree, self._taken = iter(()), False, None
+
+    def _agreed(self) -> Step:
+        """The next step, once all ranks are known to have the same one."""
+        try:
+            with self._communicator.joint(self._call):
+                step = next(self._steps, _END)
+                everyones = self._communicator.all_gather_obj(self._call, (step.total, step.checksum))
+        except BaseException:
+            self._end()
+            raise
+        totals, checksums = zip(*everyones, strict=True)
+        self._require_equal(
+            totals,
+            "the ranks have different numbers of elements in step {step}: {seen}. Every rank's generator, functions "
+            "and files must give the same elements; each replica is then given its part",
+        )
+        self._require_equal(
+            checksums,
+            "the ranks have different elements up to step {step}, of checksums {seen}. {node} must give the same "
+            "elements in the same order on every rank; each replica is then given its part. What shuffles takes a seed "
+            "that all ranks share: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)), or "
+            "torch.manual_seed(0) before each epoch",
+        )
+        if None in totals and any(total is not None for total in totals):
+            empty = self._empty()
+            return step if step.total is not None else empty
+        return step
+
+    def _require_equal(self, values: Sequence[int | None], text: str) -> None:
+        """Ends the iteration, on all ranks, where those of a worker have different values."""
+        if all(len(set(of_worker)) == 1 for of_worker in self._dataset._workers.grouped(values)):
+            return
+        self._end()
+        seen = ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values))
+        raise ReplicaMismatchError(f"{self._call}: {text.format(step=self._number, seen=seen, node=self._node)}")
+
+    def _empty(self) -> Step:
+        """The step of a worker whose elements have ended, while another's go on."""
+        spec = self._node.spec()
+        if any(not leaf.shape for leaf in _nest.flatten(spec)[0]):
+            self._end()
+            raise ValueError(
+                f"{self._call}: the elements of one worker end before another's, and elements without dimensions have "
+                "no empty form; batch the dataset"
+            )
+        part = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
+        stage = self._dataset._stage
+        return Step(0, part) if stage is None else next(stage(iter([Step(0, part)])))

@@ -1,0 +1,89 @@
+"""How the elements of a pipeline are shared out to the replicas, step by step."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat.data import _elements
+from hpcstrat.data._node import Node, load_rows
+from hpcstrat.data._walk import Walk
+
+FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
+
+
+class Step(NamedTuple):
+    """What one replica gets in one step.
+
+    Attributes:
+        total: how many elements the step has over all replicas, in which all ranks must agree; `None` after the last.
+        part: a nest of arrays: this replica's part.
+        checksum: of what the user's code has yielded so far, in which all ranks must agree; see `Checksum`.
+    """
+
+    total: int | None
+    part: Any
+    checksum: int = 0
+
+
+Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
+"""Passes steps on, perhaps ahead of their use, with arrays moved elsewhere. It communicates with no other rank."""
+
+
+def split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
+    """Each batch's part of one replica."""
+    if size == 1:
+        yield from (Step(1, element) for element in node.elements(walk))
+        return
+    batch_size = node.batch_sizes[-1]
+    full = _bounds(rank, size, batch_size, batch_size)
+    for chunk in node.chunks(walk):
+        for item in chunk:
+            if node.rows is not None:
+                total = len(item)
+                start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
+                yield Step(total, load_rows(node.rows, item, start, stop), walk.checksum.value)
+            else:
+                batch = node.load(item)
+                total = _elements.leading_size(_nest.flatten(batch)[0])
+                part = _elements.rows(batch, *_bounds(rank, size, batch_size, total))
+                yield Step(total, part, walk.checksum.value)
+
+
+def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
+    """Which of `count` elements replica `rank` gets where `batch_size` make a full batch."""
+    share, rest = divmod(max(batch_size, count), size)
+    start = rank * share + min(rank, rest)
+    return min(count, start), min(count, start + share + (rank < rest))
+
+
+def deal_elements(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
+    """Each step's element of one replica."""
+    if size == 1:
+        yield from (Step(1, element) for element in node.elements(walk))
+        return
+    items = (item for chunk in node.chunks(walk) for item in chunk)
+    while step := list(itertools.islice(items, size)):
+        if rank < len(step):
+            part = node.load(step[rank])
+        elif node.rows is not None:
+            part = load_rows(node.rows, step[0], 0, 0)
+        else:
+            part = node.load(step[0])
+        if len(step) < size:
+            if any(np.ndim(leaf) == 0 for leaf in _nest.flatten(part)[0]):
+                warnings.warn(
+                    f"{FROM_FUNCTION}: the last step has elements for {len(step)} of {size} replicas. They are left "
+                    "out, because elements without dimensions have no empty form for the other replicas; "
+                    "batch the dataset",
+                    stacklevel=2,
+                )
+                return
+            if rank >= len(step):
+                part = _elements.rows(part, 0, 0)
+        yield Step(len(step), part, walk.checksum.value)

@@ -1,0 +1,83 @@
+"""Programs with PyTorch or JAX: those of the documentation, and DataLoaders with worker processes."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PROGRAMS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs" / "interoperation.md").read_text(), re.MULTILINE | re.DOTALL
+)
+ENV = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+
+def numbers_of(text):
+    return [float(number) for number in text.split()]
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_programs_of_the_documentation(launch, library):
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    (program,) = [program for program in PROGRAMS if f"import {library}\n" in program]
+    results = [launch(program, ranks, env=ENV, timeout=60) for ranks in (1, 2, 3)]
+    for result in results:
+        assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    first, *others = [numbers_of(result.stdout) for result in results]
+    assert len(first) > 2 and first[-1] < first[0] / 2
+    for other in others:
+        assert other == pytest.approx(first, rel=1e-3, abs=2e-4)
+
+
+WORKERS = """
+    import sys
+    import warnings
+
+    import numpy as np
+    import torch
+
+    import hpcstrat as hs
+
+    warnings.filterwarnings("ignore", ".*use of fork.*")  # of Python 3.12 and later
+
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 50
+
+        def __getitem__(self, i):
+            return np.float32(i), torch.utils.data.get_worker_info().id
+
+
+    strategy = hs.CentralStorageStrategy()
+    generator = torch.Generator().manual_seed(0) if sys.argv[1] == "seeded" else None
+    loader = torch.utils.data.DataLoader(
+        Numbers(), 8, shuffle=True, num_workers=2, generator=generator, persistent_workers=sys.argv[2] == "persistent"
+    )
+    for epoch in range(2):
+        found = [strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(loader)]
+        numbers = np.concatenate([x for x, _ in found])
+        workers = np.concatenate([worker for _, worker in found])
+        print(len(found), sorted(numbers) == list(range(50)), list(numbers) == list(range(50)), set(workers.tolist()))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["persistent", "anew"])
+def test_loaders_with_workers(launch, ranks, kind):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    result = launch(WORKERS, ranks, "seeded", kind, env=ENV, timeout=90)
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert result.stdout.splitlines() == ["7 True False {0, 1}"] * 2
+
+
+def test_loaders_with_workers_end_where_the_orders_differ(launch):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    result = launch(WORKERS, 3, "unseeded", "anew", env=ENV, timeout=90)
+    assert result.status != 0 and result.leftovers == []
+    assert (
+        "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks have" in result.stderr
+    )
+    assert "generator=torch.Generator().manual_seed(0)" in result.stderr

@@ -1,0 +1,368 @@
+"""Arrays by their protocols alone, on their way in; what consumers of protocols get, on the way out."""
+
+import gc
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+on_gpus = pytest.mark.parametrize("place", ["GPU"], indirect=True)
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
+
+
+class ByDlpack:
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **arguments):
+        return self.array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class ByInterface:
+    def __init__(self, array):
+        self.array = array
+
+    @property
+    def __array_interface__(self):
+        return self.array.__array_interface__
+
+
+class ByMethod:
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array if dtype is None else self.array.astype(dtype)
+
+
+protocols = pytest.mark.parametrize("protocol", [ByDlpack, ByInterface, ByMethod])
+
+
+@pytest.fixture
+def strategy(place):
+    with place.make(hs.CentralStorageStrategy) as made:
+        yield made
+
+
+def local(value):
+    return [one.tolist() for one in hs.asnumpy(value)]
+
+
+# ---- in
+
+
+@protocols
+def test_variables_begin_with_them_and_keep_their_dtype(strategy, protocol):
+    with strategy.scope():
+        made = [hs.Variable(protocol(np.array([[1, 2], [3, 4]], dtype))) for dtype in ("f8", "f4", "i8", "u1")]
+    assert [v.dtype.name for v in made] == ["float64", "float32", "int64", "uint8"]
+    assert [v.numpy().tolist() for v in made] == [[[1, 2], [3, 4]]] * 4
+
+
+@protocols
+def test_variables_are_written_with_them(strategy, protocol):
+    with strategy.scope():
+        v = hs.Variable(np.zeros((2, 3)), aggregation="SUM")
+        v.assign(protocol(np.arange(6.0).reshape(3, 2).T))
+        assert v.numpy().tolist() == [[0, 2, 4], [1, 3, 5]]
+        v.assign_sub(protocol(np.ones((2, 3), np.float32)))
+        assert v.numpy().tolist() == [[-1, 1, 3], [0, 2, 4]]
+        with pytest.raises(ValueError, match=r"the value has shape \(3,\)"):
+            v.assign(protocol(np.zeros(3)))
+    strategy.run(lambda: v.assign_add(protocol(np.full((2, 3), 10.0 * (RANK + 1)))))
+    total = 5.0 * N * (N + 1)
+    assert v.numpy().tolist() == [[total - 1, total + 1, total + 3], [total, total + 2, total + 4]]
+
+
+@protocols
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_gradients(strategy, protocol, order):
+    with strategy.scope():
+        v, w = hs.Variable(np.zeros((2, 3), np.float32)), hs.Variable(np.ones(2))
+        optimizer = hs.optimizers.SGD(1.0)
+    gradient = np.asarray(np.arange(6).reshape(2, 3) + 10 * RANK, np.float32, order=order)
+    for _ in range(3):
+        strategy.run(lambda: optimizer.apply_gradients([(protocol(gradient), v), (protocol(np.full(2, RANK)), w)]))
+    tens = 10 * N * (N - 1) // 2
+    assert (-v.numpy() / 3).tolist() == [[N * k + tens for k in range(a, a + 3)] for a in (0, 3)]
+    assert w.numpy().tolist() == [1 - 3 * (N * (N - 1) // 2)] * 2
+    with pytest.raises(ValueError, match=r"apply_gradients: the gradient of 'Variable' has shape \(3, 2\)"):
+        strategy.run(lambda: optimizer.apply_gradients([(protocol(np.zeros((3, 2))), v)]))
+    assert len(gradient) == 2 and gradient.flags.writeable
+
+
+@on_gpus
+def test_gradients_on_a_gpu(strategy, place):
+    """Whose memory its library may use again as soon as nobody holds it."""
+    with strategy.scope():
+        v = hs.Variable(np.zeros(1000))
+        optimizer = hs.optimizers.SGD(1.0)
+
+    def replica():
+        for k in range(5):
+            optimizer.apply_gradients([(ByDlpack(place.xp.full(1000, k + RANK, np.float64)), v)])
+            place.xp.full(1000, -100.0)
+        return ByDlpack(place.xp.arange(3) + RANK)
+
+    values = strategy.run(replica)
+    assert (-v.numpy() == 10 * N + 5 * N * (N - 1) // 2).all()
+    assert strategy.reduce("MAX", values, axis=None).tolist() == [N - 1, N, N + 1]
+    for part in strategy.experimental_local_results(values):
+        assert type(part) is place.xp.ndarray
+
+
+@protocols
+def test_sparse_gradients(strategy, protocol):
+    with strategy.scope():
+        table = hs.Variable(np.zeros((N + 1, 2)))
+        optimizer = hs.optimizers.SGD(1.0)
+    slices = hs.IndexedSlices(protocol(np.array([[1.0, 2.0], [3.0, 4.0]])), protocol(np.array([RANK, N])))
+    strategy.run(lambda: optimizer.apply_gradients([(slices, table)]))
+    assert (-table.numpy()).tolist() == [[1, 2]] * N + [[3 * N, 4 * N]]
+
+
+@protocols
+def test_reductions_inside_of_replicas(strategy, protocol):
+    box = []
+
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        mine = protocol(np.arange(3) + RANK)
+        box.extend([context.all_reduce("SUM", {"a": mine})["a"], context.all_gather(mine, 0)])
+
+    strategy.run(replica)
+    assert local(box[:1]) == [[k * N + N * (N - 1) // 2 for k in range(3)]]
+    assert local(box[1:]) == [[k + r for r in range(N) for k in range(3)]]
+
+
+@protocols
+def test_what_run_returns(strategy, protocol):
+    values = strategy.run(lambda: {"x": protocol(np.arange(2.0) + RANK), "n": RANK})
+    assert local([strategy.reduce("MAX", values, axis=None)["x"]]) == [[N - 1, N]]
+    assert float(strategy.reduce("SUM", values["x"], axis=0)) == N + N * (N - 1)
+    assert local([strategy.gather(values["x"], 0)]) == [[k + r for r in range(N) for k in range(2)]]
+    if protocol is ByDlpack:  # which says that it is an array, and no table or image that becomes one
+        parts = [part["x"] for part in strategy.experimental_local_results(values)]
+        assert all(type(part) is np.ndarray for part in parts)
+        assert local(parts) == [[r, r + 1] for r in range(N)]
+
+
+@protocols
+def test_plain_values(strategy, protocol):
+    value = protocol(np.arange(4.0))
+    assert float(strategy.reduce("MEAN", value, axis=0)) == 1.5
+    assert local([strategy.reduce("MEAN", value, axis=None), strategy.gather(value, 0)]) == [[0, 1, 2, 3]] * 2
+
+
+@protocols
+def test_values_from_a_function(strategy, place, protocol):
+    value = strategy.experimental_distribute_values_from_function(
+        lambda context: protocol(np.arange(2) + context.replica_id_in_sync_group)
+    )
+    seen = []
+    strategy.run(seen.append, args=(value,))
+    assert type(seen[0]) is place.xp.ndarray and seen[0].tolist() == [RANK, RANK + 1]
+
+
+@protocols
+def test_datasets(strategy, protocol):
+    x = np.arange(6.0).reshape(6, 1)
+    sliced = hs.data.Dataset.from_tensor_slices({"x": protocol(x)})
+    mapped = hs.data.Dataset.range(6).map(lambda k: {"x": protocol(np.array([k], np.float64))})
+    generated = hs.data.Dataset.from_generator(lambda: ({"x": protocol(row)} for row in x))
+    for dataset in (sliced, mapped, generated):
+        assert dataset.element_spec == {"x": hs.TensorSpec((1,), np.float64)}
+        batches = strategy.experimental_distribute_dataset(dataset.batch(6))
+        assert [local([strategy.gather(batch["x"], 0)]) for batch in batches] == [[x.tolist()]]
+    x[:] = 7  # the slices are of the array itself
+    assert [element["x"].tolist() for element in sliced] == [[7.0]] * 6
+    assert [e.tolist() for e in hs.data.Dataset.from_tensors(protocol(x))] == [x.tolist()]
+
+
+@protocols
+def test_host_copies(protocol):
+    source = np.arange(3)
+    copy = hs.asnumpy([protocol(source), 1.5, "text", None])
+    source[:] = 9
+    assert type(copy[0]) is np.ndarray and copy[0].tolist() == [0, 1, 2]
+    assert copy[1:] == [1.5, "text", None]
+
+
+@protocols
+def test_metrics(strategy, protocol):
+    with strategy.scope():
+        mean, accuracy = hs.metrics.Mean(), hs.metrics.Accuracy()
+
+    def replica():
+        mean.update_state(protocol(np.arange(3.0) + 3 * RANK))
+        accuracy.update_state(protocol(np.array([1, 2])), protocol(np.array([1, RANK])))
+
+    strategy.run(replica)
+    assert mean.result() == (3 * N - 1) / 2
+    assert accuracy.result() == (N + (N > 2)) / (2 * N)
+
+
+class WithoutValues:
+    def __dlpack__(self, **arguments):
+        raise BufferError("no strided memory")
+
+    def __dlpack_device__(self):
+        return (1, 0)
+
+
+def test_what_has_no_values_is_a_type_error(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(3))
+        optimizer = hs.optimizers.SGD(1.0)
+        for call, text in (
+            (lambda: hs.Variable(WithoutValues()), "Variable: this"),
+            (lambda: v.assign(WithoutValues()), "Variable.assign of 'Variable': this"),
+            (lambda: hs.data.Dataset.from_tensors(WithoutValues()), "Dataset: this"),
+            (lambda: hs.asnumpy(WithoutValues()), "asnumpy: this"),
+        ):
+            with pytest.raises(TypeError, match=rf"{text} .*WithoutValues does not become an array: no strided memory"):
+                call()
+    with pytest.raises(TypeError, match="SGD.apply_gradients: this .* Pass a dense array"):
+        strategy.run(lambda: optimizer.apply_gradients([(WithoutValues(), v)]))
+    values = strategy.run(WithoutValues)
+    for call in (
+        lambda: strategy.reduce("SUM", values, axis=None),
+        lambda: strategy.gather(values, 0),
+        lambda: strategy.experimental_local_results(values),
+    ):
+        with pytest.raises(TypeError, match=r"Strategy\.\w+: this .*WithoutValues does not become an array"):
+            call()
+    assert v.numpy().tolist() == [0, 0, 0]
+
+
+def test_what_one_rank_cannot_convert_all_ranks_raise(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(3))
+        optimizer = hs.optimizers.SGD(1.0)
+    gradient = WithoutValues() if RANK == N - 1 else np.ones(3)
+    with pytest.raises(TypeError, match="apply_gradients: this .*WithoutValues does not become an array"):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    hs.barrier()
+
+
+# ---- out
+
+
+@on_the_cpu
+@pytest.mark.parametrize("dtype", ["f4", "f8", "f2", "i4", "u1", "c8", "?"])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_the_interface_of_a_variable_in_a_replica_is_its_memory(strategy, shape, dtype):
+    expected = (np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1).astype(dtype)
+    with strategy.scope():
+        v = hs.Variable(expected)
+
+    def replica():
+        facts = v.__array_interface__
+        assert facts["data"] == (v.value().ctypes.data, True)
+        for array in (np.asarray(v), np.asarray(ByInterface(v)), np.array(v, copy=False)):
+            assert array.ctypes.data == v.value().ctypes.data and not array.flags.writeable
+            assert array.dtype == expected.dtype and array.tolist() == expected.tolist()
+        assert np.array(v).flags.writeable and not np.shares_memory(np.array(v), v.value())
+        assert np.asarray(v, np.complex128).dtype == np.complex128
+
+    strategy.run(replica)
+
+
+@on_the_cpu
+def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
+    def kept():
+        with strategy.scope():
+            v = hs.Variable(np.arange(1000.0))
+        box = []
+        strategy.run(lambda: box.append(np.asarray(v)))
+        with strategy.scope():
+            box += [np.asarray(v), np.from_dlpack(v)]
+        return box
+
+    arrays = kept()
+    gc.collect()
+    with strategy.scope():
+        others = [hs.Variable(np.full(1000, -1.0)) for _ in range(4)]  # in the memory of what has died
+    noise = [np.full(1000, -2.0) for _ in range(100)]
+    assert [array.tolist() for array in arrays] == [list(range(1000))] * 3
+    assert len(others) == 4 and len(noise) == 100
+
+
+@on_the_cpu
+def test_across_replicas_a_variable_names_no_memory(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+        with pytest.raises(AttributeError, match="on the CPU in a replica context; call numpy"):
+            v.__array_interface__  # noqa: B018
+        array = np.asarray(v)
+        array[:] = 9
+        assert np.asarray(v, np.float32).tolist() == np.array(v).tolist() == [0, 1, 2]
+
+
+@on_the_cpu
+def test_variables_of_dtypes_that_numpy_has_no_name_for(strategy):
+    bfloat16 = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16
+    with strategy.scope():
+        v = hs.Variable(np.arange(3).astype(bfloat16))
+
+    def body():
+        assert np.asarray(v).dtype == bfloat16 and np.asarray(v).tolist() == [0, 1, 2]
+
+    strategy.run(body)
+    with strategy.scope():
+        body()
+
+
+def test_nobody_gets_write_access_through_dlpack(strategy, place):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0, dtype=np.float32))
+
+    def body():
+        for arguments in ({}, {"stream": None}, {"copy": True}, {"max_version": (1, 0)}, {"max_version": (0, 8)}):
+            taken = place.xp.from_dlpack(ByDlpackOf(v, arguments))
+            taken = taken if place.kind == "GPU" or taken.flags.writeable else place.xp.array(taken)
+            taken[:] = 9
+        assert v.numpy().tolist() == [0, 1, 2]
+        with pytest.raises(BufferError, match=r"exported as a copy.* pass value\(\) in a replica context"):
+            v.__dlpack__(copy=False)
+        with pytest.raises(BufferError, match=r"is on .*; call numpy\(\)"):
+            v.__dlpack__(dl_device=(7, 0))
+
+    strategy.run(body)
+    with strategy.scope():
+        body()
+
+
+class ByDlpackOf:
+    """A consumer's way of asking: with these arguments, whatever NumPy's would be."""
+
+    def __init__(self, variable, arguments):
+        self.variable = variable
+        self.arguments = arguments
+
+    def __dlpack__(self, **arguments):
+        return self.variable.__dlpack__(**self.arguments)
+
+    def __dlpack_device__(self):
+        return self.variable.__dlpack_device__()
+
+
+@on_the_cpu
+def test_results_are_plain_arrays(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+    values = strategy.run(lambda: np.arange(3.0) + RANK)
+    with strategy.scope():
+        results = [strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), v.numpy(), v.value()]
+    results += [hs.asnumpy(v), *strategy.experimental_local_results(values)]
+    for array in results:
+        assert type(array) is np.ndarray
+        for taken in (np.from_dlpack(array), np.asarray(ByInterface(array))):
+            assert taken.ctypes.data == array.ctypes.data

@@ -1,0 +1,117 @@
+"""JAX's arrays on their way in, and hpcstrat's arrays on their way to JAX."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+jax = pytest.importorskip("jax", reason="JAX is not installed")
+
+N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
+
+
+@pytest.fixture
+def strategy(place):
+    with place.make(hs.CentralStorageStrategy) as made:
+        yield made
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "uint8", "complex64"])
+def test_every_dtype_goes_in(strategy, dtype):
+    mine = jax.numpy.arange(4, dtype=dtype).reshape(2, 2) + RANK
+    with strategy.scope():
+        v = hs.Variable(mine * 0, aggregation="SUM")
+    assert v.dtype.name == dtype
+    box = []
+
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        box.append(context.all_reduce("SUM", mine.T))
+        v.assign(mine.T)
+
+    strategy.run(replica)
+    shift = N * (N - 1) // 2
+    expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
+    assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+
+
+def test_gradients_of_a_function_of_the_variables(strategy):
+    with strategy.scope():
+        w = hs.Variable(np.ones((2, 3), np.float32))
+        b = hs.Variable(jax.numpy.float32(0.5))
+        optimizer = hs.optimizers.SGD(1.0)
+    x = jax.numpy.arange(3.0) + RANK
+
+    def replica():
+        value = (w.numpy(), b.numpy())
+        loss, gradients = jax.value_and_grad(lambda p: ((p[0] @ x).sum() + p[1]) ** 2 / 2)(value)
+        optimizer.apply_gradients(zip(gradients, (w, b), strict=True))
+        return loss
+
+    losses = strategy.run(replica)
+    x_of = np.arange(3.0) + np.arange(N)[:, None]
+    error = 2 * x_of.sum(axis=1) + 0.5
+    assert float(strategy.reduce("SUM", losses, axis=None)) == (error**2 / 2).sum()
+    assert w.numpy().tolist() == [(1 - (error[:, None] * x_of).sum(axis=0)).tolist()] * 2
+    assert float(b.numpy()) == 0.5 - error.sum()
+
+
+def test_values_of_the_replicas(strategy):
+    values = strategy.run(lambda: {"x": jax.numpy.arange(3.0) + RANK, "n": jax.numpy.int32(RANK)})
+    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [k + (N - 1) / 2 for k in range(3)]
+    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [k + r for r in range(N) for k in range(3)]
+    parts = strategy.experimental_local_results(values)
+    assert [type(part["x"]) for part in parts] == [np.ndarray] * N
+    assert [(part["x"].tolist(), int(part["n"])) for part in parts] == [([r, r + 1, r + 2], r) for r in range(N)]
+
+
+def test_datasets(strategy):
+    x = jax.numpy.arange(6.0).reshape(6, 1)
+    for dataset in (
+        hs.data.Dataset.from_tensor_slices(x).batch(6),
+        hs.data.Dataset.range(6).map(lambda k: jax.numpy.array([float(k)])).batch(6),
+        [x],
+    ):
+        found = [strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(dataset)]
+        assert [hs.asnumpy(batch).tolist() for batch in found] == [x.tolist()]
+
+
+def test_traced_arrays_are_type_errors(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(3, np.float32))
+        for trace in (jax.jit, jax.grad):
+            with pytest.raises(TypeError, match="Variable.assign of 'Variable': this .*Tracer .* jax.jit, jax.grad"):
+                trace(lambda x: v.assign(x) and x.sum())(jax.numpy.ones(3))
+    assert not v.numpy().any()
+
+
+@on_the_cpu
+def test_what_is_without_a_copy(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3, dtype=np.float32), aggregation="MEAN")
+    values = strategy.run(lambda: np.arange(3.0, dtype=np.float32) + RANK)
+    for array in (strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), v.numpy()):
+        taken = jax.numpy.from_dlpack(array)
+        # JAX takes memory as it is where it begins at a multiple of 64 bytes, and copies other memory.
+        assert array.ctypes.data % 64 or taken.unsafe_buffer_pointer() == array.ctypes.data
+        assert taken.tolist() == array.tolist()
+
+    before = jax.numpy.arange(5.0)
+    made = strategy.experimental_distribute_values_from_function(lambda context: before)
+    seen = []
+    strategy.run(lambda x: seen.append(x.ctypes.data), args=(made,))
+    assert seen == [before.unsafe_buffer_pointer()]
+
+    def replica():
+        taken = [jax.numpy.from_dlpack(v), jax.numpy.asarray(v), jax.numpy.array(v)]
+        before = v.numpy().tolist()
+        v.assign_add(np.ones(3, np.float32))
+        assert [one.tolist() for one in taken] == [before] * 3  # a JAX array never changes
+
+    strategy.run(replica)
+    with strategy.scope():
+        replica()
+    assert v.numpy().tolist() == [2, 3, 4]

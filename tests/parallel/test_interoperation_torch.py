@@ -1,0 +1,252 @@
+"""PyTorch's tensors on their way in, and hpcstrat's arrays on their way to PyTorch."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
+
+
+@pytest.fixture
+def strategy(place):
+    with place.make(hs.CentralStorageStrategy) as made:
+        yield made
+
+
+DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_goes_in(strategy, dtype):
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    mine = torch.arange(4).reshape(2, 2).add(RANK).to(getattr(torch, dtype))
+    with strategy.scope():
+        v = hs.Variable(mine * 0, aggregation="SUM")
+    assert v.dtype.name == dtype
+    box = []
+
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        box.append(context.all_reduce("SUM", mine.T))
+        v.assign(mine.T)
+
+    strategy.run(replica)
+    shift = N * (N - 1) // 2
+    expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
+    assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+
+
+def test_tensors_that_require_gradients(strategy):
+    """An autograd step: leaves that require gradients go in as they are."""
+    with strategy.scope():
+        w = hs.Variable(torch.nn.Parameter(torch.ones(2, 3)))
+        optimizer = hs.optimizers.SGD(1.0)
+    x = torch.arange(3.0) + RANK
+
+    def replica():
+        own = torch.from_numpy(w.numpy()).requires_grad_()
+        loss = (own @ x).square().sum() / 2
+        loss.backward()
+        optimizer.apply_gradients([(own.grad, w)])
+        optimizer.apply_gradients([(own * 0, w)])  # a tensor of the graph
+        return loss
+
+    losses = strategy.run(replica)
+    x_of = np.arange(3.0) + np.arange(N)[:, None]
+    assert float(strategy.reduce("SUM", losses, axis=None)) == (x_of.sum(axis=1) ** 2).sum()
+    step = (x_of.sum(axis=1)[:, None] * x_of).sum(axis=0)
+    assert w.numpy().tolist() == [(1 - step).tolist()] * 2
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.arange(12.0).reshape(3, 4).T,
+        lambda: torch.arange(24.0).reshape(4, 6)[:, ::2],
+        lambda: torch.ones(1).expand(4, 3),
+        lambda: torch.complex(torch.zeros(4, 3), torch.ones(4, 3)).conj().imag,  # negated later
+    ],
+    ids=["transposed", "strided", "expanded", "negated"],
+)
+def test_gradients_of_any_layout(strategy, make):
+    with strategy.scope():
+        w = hs.Variable(np.zeros((4, 3), np.float32))
+        optimizer = hs.optimizers.SGD(1.0)
+    strategy.run(lambda: optimizer.apply_gradients([(make() * 1 if RANK else make(), w)]))
+    assert (-w.numpy()).tolist() == (N * make()).tolist()
+
+
+@on_the_cpu
+def test_a_tensor_over_storage_is_safe_to_write_back(strategy):
+    """Although the tensor does not say that its memory is a variable's, which others write to."""
+    n = 400
+    with strategy.scope():
+        v = hs.Variable(np.arange(n * n, dtype=np.float64).reshape(n, n), aggregation="SUM")
+    strategy.run(lambda: v.assign(torch.from_dlpack(v.value()).T))
+    assert (v.numpy() == N * np.arange(n * n).reshape(n, n).T).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.ones(3, 3, device="meta"),
+        lambda: torch.ones(3, 3).to(torch.float8_e4m3fn),
+    ],
+    ids=["sparse", "meta", "float8"],
+)
+def test_tensors_without_values_are_type_errors(strategy, make):
+    with strategy.scope():
+        w = hs.Variable(np.zeros((3, 3), np.float32))
+        optimizer = hs.optimizers.SGD(1.0)
+        with pytest.raises(
+            TypeError, match=r"Variable.assign of 'Variable': this torch.Tensor does not become an array"
+        ):
+            w.assign(make())
+    for gradient in (make(), make() if RANK == 0 else torch.ones(3, 3)):
+        with pytest.raises(
+            TypeError, match=r"SGD.apply_gradients: this torch.Tensor .* Pass a dense array with values"
+        ):
+            strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, w)]))
+    assert not w.numpy().any()
+
+
+def test_traced_tensors_are_type_errors():
+    for trace in (torch.func.grad, torch.func.vmap):
+        with pytest.raises(TypeError, match="asnumpy: this .* outside of functions that are traced"):
+            trace(lambda x: hs.asnumpy(x) and x.sum())(torch.ones(3, 2) if trace is torch.func.vmap else torch.ones(3))
+
+
+def test_values_of_the_replicas(strategy, place):
+    values = strategy.run(lambda: {"x": torch.arange(3.0) + RANK, "n": (torch.tensor(RANK, dtype=torch.int32),)})
+    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [k + (N - 1) / 2 for k in range(3)]
+    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [k + r for r in range(N) for k in range(3)]
+    parts = strategy.experimental_local_results(values)
+    assert [type(part["x"]) for part in parts] == [np.ndarray] * N
+    assert [(part["x"].tolist(), int(part["n"][0])) for part in parts] == [([r, r + 1, r + 2], r) for r in range(N)]
+    for part in parts:
+        part["x"][:] = 0
+    seen = []
+    strategy.run(seen.append, args=(values["x"],))
+    assert isinstance(seen[0], torch.Tensor)  # what goes from step to step stays what it is
+    made = strategy.experimental_distribute_values_from_function(
+        lambda context: torch.arange(2) + context.replica_id_in_sync_group
+    )
+    strategy.run(seen.append, args=(made,))
+    assert type(seen[1]) is place.xp.ndarray and seen[1].tolist() == [RANK, RANK + 1]
+
+
+def test_host_copies():
+    tensor = torch.ones(2, 2, requires_grad=True)
+    copy = hs.asnumpy({"a": [tensor, tensor.detach().T]})["a"]
+    with torch.no_grad():
+        tensor += 1
+    assert [one.tolist() for one in copy] == [[[1, 1], [1, 1]]] * 2
+
+
+# ---- out
+
+
+@on_the_cpu
+def test_what_is_without_a_copy(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3, dtype=np.float32))
+    values = strategy.run(lambda: torch.arange(3.0) + RANK)
+    for array in (strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), hs.asnumpy(v), v.numpy()):
+        for tensor in (torch.from_numpy(array), torch.from_dlpack(array), torch.as_tensor(array)):
+            assert tensor.data_ptr() == array.ctypes.data
+
+    def replica():
+        array = v.value()
+        assert torch.from_dlpack(array).data_ptr() == array.ctypes.data
+        for tensor in (torch.from_dlpack(v), torch.as_tensor(v), torch.from_dlpack(v, copy=True)):
+            assert tensor.tolist() == [0, 1, 2]
+            tensor[:] = 9
+        with pytest.raises(BufferError, match="exported as a copy"):
+            torch.from_dlpack(v, copy=False)
+
+    strategy.run(replica)
+    assert v.numpy().tolist() == [0, 1, 2]
+
+
+@on_the_cpu
+def test_slices_share_the_tensor(strategy):
+    tensor = torch.arange(8.0).reshape(4, 2)
+    dataset = hs.data.Dataset.from_tensor_slices((tensor, tensor[:, 0].to(torch.int64)))
+    tensor += 100
+    batches = list(strategy.experimental_distribute_dataset(dataset.batch(4)))
+    assert strategy.gather(batches[0], 0)[0].tolist() == tensor.tolist()
+    assert strategy.gather(batches[0], 0)[1].tolist() == [0, 2, 4, 6]
+
+
+# ---- DataLoader
+
+
+class Squares(torch.utils.data.Dataset):
+    def __init__(self, form):
+        self.form = form
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, i):
+        x, y = torch.full((2,), float(i)), i * i
+        return {"list": (x, y), "dict": {"x": x, "y": y}, "nest": (x, {"y": [y]})}[self.form]
+
+
+def pairs(form, batch):
+    """[(x[0], y), ...] of a batch on the host."""
+    if form == "dict":
+        x, y = batch["x"], batch["y"]
+    else:
+        assert type(batch) is list
+        x, y = batch[0], batch[1]["y"][0] if form == "nest" else batch[1]
+    return list(zip(x[:, 0].tolist(), y.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["list", "dict", "nest"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_loader_is_shared_out(strategy, form, shuffle):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        return torch.utils.data.DataLoader(Squares(form), 7, shuffle=shuffle, generator=generator)
+
+    distributed = strategy.experimental_distribute_dataset(make())
+    for expected_batches in (list(loader := make()), list(loader)):
+        found = [hs.asnumpy(strategy.gather(batch, 0)) for batch in distributed]
+        assert [pairs(form, batch) for batch in found] == [pairs(form, batch) for batch in expected_batches]
+        everything = [pair for batch in found for pair in pairs(form, batch)]
+        assert len(found) == 4 and sorted(everything) == [(i, i * i) for i in range(23)]
+
+
+def test_each_replica_has_its_share_of_a_short_last_batch(strategy):
+    loader = torch.utils.data.DataLoader(torch.arange(11), 8)
+    sizes = [
+        [len(part) for part in strategy.experimental_local_results(batch)]
+        for batch in strategy.experimental_distribute_dataset(loader)
+    ]
+    assert sizes == [[n // N + (r < n % N) for r in range(N)] for n in (8, 3)]
+
+
+def test_a_loader_that_shuffles_for_itself_on_every_rank(strategy):
+    if N == 1:
+        pytest.skip("one replica agrees with itself")
+    torch.manual_seed(RANK)  # as if each process had drawn its seed
+    loader = torch.utils.data.DataLoader(torch.arange(1000), 100, shuffle=True)
+    distributed = strategy.experimental_distribute_dataset(loader)
+    for _ in range(2):
+        iterator = iter(distributed)
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"different elements .* DataLoader must give the same .*seed\("
+        ):
+            next(iterator)
+        assert list(iterator) == []
+    torch.manual_seed(0)
+    assert len(list(distributed)) == 10
