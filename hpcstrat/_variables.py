@@ -209,7 +209,9 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     def __array_interface__(self) -> dict[str, Any]:
         # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
         if self._interface is None or not _in_replica_of(self._strategy):
-            raise AttributeError("a variable has an __array_interface__ on the CPU in a replica context; call numpy()")
+            raise AttributeError(
+                f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
+            )
         return self._interface.copy()
 
     def __dlpack__(
@@ -222,11 +224,11 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
     ) -> Any:
         if copy is False:
             raise BufferError(
-                f"the variable {self.name!r} is exported as a copy, because who takes it could write to it; without a "
+                f"Variable {self.name!r} is exported as a copy, because who takes it could write to it; without a "
                 "copy, and read-only, pass value() in a replica context"
             )
         if dl_device not in (None, self.__dlpack_device__()):
-            raise BufferError(f"the variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory")
+            raise BufferError(f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory")
         del max_version  # what is writable needs no flag of the newer ones
         self._check_readable()
         return self._block.view.copy().__dlpack__(stream=stream)

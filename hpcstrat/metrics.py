@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context, _gpu
-from hpcstrat._array_protocols import as_array
+from hpcstrat import _array_protocols, _context, _gpu
 from hpcstrat._context import ReplicaContext
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
@@ -62,8 +61,8 @@ class Metric:
 
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
-    values = as_array(call, values, on_gpu=True)
-    sample_weight = None if sample_weight is None else as_array(call, sample_weight, on_gpu=True)
+    values = _array_protocols.as_array(call, values, on_gpu=True)
+    sample_weight = None if sample_weight is None else _array_protocols.as_array(call, sample_weight, on_gpu=True)
     xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
     if sample_weight is None:
@@ -75,7 +74,7 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    y_true, y_pred = as_array(call, y_true, on_gpu=True), as_array(call, y_pred, on_gpu=True)
+    y_true, y_pred = (_array_protocols.as_array(call, values, on_gpu=True) for values in (y_true, y_pred))
     xp = _gpu.array_module(y_true, y_pred)
     true, predicted = xp.asarray(y_true), xp.asarray(y_pred)
     if true.shape != predicted.shape:

@@ -314,11 +314,11 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._on_stream():
                 with self._communicator.joint(call):
-                    packed = travel.pack(call, own)
+                    packed = travel.to_send(call, own)
                 everyones = self._communicator.all_gather_obj(
                     call, packed, _nest.describe(structure), f"distributed at {places}"
                 )
-                everyones = [travel.unpack(everyones[rank], self._stream) for rank in self._workers.peers]
+                everyones = [travel.received(everyones[rank], self._stream) for rank in self._workers.peers]
         else:
             everyones = [own] * len(self._workers.peers)
         results = []

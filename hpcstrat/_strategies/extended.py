@@ -119,9 +119,9 @@ class StrategyExtended:
         with strategy._on_stream():
             with strategy._communicator.joint(call):
                 self._check_destinations(call, destinations)
-                packed = travel.pack(call, tensor)
+                packed = travel.to_send(call, tensor)
             sent = strategy._communicator.broadcast_obj(call, packed, strategy._root)
-            return self._sent(travel.unpack(sent, strategy._stream), destinations)
+            return self._sent(travel.received(sent, strategy._stream), destinations)
 
     def _check_destinations(self, call: str, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
@@ -251,9 +251,9 @@ class StrategyExtended:
                 sent = [form.unflatten(leaves)]
         with strategy._on_stream():
             with communicator.joint(call):
-                packed = travel.pack(call, sent)
+                packed = travel.to_send(call, sent)
             sent = communicator.broadcast_obj(call, packed, strategy._root)
-            return travel.unpack(sent, strategy._stream)[0]
+            return travel.received(sent, strategy._stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for what belongs to several variables: the parameter device."""

@@ -19,7 +19,7 @@ class _FromGpu:
         self.host = host
 
 
-def pack(call: str, nest: Any) -> Any:
+def to_send(call: str, nest: Any) -> Any:
     """`nest` with host copies of its arrays that are on the GPU, and other libraries' arrays as NumPy's.
 
     Raises:
@@ -33,7 +33,7 @@ def pack(call: str, nest: Any) -> Any:
     return _nest.map_leaves(packed, nest)
 
 
-def unpack(nest: Any, stream: _gpu.Stream | None) -> Any:
+def received(nest: Any, stream: _gpu.Stream | None) -> Any:
     """What `pack` was given, with the arrays on this rank's device."""
     if stream is None:
         return _nest.map_leaves(lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest)

@@ -14,7 +14,7 @@ from hpcstrat._strategies.base import Strategy
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import CHECKPOINT, COMMUNICATION, INPUT, RUN, UPDATE, WAITING
 from hpcstrat.checkpoint import Checkpoint
-from hpcstrat.data import distributed, staging
+from hpcstrat.data import _iterator, staging
 
 
 class Facts(NamedTuple):
@@ -120,7 +120,7 @@ TABLE: list[tuple[Any, str, str, Describe]] = [
     (Storage, "update_rows", UPDATE, _rows),
     (DeviceStorage, "_pack", COMMUNICATION, _storage_stream("pack")),
     (DeviceStorage, "_apply", UPDATE, _storage_stream("update")),
-    (distributed.DistributedIterator, "__next__", INPUT, _named("next batch")),
+    (_iterator.DistributedIterator, "__next__", INPUT, _named("next batch")),
     (staging._Slot, "load", INPUT, _named("load a batch")),
     (staging, "_copied", INPUT, _copy),
     (Checkpoint, "save", CHECKPOINT, _named("save")),

@@ -96,30 +96,29 @@ class DistributedIterator(Iteration):
             self._end()
             raise
         totals, checksums = zip(*everyones, strict=True)
-        self._require_equal(
-            totals,
-            "the ranks have different numbers of elements in step {step}: {seen}. Every rank's generator, functions "
-            "and files must give the same elements; each replica is then given its part",
-        )
-        self._require_equal(
-            checksums,
-            "the ranks have different elements up to step {step}, of checksums {seen}. {node} must give the same "
-            "elements in the same order on every rank; each replica is then given its part. What shuffles takes a seed "
-            "that all ranks share: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)), or "
-            "torch.manual_seed(0) before each epoch",
-        )
+        if seen := self._differences(totals):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. Every "
+                "rank's generator, functions and files must give the same elements; each replica is then given its part"
+            )
+        if seen := self._differences(checksums):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different elements up to step {self._number}, of checksums {seen}. "
+                f"{self._node} must give the same elements in the same order on every rank; each replica is then given "
+                "its part. What shuffles takes a seed that all ranks share: DataLoader(..., shuffle=True, "
+                "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch"
+            )
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
             return step if step.total is not None else empty
         return step
 
-    def _require_equal(self, values: Sequence[int | None], text: str) -> None:
-        """Ends the iteration, on all ranks, where those of a worker have different values."""
+    def _differences(self, values: Sequence[int | None]) -> str:
+        """Every rank's value, where those of a worker differ: the iteration has then ended. Else empty."""
         if all(len(set(of_worker)) == 1 for of_worker in self._dataset._workers.grouped(values)):
-            return
+            return ""
         self._end()
-        seen = ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values))
-        raise ReplicaMismatchError(f"{self._call}: {text.format(step=self._number, seen=seen, node=self._node)}")
+        return ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values))
 
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended, while another's go on."""

@@ -299,7 +299,7 @@ def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
 def test_across_replicas_a_variable_names_no_memory(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
-        with pytest.raises(AttributeError, match="on the CPU in a replica context; call numpy"):
+        with pytest.raises(AttributeError, match="on the CPU in a replica context only; call numpy"):
             v.__array_interface__  # noqa: B018
         array = np.asarray(v)
         array[:] = 9

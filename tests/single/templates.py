@@ -37,10 +37,12 @@ class Source:
     Args:
         path: the file's, for messages.
         text: what it contains.
+        constants: texts that files import from each other, by name.
     """
 
-    def __init__(self, path: str, text: str) -> None:
+    def __init__(self, path: str, text: str, constants: Mapping[str, ast.expr] | None = None) -> None:
         self._path = path
+        self._constants = constants or {}
         self.tree = ast.parse(text)
         self._scopes = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self._functions = {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef)}
@@ -127,7 +129,7 @@ class Source:
                 ]
                 if found or (isinstance(scope, ast.FunctionDef) and name.id in _parameters(scope)):
                     return found
-        return []
+        return [self._constants[name.id]] if name.id in self._constants else []
 
     def _is_in(self, node: ast.AST, scope: ast.AST) -> bool:
         """Whether a statement is the file's own, or of a function whose names all stand in it."""
@@ -175,7 +177,16 @@ def calls(files: "Sequence[Source]") -> Iterator[tuple[str, str]]:
 
 def sources(package: Path) -> list[Source]:
     """All files of a package."""
-    return [Source(str(path.relative_to(package.parent)), path.read_text()) for path in sorted(package.rglob("*.py"))]
+    texts = {path: path.read_text() for path in sorted(package.rglob("*.py"))}
+    constants = {
+        target.id: node.value
+        for text in texts.values()
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and _is_text(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name) and not target.id.startswith("_")
+    }
+    return [Source(str(path.relative_to(package.parent)), text, constants) for path, text in texts.items()]
 
 
 def _joined(parts: Sequence[Texts]) -> Texts:

@@ -28,6 +28,7 @@ AFTERWARDS = ("_verdict", "return", "Fault")
 
 CHECKPOINT = "a part: Checkpoint puts the call before it, and behind it what to do"
 SLURM = "a part: SlurmClusterResolver puts its name before it, and behind it what to do"
+ARRAY = "a part: what makes arrays of other libraries' puts the call before it, and behind it what to do"
 COMMAND = "a part: `python -m hpcstrat timeline` puts its name before it"
 PASSED_ON = "collected where it comes from"
 NEVER = "cannot be, unless the library has a fault"
@@ -50,6 +51,8 @@ PARTS = {
     "{self.path} is no checkpoint of hpcstrat": CHECKPOINT,
     "{nodes} is no list of Slurm's nodes": SLURM,
     "{tasks} is no list of numbers of tasks": SLURM,
+    "NumPy has bfloat16 by the package ml_dtypes": ARRAY,
+    "{str(error)}": ARRAY,
     "shape {array.shape} is not {shape}": "a part: Dataset.from_generator catches it",
     "{message} (found by rank {rank})": "another rank's, whole",
     "{message}": PASSED_ON,

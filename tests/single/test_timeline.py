@@ -21,12 +21,19 @@ from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
 # ---- noting
 
 
+def begin(to, *arguments, **options):
+    """A span that is noted."""
+    span = to.begin(*arguments, **options)
+    assert span is not None
+    return span
+
+
 def test_a_span_within_one_of_its_category_is_a_part_of_it():
     spans = Spans()
-    run = spans.begin(RUN, "run f", None)
-    update = spans.begin(UPDATE, "apply", 8)
+    run = begin(spans, RUN, "run f", None)
+    update = begin(spans, UPDATE, "apply", 8)
     assert spans.begin(UPDATE, "apply again", 8) is None
-    on_gpu = spans.begin(UPDATE, "kernel", None, anyway=True)
+    on_gpu = begin(spans, UPDATE, "kernel", None, anyway=True)
     for span in (on_gpu, update, run):
         spans.end(span)
     assert [span.name for span in spans.ended] == ["kernel", "apply", "run f"]
@@ -34,10 +41,10 @@ def test_a_span_within_one_of_its_category_is_a_part_of_it():
 
 def test_threads_have_spans_of_their_own():
     spans = Spans()
-    run = spans.begin(RUN, "run f", None)
+    run = begin(spans, RUN, "run f", None)
 
     def other():
-        spans.end(spans.begin(RUN, "run g", None))
+        spans.end(begin(spans, RUN, "run g", None))
 
     thread = threading.Thread(target=other, name="another")
     thread.start()
@@ -67,7 +74,7 @@ def make(tmp_path, **arguments):
 def note(to, *spans):
     """Notes (category, name, bytes, the spans in it)."""
     for category, name, nbytes, inner in spans:
-        span = to.begin(category, name, nbytes, None)
+        span = begin(to, category, name, nbytes, None)
         note(to, *inner)
         to.end(span)
 
@@ -110,7 +117,7 @@ def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
 def test_what_lasts_is_written_while_it_does_and_once(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_PERIOD", 0.01)
     path, to = make(tmp_path)
-    span = to.begin(RUN, "long", None, None)
+    span = begin(to, RUN, "long", None, None)
     while '"B"' not in pathlib.Path(path).read_text():
         time.sleep(0.01)
     assert [one.is_open for one in read(path).tracks[0][0]] == [True]
