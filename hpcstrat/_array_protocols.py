@@ -89,6 +89,11 @@ def converted(call: str, value: Any) -> Array:
         ) from error
 
 
+def copy_of(value: Any) -> Any:
+    """A copy of an array of another library, which is of that library too."""
+    return value.clone() if hasattr(value, "clone") else value.copy()
+
+
 def _speaks(value: Any) -> bool:
     return any(hasattr(value, protocol) for protocol in _PROTOCOLS)
 

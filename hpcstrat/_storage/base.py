@@ -155,7 +155,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def has(self, array: Array) -> bool:
-        """Whether a CuPy array is a view of this storage, which changes."""
+        """Whether an array, NumPy's or CuPy's, lies in this storage's memory, which changes. Not collective."""
 
 
 def slot_values(variable: Block, value: float) -> Array:

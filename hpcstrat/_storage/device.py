@@ -156,7 +156,7 @@ class DeviceStorage(Storage):
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""
-        return self._communicator.stream is not None and self._read.has(array)
+        return self._read.has(array)
 
     # ---- updates
 

@@ -10,6 +10,7 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat import _gpu
 from hpcstrat._communicators.barrier import LINE
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
@@ -155,7 +156,7 @@ class HostStorage(Storage):
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""
-        return False
+        return not _gpu.is_on_gpu(array) and np.may_share_memory(array, self._communicator.segment.array)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat import _gpu
 from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts, slot_values, update_rows
@@ -118,4 +119,4 @@ class MirroredStorage(Storage):
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""
-        return False
+        return not _gpu.is_on_gpu(array) and np.may_share_memory(array, private_memory().segment.array)

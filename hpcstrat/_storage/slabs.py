@@ -72,8 +72,13 @@ class SlabMemory:
         return self._slabs[start // _APART][start - base : stop - base]
 
     def has(self, array: Array) -> bool:
-        """Whether a CuPy array is a view of this memory."""
-        return any(slab.data.mem is array.data.mem for slab in self._slabs)
+        """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
+        if not _gpu.is_on_gpu(array):
+            return any(not _gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in self._slabs)
+        place = array.data.ptr
+        return any(
+            _gpu.is_on_gpu(slab) and slab.data.ptr <= place < slab.data.ptr + slab.nbytes for slab in self._slabs
+        )
 
 
 _by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabMemory] = weakref.WeakKeyDictionary()

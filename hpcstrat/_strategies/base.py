@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _devices, _gpu, _nest
+from hpcstrat._array_protocols import converted, copy_of, is_foreign
 from hpcstrat._communicators import Communicator, disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
@@ -198,8 +199,18 @@ class Strategy(InputMethods, LogicalDeviceMethods):
                 leaf = leaf.copy()  # it may be a variable's storage, which changes
             elif self._stream is not None and _gpu.is_on_gpu(leaf) and self._storage.has(leaf):
                 leaf = leaf.copy()
+            elif is_foreign(leaf) and self._has(leaf):  # a tensor over it
+                leaf = copy_of(leaf)
             leaves[i] = leaf if alone else PerReplica(leaf, rank)
         return structure.unflatten(leaves)
+
+    def _has(self, leaf: Any) -> bool:
+        """Whether an array of another library lies in memory of variables."""
+        try:
+            array = converted("Strategy.run", leaf)
+        except TypeError:  # it has no values in memory
+            return False
+        return self._storage.has(array) or self._replica_storage.has(array)
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = _nest.flatten((args, kwargs))

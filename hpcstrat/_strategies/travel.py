@@ -34,7 +34,7 @@ def to_send(call: str, nest: Any) -> Any:
 
 
 def received(nest: Any, stream: _gpu.Stream | None) -> Any:
-    """What `pack` was given, with the arrays on this rank's device."""
+    """What `to_send` was given, with the arrays on this rank's device."""
     if stream is None:
         return _nest.map_leaves(lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest)
     asarray = stream.xp.asarray

@@ -211,6 +211,24 @@ def pairs(form, batch):
     return list(zip(x[:, 0].tolist(), y.tolist(), strict=True))
 
 
+@pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
+def test_a_tensor_over_a_variable_is_copied_on_its_way_out(strategy, synchronization):
+    with strategy.scope():
+        v = hs.Variable(np.arange(6.0), synchronization=synchronization, aggregation="SUM")
+
+    def fn():
+        view, fresh = torch.from_dlpack(v.value())[2:4], torch.ones(2)
+        return view, fresh, view.data_ptr(), fresh.data_ptr()
+
+    box = []
+    strategy.run(lambda *parts: box.extend(parts), args=strategy.run(fn))
+    view, fresh, *places = box
+    assert isinstance(view, torch.Tensor)
+    assert [view.data_ptr() != places[0], fresh.data_ptr() == places[1]] == [True, True]
+    strategy.run(lambda: v.assign_add(np.ones(6)))
+    assert view.tolist() == [2, 3]
+
+
 @pytest.mark.parametrize("form", ["list", "dict", "nest"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_a_loader_is_shared_out(strategy, form, shuffle):
