@@ -15,8 +15,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     The sum of the result over the replicas is the mean loss of the global batch.
 
     Args:
-        per_example_loss: an array of at least one dimension, one loss an example along the first.
-        sample_weight: what each loss is multiplied by, of the same shape or without the last dimensions.
+        per_example_loss: an array of at least one dimension, one loss an example along the first. Of a tensor of
+            PyTorch, or an array of JAX, the result is one too, through which gradients flow.
+        sample_weight: what each loss is multiplied by, of the same library and shape or without the last dimensions.
         global_batch_size: the number of examples of all replicas; by default this replica's times the number of
             replicas, which is right where all have equally many.
 
@@ -29,7 +30,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     """
     call = "compute_average_loss"
     replicas = _replicas(call)
-    losses = per_example_loss if hasattr(per_example_loss, "sum") else np.asarray(per_example_loss)
+    losses: Any = per_example_loss if hasattr(per_example_loss, "sum") else np.asarray(per_example_loss)
     if losses.ndim == 0:
         raise ValueError(f"{call}: the loss has no dimension; pass one loss an example, not their sum or mean")
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
@@ -37,9 +38,10 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
         weights = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
-        losses = losses * weights.reshape(weights.shape + (1,) * (losses.ndim - weights.ndim)).astype(losses.dtype)
+        weights = weights.reshape(tuple(weights.shape) + (1,) * (losses.ndim - weights.ndim))
+        losses = losses * (weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype))
     total = losses.sum()
-    return total / total.dtype.type(size) if size else total * 0
+    return _divided(total, size) if size else total * 0
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -57,7 +59,14 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     replicas = _replicas("scale_regularization_loss")
     loss = regularization_loss if hasattr(regularization_loss, "sum") else np.asarray(regularization_loss)
     total = loss.sum()
-    return total / total.dtype.type(replicas) if total.dtype.kind in "fc" else total / replicas
+    return _divided(total, replicas)
+
+
+def _divided(total: Any, count: int) -> Any:
+    """`total / count` in the dtype of the total, where that is a float."""
+    dtype = total.dtype
+    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fc"  # PyTorch's dtypes are others, and stay
+    return total / (dtype.type(count) if is_float else count)
 
 
 def _replicas(call: str) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat import _failure, _gpu, _settings, _world
 from hpcstrat._communicators import dtypes, objects, records
+from hpcstrat._communicators.calls import Calls
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.watch.watch import Watch
 from hpcstrat._errors import ReplicaMismatchError
@@ -292,27 +293,6 @@ class Communicator(abc.ABC):
             f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks "
             "did not raise there; the ranks no longer make the same calls. What not all ranks raise must not be caught"
         )
-
-
-class Calls:
-    """What the communicators of one group have in common.
-
-    Attributes:
-        number: of calls made.
-        agreed: the last of them.
-        paused: the call that not all ranks are in, during which none may be made.
-        faults: a number that tells after which calls exceptions left `Strategy.run`.
-        fault: the last of them.
-    """
-
-    __slots__ = ("agreed", "fault", "faults", "number", "paused")
-
-    def __init__(self) -> None:
-        self.number: int = 0
-        self.agreed: Signature | None = None
-        self.paused: str | None = None
-        self.faults: int = 0
-        self.fault: BaseException | None = None
 
 
 class Joint:

@@ -5,24 +5,25 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators.barrier import LINE
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._communicators.segment import Segment
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts, slot_values, update_rows
+from hpcstrat._storage.base import Array, Rule, slot_values, update_rows
 from hpcstrat._storage.memory import Block, block_of, size_of
 from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._storage.segment import SegmentStorage
 from hpcstrat._types import ReduceOp
 
 
 @final
-class HostStorage(Storage):
+class HostStorage(SegmentStorage):
     """One copy for all ranks of a host.
 
     All ranks allocate by the same rule from the same facts, so they need not tell each other where a block is. A
@@ -46,6 +47,10 @@ class HostStorage(Storage):
     def communicator(self) -> SharedMemoryCommunicator:
         """See `Storage.communicator`."""
         return self._communicator
+
+    @property
+    def _segment(self) -> Segment:
+        return self._communicator.segment
 
     def create(self, call: str, initial: Array) -> Block:
         """See `Storage.create`."""
@@ -139,24 +144,8 @@ class HostStorage(Storage):
         finally:
             communicator.sync()
 
-    def write(self, block: Block, new: Array, rule: Rule) -> None:
-        """See `Storage.write`."""
-        rule.apply(block.array, new, (), block.array)
-
-    def parts(self, block: Block) -> Iterator[Bytes]:
-        """See `Storage.parts`."""
-        return host_parts(block.array)
-
-    def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """See `Storage.write_part`."""
-        flat(block.array)[start : start + part.size] = part
-
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. All ranks read what was written."""
-
-    def has(self, array: Array) -> bool:
-        """See `Storage.has`."""
-        return not _gpu.is_on_gpu(array) and np.may_share_memory(array, self._communicator.segment.array)
 
 
 @functools.cache

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts, slot_values, update_rows
+from hpcstrat._communicators.segment import Segment
+from hpcstrat._storage.base import Array, Rule, slot_values, update_rows
 from hpcstrat._storage.memory import Block, private_memory
 from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._storage.segment import SegmentStorage
 from hpcstrat._types import ReduceOp
 
 
 @final
-class MirroredStorage(Storage):
+class MirroredStorage(SegmentStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def __init__(self, communicator: MessageCommunicator) -> None:
@@ -35,6 +36,10 @@ class MirroredStorage(Storage):
     def communicator(self) -> MessageCommunicator:
         """See `Storage.communicator`."""
         return self._communicator
+
+    @property
+    def _segment(self) -> Segment:
+        return private_memory().segment
 
     def create(self, call: str, initial: Array) -> Block:
         """See `Storage.create`."""
@@ -102,21 +107,5 @@ class MirroredStorage(Storage):
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         update_rows(blocks, rows, gradient, rule)
 
-    def write(self, block: Block, new: Array, rule: Rule) -> None:
-        """See `Storage.write`."""
-        rule.apply(block.array, new, (), block.array)
-
-    def parts(self, block: Block) -> Iterator[Bytes]:
-        """See `Storage.parts`."""
-        return host_parts(block.array)
-
-    def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """See `Storage.write_part`."""
-        flat(block.array)[start : start + part.size] = part
-
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. Every rank wrote to its own."""
-
-    def has(self, array: Array) -> bool:
-        """See `Storage.has`."""
-        return not _gpu.is_on_gpu(array) and np.may_share_memory(array, private_memory().segment.array)

@@ -91,6 +91,19 @@ def place(request):
     pytest.skip(missing)
 
 
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request, place):
+    """Of each kind for several replicas, closed after the test."""
+    with place.make(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def xp(place):
+    """The array module of the replicas."""
+    return place.xp
+
+
 class _Ranks:
     """The plugin of one rank."""
 

@@ -18,11 +18,6 @@ def strategy(place):
         yield made
 
 
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 def steps(strategy, distributed):
     """`[step][replica]`: every replica's part, as a list, on every rank."""
     return [[hs.asnumpy(part).tolist() for part in strategy.experimental_local_results(x)] for x in distributed]

@@ -20,11 +20,6 @@ def strategy(request, place):
         yield made
 
 
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 def replica_context() -> Any:
     return hs.get_replica_context()
 

@@ -38,6 +38,22 @@ def test_every_dtype_goes_in(strategy, dtype):
     assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
 
 
+def test_gradients_flow_through_losses(strategy):
+    x = jax.numpy.arange(1.0, 4.0) + RANK
+
+    def loss(w):
+        losses, weights = ((w * x) ** 2)[:, None], jax.numpy.array([1, 0, 2])
+        average = hs.losses.compute_average_loss(losses, sample_weight=weights, global_batch_size=10)
+        return average + hs.losses.scale_regularization_loss(3 * w)
+
+    total, gradient = (
+        strategy.reduce("SUM", v, axis=None) for v in strategy.run(lambda: jax.value_and_grad(loss)(2.0))
+    )
+    squares = sum((1 + rank) ** 2 + 2 * (3 + rank) ** 2 for rank in range(N))
+    assert total == pytest.approx(4 * squares / 10 + 6)
+    assert gradient == pytest.approx(2 * 2 * squares / 10 + 3)
+
+
 def test_gradients_of_a_function_of_the_variables(strategy):
     with strategy.scope():
         w = hs.Variable(np.ones((2, 3), np.float32))

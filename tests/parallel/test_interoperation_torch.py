@@ -211,6 +211,25 @@ def pairs(form, batch):
     return list(zip(x[:, 0].tolist(), y.tolist(), strict=True))
 
 
+@on_the_cpu
+def test_gradients_flow_through_losses(strategy):
+    x = torch.arange(1.0, 4.0) + RANK
+
+    def fn():
+        w = torch.tensor(2.0, requires_grad=True)
+        losses = (w * x)[:, None] ** 2
+        weights = torch.tensor([1, 0, 2])
+        average = hs.losses.compute_average_loss(losses, sample_weight=weights, global_batch_size=10)
+        (average + hs.losses.scale_regularization_loss(3 * w)).backward()
+        assert average.dtype == torch.float32
+        return average, w.grad
+
+    average, gradient = (strategy.reduce("SUM", value, axis=None) for value in strategy.run(fn))
+    squares = sum((1 + rank) ** 2 + 2 * (3 + rank) ** 2 for rank in range(N))
+    assert average == pytest.approx(4 * squares / 10)
+    assert gradient == pytest.approx(2 * 2 * squares / 10 + 3)
+
+
 @pytest.mark.parametrize("synchronization", ["AUTO", "ON_READ"])
 def test_a_tensor_over_a_variable_is_copied_on_its_way_out(strategy, synchronization):
     with strategy.scope():

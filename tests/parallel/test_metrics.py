@@ -11,17 +11,6 @@ N = COMM.size
 RANK = COMM.rank
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 def make(strategy, kind, *args):
     with strategy.scope():
         return kind(*args)

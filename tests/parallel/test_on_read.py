@@ -14,17 +14,6 @@ SHAPES = [(), (3,), (300, 70)]
 several = pytest.mark.skipif(N == 1, reason="with one replica there is nothing to bring together")
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
-
-
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 def make(strategy, initial, aggregation, **kwargs):
     with strategy.scope():
         return hs.Variable(initial, synchronization="ON_READ", aggregation=aggregation, **kwargs)

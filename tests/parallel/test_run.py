@@ -17,12 +17,6 @@ N = COMM.size
 RANK = COMM.rank
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
-
-
 Point = collections.namedtuple("Point", "x y")
 
 

@@ -38,11 +38,6 @@ def central(place):
 
 
 @pytest.fixture
-def xp(place):
-    return place.xp
-
-
-@pytest.fixture
 def no_collection():
     gc.collect()
     gc.disable()

@@ -24,11 +24,6 @@ def strategy(request, place):
         yield made
 
 
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 @pytest.fixture(params=["cross-replica", "replica"])
 def within(request, strategy):
     """Runs a function of no arguments in the context of that name."""

@@ -25,11 +25,6 @@ def strategy(request, place):
         yield made
 
 
-@pytest.fixture
-def xp(place):
-    return place.xp
-
-
 def numbers(shape, dtype, seed=0):
     """Whole numbers, whose sums over a few ranks are exact in every dtype."""
     size = int(np.prod(shape))

@@ -10,15 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 from hpcstrat import _failure, _settings, _world
+from hpcstrat._communicators.calls import Calls
 from hpcstrat._communicators.watch import notes
 from hpcstrat._communicators.watch.boards import Board
 from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, SILENT_SECONDS, Judge, Verdict
-
-if TYPE_CHECKING:
-    from hpcstrat._communicators.base import Calls
 
 _BEAT_SECONDS = 0.5
 _GRACE_SECONDS = 5.0  # that the speaker gets to end the job; after them another does

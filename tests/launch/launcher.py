@@ -1,0 +1,175 @@
+"""Starts programs under `mpirun`, each with a time limit, and looks at what they leave behind."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from dataclasses import dataclass
+
+import pytest
+
+_MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
+_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_LOOK_SECONDS = 0.05
+_SETTLE_SECONDS = 3
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What came of a job.
+
+    Attributes:
+        status: mpirun's exit status.
+        stdout: what all ranks printed.
+        stderr: the same of standard error.
+        leftovers: processes of the job that are still there, and files in shared memory that its processes mapped.
+        seconds: how long the job took.
+    """
+
+    status: int
+    stdout: str
+    stderr: str
+    leftovers: list[str]
+    seconds: float
+
+    def tagged(self, rank):
+        """The lines of standard error that carry the rank's tag, without it."""
+        return [match[1] for match in re.finditer(rf"^\[rank {rank}\] (.*)$", self.stderr, re.MULTILINE)]
+
+
+class Launcher:
+    """Starts programs, under the `mpirun` that is installed or without one."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.mpirun = ["mpirun"]
+        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+        self.open_mpi = "Open MPI" in version
+        if self.open_mpi:
+            self.mpirun += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
+
+    def __call__(self, program, ranks=None, *arguments, **options):
+        """What `run` gives; pytest shows what was printed, where the test fails."""
+        launched = self.run(program, ranks, *arguments, **options)
+        print(launched.stdout, launched.stderr, sep="\n")
+        return launched
+
+    def run(self, program, ranks=None, *arguments, timeout=30, env=None, options=(), gpus=False):
+        """Runs a program on so many ranks, or without `mpirun` where `ranks` is None.
+
+        Args:
+            program: its source text, or the path of its file.
+            ranks: the number of ranks.
+            arguments: the program's.
+            timeout: seconds; a job that takes longer is killed, and the test fails.
+            env: more variables; None takes one away.
+            options: of mpirun.
+            gpus: whether it sees the host's GPUs.
+        """
+        if isinstance(program, str):
+            path = self.folder / f"program_{uuid.uuid4().hex[:8]}.py"
+            path.write_text(textwrap.dedent(program))
+        else:
+            path = program
+        job = _Job()
+        command = [sys.executable, path, *arguments]
+        if ranks is not None:
+            command = [*self.mpirun, *options, "-n", str(ranks), *command]
+        begin = time.monotonic()
+        with open(self.folder / "stdout", "w+b") as stdout, open(self.folder / "stderr", "w+b") as stderr:
+            process = subprocess.Popen(
+                [os.fspath(word) for word in command],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=_environment(({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}) | (env or {})) | {_MARK: job.mark},
+                cwd=self.folder,
+                start_new_session=True,
+            )
+            status = None
+            while status is None and time.monotonic() - begin < timeout:
+                job.look()
+                try:
+                    status = process.wait(_LOOK_SECONDS)
+                except subprocess.TimeoutExpired:
+                    continue
+            seconds = time.monotonic() - begin
+            leftovers = job.leftovers(0 if status is None else _SETTLE_SECONDS)
+            job.kill()
+            process.wait()
+            stdout.seek(0)
+            stderr.seek(0)
+            output, errors = (file.read().decode(errors="replace") for file in (stdout, stderr))
+        if status is None:
+            pytest.fail(f"the job gave no result within {timeout} s\n{output}\n{errors}")
+        return Launched(status, output, errors, leftovers, seconds)
+
+
+def _environment(changes):
+    """The environment of a user at the shell, with these changes."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_LAUNCHERS) and name not in _THREADS and not name.startswith("PYTEST_")
+    }
+    return {name: value for name, value in (kept | changes).items() if value is not None}
+
+
+class _Job:
+    """The processes of one job, known by a mark in their environment, and the files in shared memory that they map."""
+
+    def __init__(self):
+        self.mark = uuid.uuid4().hex
+        self.looks = {}  # process -> how often it was found to be another's; at first it may not have its program yet
+        self.ours = set()
+        self.files = set()
+
+    def processes(self):
+        """The job's processes that are there now."""
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self.ours &= there
+        self.looks = {process: looks for process, looks in self.looks.items() if process in there}
+        for process in there - self.ours:
+            if self.looks.setdefault(process, 0) < 3:
+                if f"{_MARK}={self.mark}".encode() in _read(process, "environ"):
+                    self.ours.add(process)
+                self.looks[process] += 1
+        return sorted(self.ours)
+
+    def look(self):
+        """Notes the files that the job's processes map; they are mapped for as long as MPI runs."""
+        for process in self.processes():
+            maps = _read(process, "maps").decode(errors="replace")
+            self.files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+
+    def leftovers(self, patience):
+        """What is still there of the job when it has had some seconds to go."""
+        deadline = time.monotonic() + patience
+        while True:
+            found = [
+                f"process {process}: {_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
+                for process in self.processes()
+            ]
+            found += [path for path in sorted(self.files) if os.path.exists(path)]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(_LOOK_SECONDS)
+
+    def kill(self):
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def _read(process, name):
+    try:
+        return pathlib.Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:  # gone, or another user's
+        return b""
