@@ -26,7 +26,7 @@ class Checksum:
     def __init__(self, is_on: bool = False, every: bool = False) -> None:
         self._is_on = is_on
         self._every = every
-        self.value = 0
+        self.value: int = 0
 
     def takes(self, number: int, first: int) -> bool:
         """Whether element `number` of a source is to be added, of which the `first` ones always are."""
