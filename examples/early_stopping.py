@@ -17,7 +17,7 @@ import hpcstrat as hs
 
 def main():
     parser = argparse.ArgumentParser(description="Early stopping.")
-    parser.add_argument("--folder", required=True, help="for the checkpoints")
+    parser.add_argument("--folder", default="checkpoints", help="for the checkpoints (%(default)s)")
     parser.add_argument(
         "--patience", type=int, default=3, help="epochs without a better one, then it stops (%(default)s)"
     )

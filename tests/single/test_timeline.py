@@ -208,7 +208,7 @@ def test_shares_are_of_the_innermost_span_and_sum_up_to_one():
     spans = steps(4, (1, 4, "update"), (1, 2, "communication"), (1.5, 2, "waiting"), (7, 9, "input"))
     (rank,) = share_out(make_timeline(spans))
     assert rank.steps == 2
-    assert rank.step == pytest.approx(10)
+    assert [rank.step, rank.mean] == pytest.approx([10, 10])
     assert rank.shares == pytest.approx(
         {
             "computing": 0.3,
@@ -266,8 +266,10 @@ def test_gpus_wait_until_all_have_begun():
 # ---- advice
 
 
-def rank_with(number, nbytes=0.0, **shares):
-    return Rank(number, 10, 1.0, dict.fromkeys(KINDS, 0.0) | {"computing": 1 - sum(shares.values())} | shares, nbytes)
+def rank_with(number, nbytes=0.0, mean=1.0, **shares):
+    return Rank(
+        number, 10, 1.0, mean, dict.fromkeys(KINDS, 0.0) | {"computing": 1 - sum(shares.values())} | shares, nbytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -290,6 +292,7 @@ def rank_with(number, nbytes=0.0, **shares):
             [8],
             ["Communication takes 40% of a step: 2.5 MB a step", "Input takes 30% of a step: make batches"],
         ),
+        ([rank_with(0, mean=2.0)], [8], ["Nothing dominates", "longer than most: 2e+03 ms in the mean, 1e+03 in the"]),
         ([rank_with(0, checkpoint=0.3)], [8], ["Checkpoint takes 30% of a step: save less often."]),
         ([rank_with(0, other=0.3)], [8], ["the program's own lines between the steps"]),
         ([rank_with(0, update=0.3)], [8], ["take larger batches, or an optimizer with fewer slots"]),

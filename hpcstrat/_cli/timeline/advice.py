@@ -8,6 +8,8 @@ from hpcstrat._cli.timeline.shares import Rank
 
 _DOMINATES = 0.2
 """The share of a step from which it is worth a word."""
+_UNEVEN = 1.5
+"""How much longer than the median the mean step is where it is worth a word."""
 _STANDS_OUT = 0.5  # a rank that waits less than this part of what the others wait, is waited for
 
 
@@ -37,9 +39,14 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
         ),
     }
     found = sorted((kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind])
-    if not found:
-        return [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
-    return [f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}." for kind in found]
+    told = [f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}." for kind in found]
+    told = told or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
+    if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
+        told.append(
+            f"Some steps take much longer than most: {1e3 * ranks[0].mean:.3g} ms in the mean, "
+            f"{1e3 * ranks[0].step:.3g} in the median. The shares are of all, with what the program does in between, such as an evaluation."
+        )
+    return told
 
 
 def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:

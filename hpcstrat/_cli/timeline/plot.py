@@ -20,7 +20,7 @@ _COLORS = {
 
 
 def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> None:
-    """Writes a picture: the middle steps of every rank on one axis of time, and beside them each rank's shares.
+    """Writes a picture: some steps of every rank on one axis of time, and beside them each rank's shares.
 
     Args:
         timeline: what is drawn.
@@ -39,7 +39,7 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
         raise RuntimeError("--plot needs matplotlib: `pip install 'hpcstrat[timeline]'`") from error
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(ranks)), layout="constrained")
     rows, bars = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
-    begin, end = _middle(timeline, ranks[0].rank, steps)
+    begin, end = _typical(timeline, ranks[0].rank, steps)
     for place, rank in enumerate(ranks):
         rows.broken_barh([(0, (end - begin) * 1e3)], (place - 0.4, 0.8), color=_COLORS["other"])
         shown = [one for one in stretches(timeline.tracks[rank.rank]) if one.begin < end and one.end > begin]
@@ -59,15 +59,16 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     rows.invert_yaxis()
     rows.set_xlim(0, (end - begin) * 1e3)
     rows.set_xlabel("ms")
-    rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, from the middle")
+    rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, as long as most")
     bars.set_xlim(0, 100)
     bars.set_xlabel("% of all steps")
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def _middle(timeline: Timeline, rank: int, steps: int) -> tuple[float, float]:
+def _typical(timeline: Timeline, rank: int, steps: int) -> tuple[float, float]:
+    """Begin and end of so many steps in a row that take the median time."""
     begins = steps_of(timeline.tracks[rank])
     count = min(steps, len(begins) - 1)
-    first = (len(begins) - 1 - count) // 2
-    return begins[first], begins[first + count]
+    spans = sorted(zip(begins, begins[count:], strict=False), key=lambda span: span[1] - span[0])
+    return spans[len(spans) // 2]

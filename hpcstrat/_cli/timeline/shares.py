@@ -31,6 +31,7 @@ class Rank(NamedTuple):
         rank: which.
         steps: how many there are.
         step: seconds of one, the median.
+        mean: the same, the mean.
         shares: of the time of all steps, for each of `KINDS`; they sum up to 1.
         nbytes: that travel in a step, on average.
     """
@@ -38,6 +39,7 @@ class Rank(NamedTuple):
     rank: int
     steps: int
     step: float
+    mean: float
     shares: dict[str, float]
     nbytes: float
 
@@ -123,6 +125,7 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
         rank,
         len(begins) - 1,
         statistics.median(b - a for a, b in itertools.pairwise(begins)),
+        (end - begin) / (len(begins) - 1),
         {kind: seconds / (end - begin) for kind, seconds in spent.items()},
         sum(sent) / (len(begins) - 1),
     )
