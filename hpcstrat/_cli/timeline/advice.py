@@ -44,7 +44,8 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
         told.append(
             f"Some steps take much longer than most: {1e3 * ranks[0].mean:.3g} ms in the mean, "
-            f"{1e3 * ranks[0].step:.3g} in the median. The shares are of all, with what the program does in between, such as an evaluation."
+            f"{1e3 * ranks[0].step:.3g} in the median. The shares are of all, with what the program does in between, "
+            "such as an evaluation."
         )
     return told
 
