@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context, _devices, _gpu, _nest
-from hpcstrat._array_protocols import converted, copy_of, is_foreign
+from hpcstrat import _context, _devices, _nest
 from hpcstrat._communicators import Communicator, disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
@@ -21,11 +20,11 @@ from hpcstrat._strategies import reduction, travel
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
+from hpcstrat._strategies.regroup import regroup
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._strategies.scope import Scope
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, select
-from hpcstrat._variables import Variable
 from hpcstrat.data.options import RunOptions, ValueContext
 from hpcstrat.data.workers import Workers
 
@@ -176,7 +175,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             raise
         finally:
             _context.current.reset(token)
-        return self._regroup(result)
+        return regroup(self, result)
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -185,37 +184,10 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         warn_renamed("experimental_run_v2", "run")
         return self.run(fn, args, kwargs)
 
-    def _regroup(self, result: Any) -> Any:
-        """What the replicas return: each leaf as a distributed value of which this process has its component."""
-        if result is None:
-            return None
-        alone = self._communicator.size == 1
-        rank = self._communicator.rank
-        leaves, structure = _nest.flatten(result)
-        for i, leaf in enumerate(leaves):
-            if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
-                continue
-            if isinstance(leaf, np.ndarray) and not leaf.flags.writeable and leaf.base is not None:
-                leaf = leaf.copy()  # it may be a variable's storage, which changes
-            elif self._stream is not None and _gpu.is_on_gpu(leaf) and self._storage.has(leaf):
-                leaf = leaf.copy()
-            elif is_foreign(leaf) and self._has(leaf):  # a tensor over it
-                leaf = copy_of(leaf)
-            leaves[i] = leaf if alone else PerReplica(leaf, rank)
-        return structure.unflatten(leaves)
-
-    def _has(self, leaf: Any) -> bool:
-        """Whether an array of another library lies in memory of variables."""
-        try:
-            array = converted("Strategy.run", leaf)
-        except TypeError:  # it has no values in memory
-            return False
-        return self._storage.has(array) or self._replica_storage.has(array)
-
     def _merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = _nest.flatten((args, kwargs))
         self._communicator.exchange(signature("ReplicaContext.merge_call", str(structure)))
-        merged_args, merged_kwargs = self._regroup((args, kwargs)) if leaves else (args, kwargs)
+        merged_args, merged_kwargs = regroup(self, (args, kwargs)) if leaves else (args, kwargs)
         token = _context.current.set(self._cross_context)
         try:
             result = merge_fn(self, *merged_args, **merged_kwargs)

@@ -72,4 +72,10 @@ def _end(path: str, communicator: MessageCommunicator) -> None:
 
 
 def _join(path: str, hosts: int) -> None:
-    join_parts(path, [part_name(path, host) for host in range(1, hosts)])
+    try:
+        join_parts(path, [part_name(path, host) for host in range(1, hosts)])
+    except OSError as error:  # the ranks still have to end together
+        _failure.say(
+            f"hpcstrat: the timeline {path} cannot be ended: {error}; `python -m hpcstrat timeline` reads it as it is. "
+            "Name a file on a disk that has room"
+        )

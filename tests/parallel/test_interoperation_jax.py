@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from foreign import check_that_it_goes_in
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -21,21 +22,7 @@ def strategy(place):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "uint8", "complex64"])
 def test_every_dtype_goes_in(strategy, dtype):
     mine = jax.numpy.arange(4, dtype=dtype).reshape(2, 2) + RANK
-    with strategy.scope():
-        v = hs.Variable(mine * 0, aggregation="SUM")
-    assert v.dtype.name == dtype
-    box = []
-
-    def replica():
-        context = hs.get_replica_context()
-        assert context is not None
-        box.append(context.all_reduce("SUM", mine.T))
-        v.assign(mine.T)
-
-    strategy.run(replica)
-    shift = N * (N - 1) // 2
-    expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
-    assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+    check_that_it_goes_in(strategy, mine, dtype)
 
 
 def test_gradients_flow_through_losses(strategy):

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from foreign import check_that_it_goes_in
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -39,21 +40,7 @@ def test_every_dtype_goes_in(strategy, dtype):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     mine = torch.arange(4).reshape(2, 2).add(RANK).to(getattr(torch, dtype))
-    with strategy.scope():
-        v = hs.Variable(mine * 0, aggregation="SUM")
-    assert v.dtype.name == dtype
-    box = []
-
-    def replica():
-        context = hs.get_replica_context()
-        assert context is not None
-        box.append(context.all_reduce("SUM", mine.T))
-        v.assign(mine.T)
-
-    strategy.run(replica)
-    shift = N * (N - 1) // 2
-    expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
-    assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+    check_that_it_goes_in(strategy, mine, dtype)
 
 
 def test_tensors_that_require_gradients(strategy):

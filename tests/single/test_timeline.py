@@ -12,7 +12,7 @@ from hpcstrat._cli.timeline.advice import advise
 from hpcstrat._cli.timeline.command import timeline as command
 from hpcstrat._cli.timeline.reading import Span, Timeline, read
 from hpcstrat._cli.timeline.shares import KINDS, Rank, move_waiting, share_out, stretches
-from hpcstrat._timeline import recorder
+from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.clocks import difference
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import COMMUNICATION, RUN, UPDATE, WAITING, Spans
@@ -169,6 +169,11 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     assert read(path) == before
     assert [spans[0][0].name for _, spans in sorted(before.tracks.items())] == ["run on host 0", "run on host 1"]
     assert not (tmp_path / "trace.host1.json").exists()
+
+
+def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, capsys):
+    start._join(str(tmp_path / "gone" / "trace.json"), 2)
+    assert "cannot be ended: " in capsys.readouterr().err
 
 
 def test_clocks_are_compared_within_the_meetings():
