@@ -10,7 +10,7 @@ from hpcstrat import _failure, _world
 from hpcstrat._communicators import MessageCommunicator, when_connected, when_left
 from hpcstrat._timeline import clocks
 from hpcstrat._timeline.recorder import Recorder
-from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
+from hpcstrat._timeline.trace import TraceFile, join_parts, part_name, parts_beside
 from hpcstrat._timeline.traced import trace
 
 _CALL = "HPCSTRAT_TIMELINE, the file"
@@ -41,9 +41,11 @@ def _begin(path: str, communicator: MessageCommunicator) -> None:
     part = part_name(path, hosts[rank])
     is_first = hosts.index(hosts[rank]) == rank
     file = None
-    for may_be_first in (True, False):  # the others find the file that the first has made
+    # Rank 0 removes what a run before has left, then the first rank of each host makes a file, which the others find.
+    turn = 0 if rank == 0 else 1 if is_first else 2
+    for now in range(3):
         with communicator.joint(_CALL):
-            if is_first is may_be_first:
+            if now == turn:
                 file = _open(part, is_first)
             communicator.barrier(_CALL)
     assert file is not None
@@ -57,6 +59,9 @@ def _begin(path: str, communicator: MessageCommunicator) -> None:
 
 def _open(path: str, is_first: bool) -> TraceFile:
     try:
+        if is_first:
+            for old in parts_beside(path):
+                os.unlink(old)
         return TraceFile(path, is_first)
     except OSError as error:
         raise OSError(

@@ -7,6 +7,7 @@ array's end may be missing. So the file can be opened at any moment, also after 
 from __future__ import annotations
 
 import functools
+import glob
 import json
 import os
 from collections.abc import Sequence
@@ -22,6 +23,12 @@ def part_name(path: str, host: int) -> str:
     """The file that the ranks of a host write: the first host's is `path` itself."""
     stem, suffix = os.path.splitext(path)
     return path if host == 0 else f"{stem}.host{host}{suffix}"
+
+
+def parts_beside(path: str) -> list[str]:
+    """The other hosts' files that this host sees beside the first host's."""
+    stem, suffix = os.path.splitext(path)
+    return sorted(glob.glob(f"{glob.escape(stem)}.host[0-9]*{glob.escape(suffix)}"))
 
 
 @final

@@ -171,6 +171,15 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     assert not (tmp_path / "trace.host1.json").exists()
 
 
+def test_parts_of_a_run_before_are_removed(tmp_path):
+    path, old = str(tmp_path / "trace.json"), tmp_path / "trace.host1.json"
+    other = tmp_path / "trace.hosts.json"
+    for file in (old, other):
+        file.write_text("[\n")
+    start._open(path, is_first=True).close()
+    assert [old.exists(), other.exists()] == [False, True]
+
+
 def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, capsys):
     start._join(str(tmp_path / "gone" / "trace.json"), 2)
     assert "cannot be ended: " in capsys.readouterr().err

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-GPU_TRACKS = 1000
-"""Tracks from this number on are of a GPU."""
+from hpcstrat._timeline.trace import parts_beside
+
 PROGRAM = 0
 """The track of a rank's first thread, which calls the library."""
 
@@ -54,10 +52,7 @@ def read(path: str) -> Timeline:
         OSError: it cannot be read.
         ValueError: it is no timeline.
     """
-    stem, suffix = os.path.splitext(path)
-    events = [
-        event for part in (path, *sorted(glob.glob(f"{glob.escape(stem)}.host*{suffix}"))) for event in _events(part)
-    ]
+    events = [event for part in (path, *parts_beside(path)) for event in _events(part)]
     timeline = Timeline({}, {}, {})
     begun: dict[tuple[int, int], list[dict[str, Any]]] = {}
     last = max((event.get("ts", 0) + event.get("dur", 0) for event in events), default=0) / 1e6

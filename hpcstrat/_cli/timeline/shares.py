@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from hpcstrat._cli.timeline.reading import GPU_TRACKS, PROGRAM, Span, Timeline
+from hpcstrat._cli.timeline.reading import PROGRAM, Span, Timeline
+from hpcstrat._timeline.trace import GPU_TRACKS
 
 COMPUTING, OTHER = "computing", "other"
 KINDS = (COMPUTING, "update", "communication", "waiting", "input", "checkpoint", OTHER)
