@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._types import Array
+from hpcstrat._values import DistributedValues, refuse
 
 _PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
 _PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
@@ -76,6 +77,8 @@ def converted(call: str, value: Any) -> Array:
         TypeError: it has no values in memory, such as a sparse tensor.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
+    if isinstance(value, DistributedValues):
+        refuse(call)
     if _gpu.is_on_gpu(value):
         return value
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from hpcstrat import _nest
 
@@ -11,18 +12,54 @@ class DistributedValues:
     """A value with one component a replica; a process holds the component of its own replica only.
 
     `Strategy.experimental_local_results` brings the components of all replicas together, `Strategy.reduce` and
-    `Strategy.gather` combine them, and `Strategy.run` hands each replica its own. No operator works on the whole,
-    because an operator never communicates.
+    `Strategy.gather` combine them, and `Strategy.run` hands each replica its own.
+
+    Nothing works on the whole, because an operator never communicates: truth, comparison, arithmetic, conversion,
+    indexing, iteration and array functions raise `TypeError`. It is hashed by identity, copied and pickled.
     """
 
-    __slots__ = ("_component", "_replica_id")
+    __slots__ = ("_component", "_replica_id", "_replicas")
 
-    def __init__(self, component: Any, replica_id: int) -> None:
+    def __init__(self, component: Any, replica_id: int, replicas: int) -> None:
         self._component = component
         self._replica_id = replica_id
+        self._replicas = replicas
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({{{self._replica_id}: {self._component!r}}})"
+        return f"{type(self).__name__}(replica {self._replica_id} of {self._replicas}: {self._component!r})"
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            refuse(f"{type(self).__name__}.__format__")
+        return repr(self)
+
+
+def refuse(call: str) -> NoReturn:
+    """Raises the `TypeError` of a distributed value in the place of a number or an array."""
+    raise TypeError(
+        f"{call}: this is one value a replica; reduce it first: strategy.reduce('MEAN', value, axis=None), or look at "
+        "all of them: strategy.experimental_local_results(value). A replica function is given its own: "
+        "strategy.run(fn, args=(value,))"
+    )
+
+
+_REFUSED = """
+    bool int float complex index round abs neg pos invert len iter contains getitem setitem eq ne lt le gt ge
+    add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or
+    radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
+    array array_ufunc array_function cupy_get_ndarray
+"""
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refused(self: DistributedValues, *_: Any, **__: Any) -> NoReturn:
+        refuse(f"{type(self).__name__}.{name}")
+
+    return refused
+
+
+for _name in _REFUSED.split():  # after the class is made: one with an __eq__ of its own would lose its hash
+    setattr(DistributedValues, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class PerReplica(DistributedValues):

@@ -356,7 +356,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
                 with self._stream.current():
                     value = self._stream.xp.asarray(value)
             communicator.barrier(call)
-        return value if communicator.size == 1 else PerReplica(value, communicator.rank)
+        return value if communicator.size == 1 else PerReplica(value, communicator.rank, communicator.size)
 
     # ---- help
 

@@ -141,7 +141,7 @@ class StrategyExtended:
         communicator = self._strategy._communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
-        return _nest.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank), total)
+        return _nest.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total)
 
     # ---- updates
 

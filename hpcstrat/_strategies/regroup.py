@@ -22,8 +22,7 @@ def regroup(strategy: Strategy, result: Any) -> Any:
     """
     if result is None:
         return None
-    alone = strategy._communicator.size == 1
-    rank = strategy._communicator.rank
+    rank, size = strategy._communicator.rank, strategy._communicator.size
     leaves, structure = _nest.flatten(result)
     for i, leaf in enumerate(leaves):
         if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
@@ -34,7 +33,7 @@ def regroup(strategy: Strategy, result: Any) -> Any:
             leaf = leaf.copy()
         elif is_foreign(leaf) and _is_over_variables(strategy, leaf):
             leaf = copy_of(leaf)
-        leaves[i] = leaf if alone else PerReplica(leaf, rank)
+        leaves[i] = leaf if size == 1 else PerReplica(leaf, rank, size)
     return structure.unflatten(leaves)
 
 

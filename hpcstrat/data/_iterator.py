@@ -76,11 +76,11 @@ class DistributedIterator(Iteration):
         self._taken += step.total if self._deals else 1
         if self._communicator.size == 1:
             return step.part
-        part, rank = step.part, self._communicator.rank
+        part, rank, size = step.part, self._communicator.rank, self._communicator.size
         if type(part) is np.ndarray:  # The short way for the commonest nest.
-            return PerReplica(part, rank)
+            return PerReplica(part, rank, size)
         leaves, structure = _nest.flatten(part)
-        return structure.unflatten([PerReplica(leaf, rank) for leaf in leaves])
+        return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
     def _end(self) -> None:
         """Lets go of the pipeline: from now on there is no step, on any rank."""

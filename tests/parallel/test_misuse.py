@@ -252,7 +252,7 @@ ACROSS = {
         made([1j], dtype=np.float32), ValueError, "does not go into float32", made([1.0])
     ),
     "variable of each replica's": Case(
-        lambda e: made(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0))(e),
+        lambda e: made(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0, 1))(e),
         ValueError,
         "one value a replica; reduce it",
     ),
@@ -301,7 +301,7 @@ ACROSS = {
     ),
     "subtract: shape": Case(assigned("v", FIVE, "assign_sub"), ValueError, "Variable.assign_sub of 'v': the value has"),
     "assign: each replica's": Case(
-        lambda e: e.v.assign(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0)),
+        lambda e: e.v.assign(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0, 1)),
         ValueError,
         "is a PerReplica, .*reduce it first",
     ),
@@ -339,7 +339,7 @@ ACROSS = {
         "StrategyExtended.update: .*is not a variable of this",
     ),
     "update: each replica's": Case(
-        lambda e: e.s.extended.update(e.v, lambda v, x: 0, (hs.PerReplica(ONES, RANK),)),
+        lambda e: e.s.extended.update(e.v, lambda v, x: 0, (hs.PerReplica(ONES, RANK, N),)),
         ValueError,
         "StrategyExtended.update: .*reduce it first",
     ),
@@ -454,7 +454,9 @@ INSIDE = {
         summed({"a": "text"}), TypeError, f"ReplicaContext.all_reduce: 'text' {NO_ARRAY}", summed({"a": 1})
     ),
     "all_reduce: int16": Case(summed(np.int16(1)), TypeError, "dtype int16 cannot be reduced", summed(1)),
-    "all_reduce: a distributed value": Case(summed(hs.PerReplica(1, RANK)), TypeError, NO_ARRAY, summed(1)),
+    "all_reduce: a distributed value": Case(
+        summed(hs.PerReplica(1, RANK, N)), TypeError, "one value a replica", summed(1)
+    ),
     "all_gather: number": Case(gathered_inside(1.0, 0), ValueError, "ReplicaContext.all_gather: axis 0 does not exist"),
     "all_gather: axis": Case(gathered_inside(ONES, 1), ValueError, "ReplicaContext.all_gather: axis 1 does not exist"),
     "all_gather: axis None": Case(
@@ -491,7 +493,7 @@ INSIDE = {
     "assign: large ints": Case(assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [1, 2, 3])),
     "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into", assigned("v", ONES)),
     "assign: a distributed value": Case(
-        lambda e: e.v.assign(hs.PerReplica(ONES, RANK)), ValueError, "is a PerReplica", assigned("v", ONES)
+        lambda e: e.v.assign(hs.PerReplica(ONES, RANK, N)), ValueError, "is a PerReplica", assigned("v", ONES)
     ),
     "add to bool": Case(
         assigned("b", np.array([True, True]), "assign_add"),

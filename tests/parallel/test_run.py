@@ -146,13 +146,16 @@ def test_run_is_legal_outside_of_scopes_and_takes_options(strategy):
 @pytest.mark.skipif(N == 1, reason="plain values with one replica")
 def test_a_distributed_value_is_no_number(strategy):
     found: Any = per_replica(strategy)
-    assert repr(found) == f"PerReplica({{{RANK}: {RANK}}})"
+    assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
     assert issubclass(type(found), hs.DistributedValues)
     before = strategy._communicator.number
-    for wrong in (lambda: found + 1, lambda: found[0], lambda: float(found), lambda: found < 2, lambda: len(found)):
-        with pytest.raises(TypeError):
+    for wrong in (lambda: found + 1, lambda: found[0], lambda: float(found), lambda: found < 2, lambda: bool(found)):
+        with pytest.raises(TypeError, match=r"^PerReplica\.__\w+__: this is one value a replica; reduce it first"):
             wrong()
     assert strategy._communicator.number == before
+    with pytest.raises(TypeError, match="one value a replica"):  # as `if found:` would end a loop after its first step
+        hs.agree(found)
+    assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
 
 
 # ---- experimental_local_results

@@ -1,0 +1,149 @@
+"""A distributed value is one value a replica: it refuses to be a number or an array, and says what to do instead."""
+
+import copy
+import math
+import operator
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+
+BINARY = [
+    *(operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv, operator.floordiv, operator.mod),
+    *(divmod, operator.pow, operator.lshift, operator.rshift, operator.and_, operator.xor, operator.or_),
+    *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+]
+IN_PLACE = [operator.iadd, operator.isub, operator.imul, operator.itruediv]
+ARRAY_FUNCTIONS = [
+    *(np.asarray, np.array, np.sin, np.mean, np.sum, np.shape, np.isnan, np.size, np.argmax),
+    *(lambda x: np.add(np.ones(2), x), lambda x: np.where(x, 1, 2), lambda x: np.concatenate([np.ones(2), x])),
+    *(lambda x: np.add.reduce(x), lambda x: np.asarray([x, x]), lambda x: np.ones(2).sum(out=x)),
+]
+UNARY = {
+    "bool": bool,
+    "not": operator.not_,
+    "if": lambda x: 1 if x else 2,
+    "float": float,
+    "int": int,
+    "complex": complex,
+    "index": operator.index,
+    "round": round,
+    "round to": lambda x: round(x, 2),
+    "abs": abs,
+    "neg": operator.neg,
+    "pos": operator.pos,
+    "invert": operator.invert,
+    "len": len,
+    "iter": iter,
+    "unpacking": lambda x: [*x],
+    "in": lambda x: 1 in x,
+    "getitem": lambda x: x[0],
+    "slice": lambda x: x[1:],
+    "setitem": lambda x: operator.setitem(x, 0, 1),
+    "format": lambda x: f"{x:.3f}",
+    "str.format": lambda x: "{:5}".format(x),  # noqa: UP032
+    "floor": math.floor,
+    "sqrt": math.sqrt,
+    "sum": sum,
+    "max": max,
+    "max of two": lambda x: max(x, 3),
+    "a list's index": [1, 2].__getitem__,
+    **{f"array function {i}": fn for i, fn in enumerate(ARRAY_FUNCTIONS)},
+}
+OTHERS = [None, True, 2, 2.5, 1j, "text", [1], (1,), np.float32(3), np.int64(2), np.ones(3), np.array(1.0), np.ones(0)]
+
+
+@pytest.fixture(params=[hs.PerReplica, hs.Mirrored])
+def value(request) -> Any:
+    return request.param(np.float64(0.5), 1, 4)
+
+
+def refused(value):
+    """A context in which the one error is raised that tells the way out."""
+    return pytest.raises(
+        TypeError,
+        match=rf"^{type(value).__name__}\.__\w+__: this is one value a replica; reduce it first: "
+        r"strategy\.reduce\('MEAN', value, axis=None\).*strategy\.experimental_local_results\(value\)",
+    )
+
+
+@pytest.mark.parametrize("name", UNARY)
+def test_it_is_no_number_and_no_array(value, name):
+    with refused(value):
+        UNARY[name](value)
+
+
+@pytest.mark.parametrize("operation", BINARY)
+def test_operators_on_both_sides(value, operation):
+    for other in OTHERS:
+        with refused(value):
+            operation(value, other)
+        if not isinstance(other, str) or operation is not operator.mod:  # "text" % value formats
+            with refused(value):
+                operation(other, value)
+    with refused(value):
+        operation(value, copy.copy(value))
+
+
+@pytest.mark.parametrize("operation", IN_PLACE)
+def test_in_place(value, operation):
+    for other in (2, 2.5, np.float32(3), np.ones(3)):
+        with refused(value):
+            operation(value, other)
+        with refused(value):
+            operation(other, value)
+
+
+def test_a_variable_and_a_distributed_value(value):
+    variable = hs.Variable(np.ones(3))
+    for operation in BINARY:
+        with refused(value):
+            operation(variable, value)
+        with refused(value):
+            operation(value, variable)
+
+
+def test_cupy_asks_for_its_array(value):
+    with refused(value):
+        value.__cupy_get_ndarray__()
+
+
+def test_it_is_shown_as_one_of_many(value):
+    name = type(value).__name__
+    assert repr(value) == str(value) == f"{value}" == "%s" % value == f"{name}(replica 1 of 4: np.float64(0.5))"  # noqa: UP031
+    assert f"{value!s:>60}" == repr(value).rjust(60)
+
+
+def test_identity_counts_in_sets_dicts_and_lists(value):
+    other = copy.copy(value)
+    assert len({value, other, value}) == 2 and {value: 1, other: 2}[value] == 1
+    assert value in [value] and hash(value) == object.__hash__(value)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_copies(value, copied):
+    other = copied(value)
+    assert type(other) is type(value) and other is not value and repr(other) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "call, wrong",
+    {
+        "asnumpy": hs.asnumpy,
+        "Dataset": hs.data.Dataset.from_tensors,
+        "Mean.update_state": lambda value: hs.metrics.Mean().update_state(value),
+        "ReplicaContext.all_reduce": lambda value: replica_context().all_reduce("SUM", value),
+        "ReplicaContext.all_gather": lambda value: replica_context().all_gather(value, 0),
+    }.items(),
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_calls_that_take_arrays_name_themselves(value, call, wrong):
+    with pytest.raises(TypeError, match=rf"^{call}: this is one value a replica; reduce it first: "):
+        wrong(value)
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
