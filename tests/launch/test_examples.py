@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -10,40 +11,56 @@ from sklearn.datasets import load_digits
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+def rounding(steps, batch_size):
+    """By how much the losses of so many steps may differ, relatively, where sums over a batch have another order.
+
+    Such a sum is off by a rounding unit (2**-24) an element at most, and each step adds its own. This holds for the
+    first steps only: sooner or later one image's input of a ReLU is so close to 0 that rounding decides its sign, and
+    from there on the weights go another way, to another loss after ten epochs, and as well trained.
+    """
+    return steps * batch_size * 2.0**-24
+
+
 @pytest.mark.timeout(300)
-def test_train_learns_the_same_on_any_number_of_ranks(launch, gpus):
-    histories = {}
+def test_train_learns_on_any_number_of_ranks(launch, gpus):
+    first_epochs = {}
     are_seen, numbers = gpus
     for ranks in numbers:
         result = launch(ROOT / "examples" / "train.py", ranks, timeout=60, gpus=are_seen)
         assert (result.status, result.leftovers) == (0, [])
         first, *epochs, last = result.stdout.splitlines()
         assert first.endswith(f"replicas: {ranks or 1}")
-        histories[ranks] = [_losses(line, epoch) for epoch, line in enumerate(epochs, start=1)]
-        assert len(histories[ranks]) == 10
+        history = [_loss_and_accuracy(line, epoch) for epoch, line in enumerate(epochs, start=1)]
+        assert len(history) == 10
+        assert history[-1][0] < 0.1 and history[-1][1] > 0.97
+        first_epochs[ranks] = history[0]
         match = re.fullmatch(r"test accuracy: (0\.\d{4})", last)
         assert match is not None
         assert float(match[1]) >= 0.95
         for warning in ("Warning", "Error", "Traceback"):
             assert warning not in result.stderr
-    for ranks, history in histories.items():
-        for epoch in history:
-            assert epoch == pytest.approx(histories[1][history.index(epoch)], rel=1e-4), ranks
+    for loss, accuracy in first_epochs.values():
+        assert loss == pytest.approx(first_epochs[1][0], rel=rounding(steps=23, batch_size=64))
+        assert accuracy == pytest.approx(first_epochs[1][1], abs=1.5e-3)  # two of the 1437 images
 
 
-def _losses(line, epoch):
-    """The loss and the accuracy that a line of the epoch tells."""
+def _loss_and_accuracy(line, epoch):
+    """What a line of the epoch tells."""
     match = re.fullmatch(rf"epoch +{epoch}: loss (\d+\.\d+), accuracy (\d\.\d+)", line)
     assert match is not None, line
     return float(match[1]), float(match[2])
 
 
-@pytest.mark.parametrize("ranks", [None, 2, 4])
-def test_train_takes_batches_that_leave_replicas_empty(launch, ranks):
+def test_train_takes_batches_that_leave_replicas_empty(launch):
+    """The fifth and last batch is one image. So few steps are before any image can be on the edge: a few units each."""
     options = ["--epochs", "1", "--batch-size", "359", "--learning-rate", "0.2"]
-    result = launch(ROOT / "examples" / "train.py", ranks, *options, env={"PYTHONWARNINGS": "error"})
-    assert result.status == 0
-    assert result.stdout.count("test accuracy: ") == 1
+    losses = []
+    for ranks in (None, 2, 4):
+        result = launch(ROOT / "examples" / "train.py", ranks, *options, env={"PYTHONWARNINGS": "error"})
+        assert result.status == 0
+        _, epoch, _ = result.stdout.splitlines()
+        losses.append(_loss_and_accuracy(epoch, 1)[0])
+    assert losses == pytest.approx(3 * losses[:1], rel=rounding(steps=5, batch_size=8))
 
 
 def printed(launch, gpus, name, *options):
@@ -100,15 +117,21 @@ def test_embedding(launch, gpus):
 
 
 def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
-    are_seen, _ = gpus
+    are_seen, numbers = gpus
     program = ROOT / "examples" / "early_stopping.py"
     whole = launch(program, 1, "--folder", tmp_path / "whole", gpus=are_seen).stdout.splitlines()
-    launch(program, 1, "--folder", tmp_path / "parts", "--epochs", "3", gpus=are_seen)
-    other = 1 if are_seen else 2  # ranks
-    first, *rest = launch(program, other, "--folder", tmp_path / "parts", gpus=are_seen).stdout.splitlines()
-    assert first == "goes on after epoch 3"
-    assert rest == whole[3:]
     assert re.fullmatch(r"best: epoch \d+, accuracy 0\.9[5-9]\d\d", whole[-1])
+    launch(program, 1, "--folder", tmp_path / "parts", "--epochs", "3", gpus=are_seen)
+    shutil.copytree(tmp_path / "parts", tmp_path / "on other ranks")
+    begin, *rest = launch(program, 1, "--folder", tmp_path / "parts", gpus=are_seen).stdout.splitlines()
+    assert begin == "goes on after epoch 3"
+    assert rest == whole[3:]
+    if 2 in numbers:
+        # By rounding an image or two of the 397 may be read in another way, and the end come an epoch earlier or later.
+        options = "--folder", tmp_path / "on other ranks", "--epochs", "4"
+        begin, epoch, _ = launch(program, 2, *options, gpus=are_seen).stdout.splitlines()
+        assert begin == "goes on after epoch 3" and epoch.startswith("epoch  4: ")
+        assert numbers_of([epoch]) == pytest.approx(numbers_of(whole[3:4]), abs=0.0055)
 
 
 # The same by PyTorch alone: each rank has a copy of the module, and its part of each batch.
@@ -151,7 +174,9 @@ def test_torch_mlp_learns_as_ddp_does(launch, tmp_path):
     for ranks in (None, 1, 2, 4):
         result = launch(ROOT / "examples" / "torch_mlp.py", ranks, env=env, timeout=60)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-        assert numbers_of(result.stdout.splitlines()) == pytest.approx(expected, rel=1e-5)
+        found = numbers_of(result.stdout.splitlines())
+        assert found[0] == pytest.approx(expected[0], rel=rounding(steps=28, batch_size=64))
+        assert found == pytest.approx(expected, rel=0.01)
 
 
 # The example, which a signal to the last rank interrupts after one step.
