@@ -1,0 +1,242 @@
+"""Runs the text of CUDA kernels on the host: compiled by its C++ compiler, thread after thread, on NumPy arrays.
+
+It is the very text that a GPU gets, so an error in it shows. What does not show: how threads meet (kernels that use
+`__syncthreads` or `__shared__` are refused), limits of a GPU, and that a GPU fuses multiplications with additions and,
+as CuPy asks it to, takes float32 numbers below the normal ones for 0.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+
+import numpy as np
+
+HEADER = pathlib.Path(__file__).with_name("cuda_on_host.hpp")
+# Without contraction and with errno left alone: what is written is what is computed, and loops become vector code.
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+_REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
+_TYPES = {
+    **{np.dtype(kind): f"{kind}_t" for kind in ("int8", "int16", "int32", "int64")},
+    **{np.dtype(kind): f"{kind}_t" for kind in ("uint8", "uint16", "uint32", "uint64")},
+    np.dtype(bool): "bool",
+    np.dtype(np.float16): "float16",
+    np.dtype(np.float32): "float",
+    np.dtype(np.float64): "double",
+    np.dtype(np.complex64): "complex<float>",
+    np.dtype(np.complex128): "complex<double>",
+}
+
+
+class CompilationError(Exception):
+    """The compiler refuses a kernel; what it says."""
+
+
+class RawKernel:
+    """A `__global__` function, as `cupy.RawKernel` takes it: `kernel(grid, block, arguments)` on NumPy arrays.
+
+    An array is passed as its address; one without dimensions, a NumPy scalar or bytes as they are; a Python number as
+    64 bits.
+    """
+
+    def __init__(self, code, name):
+        self.name = name
+        self._library = compiled(
+            f"{code}\n"
+            'extern "C" void on_host_launch(const unsigned* grid, const unsigned* block, void** arguments)\n'
+            f"{{ on_host::launch({name}, grid, block, arguments); }}\n"
+            f'extern "C" long on_host_sizes(long* found) {{ return on_host::sizes({name}, found); }}\n'
+        )
+        found = (ctypes.c_long * 64)()
+        count = self._library.on_host_sizes(found)
+        self.sizes = tuple(found[:count])
+        """Bytes of each argument."""
+
+    def __call__(self, grid, block, arguments):
+        passed = [_by_value(argument) for argument in arguments]
+        if (sizes := tuple(map(len, passed))) != self.sizes:
+            raise TypeError(f"{self.name}: its arguments have {self.sizes} bytes, and it is called with {sizes}")
+        buffers = [ctypes.create_string_buffer(one, len(one)) for one in passed]
+        addresses = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+        self._library.on_host_launch(_three(grid), _three(block), addresses)
+
+
+class ElementwiseKernel:
+    """Statements for each element, as `cupy.ElementwiseKernel` takes them, called with NumPy arrays and numbers.
+
+    Inputs are broadcast; outputs must be given and have the shape of all. A parameter `raw T x` is indexed by the
+    statements themselves; `i` is the number of the element.
+    """
+
+    def __init__(self, in_params, out_params, operation, name="kernel", preamble=""):
+        self.name = name
+        self.inputs, self.outputs = parsed(in_params), parsed(out_params)
+        self._operation = operation
+        self._preamble = preamble
+        self._compiled = {}
+
+    def __call__(self, *arguments, size=None):
+        parameters = [*self.inputs, *self.outputs]
+        if len(arguments) != len(parameters):
+            raise TypeError(f"{self.name}: it takes {len(parameters)} arguments and is called with {len(arguments)}")
+        dtypes = self.dtypes([getattr(argument, "dtype", None) for argument in arguments])
+        arrays = [
+            argument if isinstance(argument, np.ndarray) else np.asarray(argument, dtype)
+            for argument, dtype in zip(arguments, dtypes, strict=True)
+        ]
+        for (_, kind, name), array, dtype in zip(parameters, arrays, dtypes, strict=True):
+            if array.dtype != dtype:
+                raise TypeError(f"{self.name}: {kind} {name} is {dtype}, and it is called with {array.dtype}")
+        elementwise = [array for (raw, _, _), array in zip(parameters, arrays, strict=True) if not raw]
+        shape = np.broadcast_shapes(*[array.shape for array in elementwise]) if size is None else (size,)
+        for (raw, _, name), array in zip(self.outputs, arrays[len(self.inputs) :], strict=True):
+            if not raw and array.shape != shape:
+                raise ValueError(f"{self.name}: the output {name} has shape {array.shape} and the call {shape}")
+        if int(np.prod(shape)) == 0:
+            return
+        views = [
+            array if raw else np.broadcast_to(array, shape)
+            for (raw, _, _), array in zip(parameters, arrays, strict=True)
+        ]
+        if dtypes not in self._compiled:
+            self._compiled[dtypes] = self._compile(dtypes)
+        self._compiled[dtypes](
+            (_View * len(views))(*map(_View.of, views)),
+            (ctypes.c_ssize_t * len(shape))(*shape),
+            ctypes.c_ssize_t(len(shape)),
+        )
+
+    def dtypes(self, given):
+        """The dtype of each parameter, where arguments of these dtypes are given; `None` is a Python number's."""
+        meant = {}
+        for (_, kind, name), dtype in zip([*self.inputs, *self.outputs], given, strict=True):
+            if len(kind) == 1 and dtype is not None and meant.setdefault(kind, dtype) != dtype:
+                raise TypeError(f"{self.name}: {kind} is {meant[kind]}, and {name} is {dtype}")
+        return tuple(meant[kind] if len(kind) == 1 else np.dtype(kind) for _, kind, _ in [*self.inputs, *self.outputs])
+
+    def _compile(self, dtypes):
+        declared, kinds = [], {}
+        for i, ((raw, kind, name), dtype) in enumerate(zip([*self.inputs, *self.outputs], dtypes, strict=True)):
+            kinds |= {kind: type_name(dtype)} if len(kind) == 1 else {}
+            element = f"const {type_name(dtype)}" if i < len(self.inputs) else type_name(dtype)
+            if raw:
+                declared.append(f"const auto {name} = on_host::raw<{element}>(views[{i}]);")
+            else:
+                declared.append(f"{element}& {name} = *({element}*)(views[{i}].first + offsets[{i}]);")
+        flags = ", ".join(str(int(raw)) for raw, _, _ in [*self.inputs, *self.outputs])
+        lines = [
+            *[f"typedef {meaning} {kind};" for kind, meaning in kinds.items()],
+            self._preamble,
+            "static inline void operation(const on_host::View* views, const ptrdiff_t* offsets, const ptrdiff_t i) {",
+            *declared,
+            f"{self._operation};",
+            "}",
+            f"static const bool is_raw[] = {{{flags}}};",
+            'extern "C" void on_host_loop(const on_host::View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {',
+            f"on_host::loop<{len(dtypes)}>(operation, is_raw, views, shape, ndim);",
+            "}",
+        ]
+        return compiled("\n".join(lines)).on_host_loop
+
+
+class _View(ctypes.Structure):
+    """As `on_host::View`."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("shape", ctypes.c_ssize_t * 16),
+        ("strides", ctypes.c_ssize_t * 16),
+        ("ndim", ctypes.c_ssize_t),
+    )
+
+    @classmethod
+    def of(cls, array):
+        form = ctypes.c_ssize_t * 16
+        return cls(array.ctypes.data, form(*array.shape), form(*array.strides), array.ndim)
+
+
+def parsed(parameters):
+    """(whether it is raw, its type or the letter for it, its name) of each of CuPy's parameters, `"T x, raw T y"`."""
+    found = []
+    for text in filter(None, map(str.strip, parameters.split(","))):
+        *raw, kind, name = text.split()
+        if raw not in ([], ["raw"]):
+            raise ValueError(f"{text!r} is not a parameter of an elementwise kernel")
+        found.append((bool(raw), kind, name))
+    return found
+
+
+def type_name(dtype):
+    """What C++ calls a dtype."""
+    return "bfloat16" if dtype.name == "bfloat16" else _TYPES[dtype]
+
+
+def is_available():
+    """Whether there is a C++ compiler."""
+    return shutil.which(_compiler()) is not None
+
+
+@functools.cache
+def compiled(source):
+    """The library of a source text, compiled where it is not in the cache yet.
+
+    Raises:
+        CompilationError: the compiler refuses it, or it needs what this file does not have.
+    """
+    if refused := _REFUSED.search(source):
+        raise CompilationError(f"kernels on the host do not have {refused[0]}")
+    whole = f"{HEADER.read_text()}\n{source}"
+    key = hashlib.sha256(repr((whole, FLAGS, _version())).encode()).hexdigest()[:32]
+    path = cache() / f"{key}.so"
+    if not path.exists():
+        build(whole, path, FLAGS)
+    return ctypes.CDLL(os.fspath(path))
+
+
+def build(source, path, flags):
+    """Compiles a source text to a library; several processes may do it at once."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = pathlib.Path(folder) / path.name
+        command = [_compiler(), *flags, "-x", "c++", "-", "-o", os.fspath(made)]
+        result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+        if result.returncode:
+            raise CompilationError(result.stderr)
+        made.replace(path)
+
+
+def cache():
+    """The folder of what was compiled."""
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(base) / "hpcstrat-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _compiler():
+    return os.environ.get("CXX", "c++")
+
+
+@functools.cache
+def _version():
+    return subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def _by_value(argument):
+    if isinstance(argument, bytes):
+        return argument
+    if isinstance(argument, np.ndarray) and argument.ndim:
+        return np.uint64(argument.ctypes.data).tobytes()
+    if isinstance(argument, (np.ndarray, np.generic)):
+        return argument.tobytes()
+    if isinstance(argument, (bool, int, float, complex)):
+        return np.asarray(argument).tobytes()
+    raise TypeError(f"a kernel takes no {type(argument).__name__}")
+
+
+def _three(counts):
+    return (ctypes.c_uint * 3)(*counts, *(1,) * (3 - len(counts)))

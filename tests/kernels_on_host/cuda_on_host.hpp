@@ -1,0 +1,151 @@
+// What kernels of CUDA C++ need in order to be compiled by the host's compiler: built-in variables, types, functions.
+
+#include <array>
+#include <cmath>
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct uint3 { unsigned x, y, z; };
+struct dim3 { unsigned x, y, z; };
+static thread_local uint3 threadIdx, blockIdx;
+static thread_local dim3 blockDim, gridDim;
+
+struct alignas(16) ulonglong2 { unsigned long long x, y; };
+
+// The 16-bit floats are stored so and computed with as floats, as on a GPU: read exactly, rounded to the nearest even.
+namespace on_host {
+
+inline uint32_t bits_of(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
+inline float float_of(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
+
+inline float from_half(uint16_t half) {
+    const uint32_t sign = (half & 0x8000u) << 16, exponent = (half >> 10) & 31, fraction = half & 0x3ffu;
+    if (exponent == 31) return float_of(sign | 0x7f800000u | (fraction << 13));
+    if (exponent > 0) return float_of(sign | ((exponent + 112) << 23) | (fraction << 13));
+    const float small = (float)fraction * 0x1p-24f;
+    return sign ? -small : small;
+}
+
+inline uint16_t to_half(float value) {
+    const uint32_t bits = bits_of(value), sign = (bits >> 16) & 0x8000u;
+    const float size = std::fabs(value);
+    if (std::isnan(value)) return (uint16_t)(sign | 0x7e00u);
+    if (size >= 65520.0f) return (uint16_t)(sign | 0x7c00u);
+    if (size < 0x1p-14f) return (uint16_t)(sign | (uint32_t)std::nearbyint(size * 0x1p24f));
+    const uint32_t all = bits_of(size) - (112u << 23), lost = all & 0x1fffu, kept = all >> 13;
+    return (uint16_t)(sign | (kept + (lost > 0x1000u || (lost == 0x1000u && (kept & 1)))));
+}
+
+inline float from_bfloat(uint16_t bfloat) { return float_of((uint32_t)bfloat << 16); }
+
+inline uint16_t to_bfloat(float value) {
+    const uint32_t bits = bits_of(value);
+    if (std::isnan(value)) return (uint16_t)((bits >> 16) | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+template <float (*Read)(uint16_t), uint16_t (*Write)(float)>
+struct Short {
+    uint16_t bits;
+    Short() = default;
+    template <class Number, class = std::enable_if_t<std::is_arithmetic_v<Number>>>
+    Short(Number value) : bits(Write((float)value)) {}
+    operator float() const { return Read(bits); }
+    Short& operator+=(Short other) { return *this = Short((float)*this + (float)other); }
+    Short& operator-=(Short other) { return *this = Short((float)*this - (float)other); }
+    Short& operator*=(Short other) { return *this = Short((float)*this * (float)other); }
+    Short& operator/=(Short other) { return *this = Short((float)*this / (float)other); }
+};
+
+struct View {
+    char* first;
+    ptrdiff_t shape[16], strides[16], ndim;
+};
+
+// An array of any strides, whose elements an elementwise kernel finds by their number in C order.
+template <class Element>
+struct Raw {
+    const View& view;
+    Element& operator[](ptrdiff_t index) const {
+        ptrdiff_t offset = 0;
+        for (ptrdiff_t axis = view.ndim - 1; axis >= 0; --axis) {
+            offset += index % view.shape[axis] * view.strides[axis];
+            index /= view.shape[axis];
+        }
+        return *(Element*)(view.first + offset);
+    }
+    ptrdiff_t size() const {
+        ptrdiff_t count = 1;
+        for (ptrdiff_t axis = 0; axis < view.ndim; ++axis) count *= view.shape[axis];
+        return count;
+    }
+};
+template <class Element> inline Raw<Element> raw(const View& view) { return {view}; }
+
+// One operation for each element of a shape, all arrays but the raw ones having it, one after another in C order.
+template <size_t Count, class Operation>
+inline void loop(Operation operation, const bool* is_raw, const View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {
+    ptrdiff_t offsets[Count] = {}, index[16] = {}, size = 1;
+    for (ptrdiff_t axis = 0; axis < ndim; ++axis) size *= shape[axis];
+    for (ptrdiff_t i = 0; i < size; ++i) {
+        operation(views, offsets, i);
+        for (ptrdiff_t axis = ndim - 1; axis >= 0; --axis) {
+            const bool is_last = ++index[axis] == shape[axis];
+            for (size_t k = 0; k < Count; ++k)
+                if (!is_raw[k]) offsets[k] += views[k].strides[axis] * (is_last ? 1 - shape[axis] : 1);
+            if (!is_last) break;
+            index[axis] = 0;
+        }
+    }
+}
+
+template <class... Arguments, size_t... Index>
+inline void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<Index...>) {
+    kernel(*(std::remove_cv_t<std::remove_reference_t<Arguments>>*)arguments[Index]...);
+}
+
+// All threads of all blocks, one after another.
+template <class... Arguments>
+inline void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, void** arguments) {
+    gridDim = {grid[0], grid[1], grid[2]};
+    blockDim = {block[0], block[1], block[2]};
+    for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
+    for (blockIdx.y = 0; blockIdx.y < grid[1]; ++blockIdx.y)
+    for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x)
+    for (threadIdx.z = 0; threadIdx.z < block[2]; ++threadIdx.z)
+    for (threadIdx.y = 0; threadIdx.y < block[1]; ++threadIdx.y)
+    for (threadIdx.x = 0; threadIdx.x < block[0]; ++threadIdx.x)
+        call(kernel, arguments, std::index_sequence_for<Arguments...>());
+}
+
+// The number of arguments that a kernel takes, and the size of each.
+template <class... Arguments>
+inline long sizes(void (*)(Arguments...), long* found) {
+    const std::array<long, sizeof...(Arguments)> all = {(long)sizeof(Arguments)...};
+    for (size_t i = 0; i < all.size() && i < 64; ++i) found[i] = all[i];
+    return (long)all.size();
+}
+
+}  // namespace on_host
+
+using float16 = on_host::Short<on_host::from_half, on_host::to_half>;
+using bfloat16 = on_host::Short<on_host::from_bfloat, on_host::to_bfloat>;
+template <class Real> using complex = std::complex<Real>;
+
+using std::abs; using std::ceil; using std::cos; using std::exp; using std::fabs; using std::floor; using std::fmax;
+using std::fmin; using std::isfinite; using std::isinf; using std::isnan; using std::log; using std::pow; using std::sin;
+using std::sqrt; using std::tanh;
+
+template <class Number> inline Number min(Number a, Number b) { return b < a ? b : a; }
+template <class Number> inline Number max(Number a, Number b) { return a < b ? b : a; }
+template <class Element> inline Element __ldg(const Element* place) { return *place; }

@@ -1,0 +1,71 @@
+"""The compiler of kernels for the host, which tests of GPU code stand on."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernels_on_host import CompilationError, ElementwiseKernel, RawKernel, is_available
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+OTHERS = [np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.complex64, np.complex128]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_16_bit_floats_are_rounded_as_numpy_does(dtype):
+    all_of_them = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    exact = np.zeros(1 << 16, np.float32)
+    ElementwiseKernel("T x", "float32 y", "y = (float)x")(all_of_them, exact)
+    expected = all_of_them.astype(np.float32)
+    assert np.array_equal(exact, expected, equal_nan=True)
+    finite = expected[np.isfinite(expected)]
+    between = np.sort(finite)[:-1] + np.diff(np.sort(finite)) / 2  # ties, which go to the even neighbour
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    wide = np.concatenate([finite, between, bits[np.isfinite(bits)]])
+    short = np.zeros(wide.size, dtype)
+    ElementwiseKernel("float32 x", "T y", "y = (T)x")(wide, short)
+    with np.errstate(over="ignore"):
+        assert short.tobytes() == wide.astype(dtype).tobytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS + OTHERS)
+def test_elementwise_kernels_take_every_dtype_and_layout(dtype):
+    kernel = ElementwiseKernel("T x, float64 number", "T total, T last", "total += (T)(number) * x; last = x")
+    x = np.arange(12).astype(dtype).reshape(3, 4)
+    total, last = np.ones((4, 3), dtype), np.zeros((4, 3), dtype)
+    kernel(x.T, 2.0, total, last)
+    assert np.array_equal(total.T, 2 * x + np.ones((), dtype)) and np.array_equal(last.T, x)
+    kernel(x[0, 1], 1.0, total[::2], last[::2])
+    assert last[::2].tolist() == np.ones((2, 3), dtype).tolist() and np.array_equal(last[1::2], x.T[1::2])
+
+
+def test_raw_parameters_are_indexed_by_the_kernel():
+    gather = ElementwiseKernel("raw T x, int64 row", "T y", "y = x[row] * (T)x.size() + (T)i")
+    x, y = np.arange(6.0).reshape(2, 3).T, np.zeros(3)
+    gather(x, np.array([5, 0, 1]), y)
+    assert y.tolist() == [5 * 6 + 0, 0 * 6 + 1, 3 * 6 + 2]
+
+
+def test_raw_kernels_run_every_thread():
+    code = """
+    struct Numbers { double factor; int count; };
+    extern "C" __global__ void scale(const Numbers numbers, const float* x, float* y, long long first) {
+        const int i = blockIdx.x * blockDim.x + threadIdx.x;
+        if (i < numbers.count) y[i] = numbers.factor * x[i] + first + gridDim.x;
+    }
+    """
+    kernel = RawKernel(code, "scale")
+    x, y = np.arange(10, dtype=np.float32), np.zeros(10, np.float32)
+    numbers = np.array((2.0, 9), np.dtype([("factor", np.float64), ("count", np.int32)], align=True))
+    kernel((3,), (4,), (numbers, x, y, 100))
+    assert y.tolist() == [103 + 2 * i for i in range(9)] + [0]
+    with pytest.raises(TypeError, match="have .16, 8, 8, 8. bytes, and it is called with .16, 8, 8, 4."):
+        kernel((3,), (4,), (numbers, x, y, np.int32(100)))
+
+
+@pytest.mark.parametrize(
+    ("operation", "reason"), [("y = undeclared", "undeclared"), ("__syncthreads(); y = x", "do not have __syncthreads")]
+)
+def test_what_does_not_compile_says_why(operation, reason):
+    with pytest.raises(CompilationError, match=reason):
+        ElementwiseKernel("T x", "T y", operation)(np.ones(1), np.ones(1))
