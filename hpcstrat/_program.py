@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
@@ -76,17 +77,21 @@ def patience(seconds: float) -> AbstractContextManager[None]:
     strategy or collective call it has no effect.
 
     Args:
-        seconds: not negative.
+        seconds: a number, not negative; `math.inf` for as long as it takes.
 
     Raises:
         ValueError: `seconds` is negative or no number.
     """
-    if not seconds >= 0:
+    try:
+        number = float(seconds)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not number >= 0:
         raise ValueError(f"patience: seconds is {seconds!r}; it must be a number from 0 up")
     communicator = connected()
     if communicator is None or communicator.watch is None:
         return nullcontext()
-    return communicator.watch.patience(seconds)
+    return communicator.watch.patience(number)
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:

@@ -18,6 +18,25 @@ HARMLESS = {
     "patience of the late rank alone": harmless("if last:\n    with hs.patience(60): time.sleep(5)"),
     "long work without a call": harmless("time.sleep(5)"),
     "a wait that is shorter": harmless("if last: time.sleep(0.6)\nhs.barrier()\n" * 6),
+    "patience of odd lengths": harmless(
+        """
+        with hs.patience(np.float32(9)), hs.patience(float("inf")), hs.patience(1e308), hs.patience(1e308):
+            if last: time.sleep(5)
+            hs.barrier()
+        """
+    ),
+    "a working folder that goes, and long names that are not ASCII": harmless(
+        """
+        import tempfile
+        folder = tempfile.mkdtemp()
+        os.chdir(folder)
+        hs.barrier()
+        if last: os.rmdir(folder)
+        with strategy.scope(): v = hs.Variable(np.ones(3), name="重み" * 400)
+        v.assign_add(np.ones(3))
+        time.sleep(2)
+        """
+    ),
     "a suspended job": harmless(
         """
         everyone = MPI.COMM_WORLD.allgather(os.getpid())

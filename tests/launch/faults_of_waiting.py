@@ -111,6 +111,11 @@ STALLS = {
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="),
     ),
     "no patience": stalled("if last: time.sleep(6)" + WAIT, BARRIER, missing("rank 2", "<module>")),
+    "patience without end, which has ended": stalled(
+        "with hs.patience(float('inf')): hs.barrier()\nif last: time.sleep(1000)" + WAIT,
+        BARRIER,
+        missing("rank 2", "<module>"),
+    ),
     "patience that is too short": Fault(
         "with hs.patience(1):\n    if last: loop()\n    hs.barrier()",
         [

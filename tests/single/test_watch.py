@@ -1,21 +1,26 @@
 """What the watch concludes from the ranks' notes, and how notes travel."""
 
+import contextlib
 import gc
+import math
 import os
 import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hpcstrat import _settings
-from hpcstrat._communicators.watch.boards import SLOT, SharedBoard
+from hpcstrat import _failure, _program, _settings
+from hpcstrat._communicators.calls import Calls
+from hpcstrat._communicators.watch.boards import SLOT, Board, SharedBoard
 from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge
-from hpcstrat._communicators.watch.notes import Note, find_place
+from hpcstrat._communicators.watch.notes import LIMIT, Note, find_place
+from hpcstrat._communicators.watch.watch import Watch
 
 
 def note(number, waits, **others):
@@ -152,6 +157,103 @@ def test_notes_travel_whole():
     assert second == note(4, False)
     slots[0, 20] ^= 255  # half of another one is there already
     assert boards[1].swap(note(5, False))[0] == first
+
+
+@pytest.mark.parametrize("text", ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000])
+def test_a_note_of_any_text_fits(text):
+    slots = np.zeros((2, SLOT), np.uint8)
+    boards = [SharedBoard(rank, slots, [0, 0]) for rank in range(2)]
+    boards[0].swap(note(3, True, call=text, place=text, patience=float("inf")))
+    seen = boards[1].swap(note(4, False))[0]
+    assert seen is not None and (seen.number, seen.waits, seen.patience) == (3, True, float("inf"))
+    assert seen.call[:40] == text[:40].encode(errors="replace").decode()
+    assert len(seen.pack()) <= LIMIT
+
+
+@pytest.fixture
+def watch():
+    """Makes watches on boards that stand for something; they end with the test."""
+    boards = []
+
+    def make(board):
+        boards.append(board)
+        return Watch(0, Calls(), board)
+
+    yield make
+    for board in boards:
+        board.is_over.set()
+
+
+class Alone(Board):
+    """The board of a rank that nobody answers; `trouble` is raised by its `swap`."""
+
+    def __init__(self, trouble=None):
+        self.trouble = trouble
+        self.notes: list[Note | None] = []
+        self.is_over = threading.Event()
+
+    def swap(self, note):
+        self.notes.append(note)
+        if self.trouble is not None:
+            raise self.trouble
+        return self.notes[-1:]
+
+    def wait(self, seconds):
+        if self.is_over.wait(seconds):
+            threading.Event().wait()  # a watch has no end
+
+    @property
+    def dead(self):
+        return []
+
+    def close(self):
+        pass
+
+
+def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
+    said, ended = [], []
+    monkeypatch.setattr(_failure, "say", said.append)
+    monkeypatch.setattr(_failure, "end_job", ended.append)
+    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
+    board = Alone(OSError("Stale file handle"))
+    one = watch(board)
+    deadline = time.monotonic() + 20
+    while len(board.notes) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    board.trouble = None
+    one.leave()
+    assert len(board.notes) >= 5 and ended == []
+    assert len(said) == 1
+    assert "the watch over waiting ranks goes on after an error of its own, OSError: Stale file handle" in said[0]
+
+
+@pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]])
+def test_patience_ends_with_its_block(watch, monkeypatch, seconds):
+    one = watch(Alone())
+    monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watch=one))
+    with contextlib.ExitStack() as stack:
+        for some in seconds:
+            stack.enter_context(_program.patience(some))
+        assert one._note().patience == sum(float(some) for some in seconds)
+    assert one._note().patience == 0
+
+
+def test_no_working_folder(monkeypatch, tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(find_place()))  # of the main thread, which is here
+    thread.start()
+    thread.join()
+    assert found[0][0].startswith(f"{__file__}:")
+
+
+@pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j])
+def test_no_patience(seconds):
+    with pytest.raises(ValueError, match=r"patience: seconds is .*; it must be a number from 0 up"):
+        _program.patience(seconds)
 
 
 def test_the_end_of_a_process_is_seen():

@@ -14,7 +14,10 @@ from typing import NamedTuple
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _CALLS = os.path.join(_PACKAGE, "_communicators") + os.sep
 _WATCH = os.path.join(_CALLS, "watch") + os.sep
-_LONGEST = 400  # characters of a text in a note
+_LONGEST = (400, 150, 40, 0)  # characters of a text in a note, the first that fits
+
+LIMIT = 2000
+"""Bytes of a packed note at most."""
 
 
 class Note(NamedTuple):
@@ -43,8 +46,13 @@ class Note(NamedTuple):
     beat: int = 0
 
     def pack(self) -> bytes:
-        """As bytes, at most 1,500 of them."""
-        return json.dumps(self._replace(call=self.call[:_LONGEST], place=self.place[-_LONGEST:])).encode()
+        """As bytes, at most `LIMIT` of them: long texts are cut."""
+        for longest in _LONGEST:
+            short = self._replace(call=self.call[:longest], place=self.place[max(len(self.place) - longest, 0) :])
+            message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
+            if len(message) <= LIMIT:
+                break
+        return message
 
     @classmethod
     def unpack(cls, message: bytes) -> Note:
@@ -95,9 +103,14 @@ def _place(frame: FrameType | None) -> str:
     frame = frame or innermost
     if frame is None:
         return "the end of the program"
-    path = frame.f_code.co_filename
-    near = os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-    return f"{near}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{_near(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _near(path: str) -> str:
+    try:
+        return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+    except OSError:  # the working folder is no more
+        return path
 
 
 @functools.cache

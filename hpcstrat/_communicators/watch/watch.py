@@ -18,6 +18,8 @@ from hpcstrat._communicators.watch.boards import Board
 from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, SILENT_SECONDS, Judge, Verdict
 
 _BEAT_SECONDS = 0.5
+_SHORTEST_BEAT_SECONDS = 0.01
+_TROUBLES = 3  # errors of its own that the watch tells of
 _GRACE_SECONDS = 5.0  # that the speaker gets to end the job; after them another does
 
 
@@ -39,7 +41,7 @@ class Watch:
         self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
         self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
         self._judge = Judge(self._stall_seconds, self._timeout_seconds)
-        self._patience = 0.0
+        self._patience: list[float] = []  # seconds of each block that this rank is in
         self._progress = 0
         self._gone = False
         self._looked = self._resumed = time.monotonic()
@@ -66,16 +68,16 @@ class Watch:
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
         """While this rank is in it, all ranks wait so much longer than usual."""
-        self._patience += seconds
+        self._patience.append(seconds)
         try:
             yield
         finally:
-            self._patience -= seconds
+            self._patience.remove(seconds)
 
     def leave(self) -> None:
         """Tells that this rank's process may end from now on. The watch goes on, for those that do not come."""
         self._gone = True
-        with self._lock:
+        with contextlib.suppress(Exception), self._lock:
             self._board.swap(self._note())
 
     def _note(self) -> notes.Note:
@@ -88,28 +90,41 @@ class Watch:
             place,
             waits,
             self._progress,
-            self._patience,
+            sum(self._patience),
             self._gone,
             os.getpid(),
             self._beat,
         )
 
     def _watch(self) -> None:
-        beat = min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4)
+        beat = max(min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4), _SHORTEST_BEAT_SECONDS)
+        told: set[str] = set()
         while True:
-            with self._checking:
-                problems = [problem for check in self._checks if (problem := check())]
-            if problems:
-                _failure.end_job(problems[0])
-            with self._lock:
-                everyones = self._board.swap(self._note())
-            if everyones is not None:
-                verdict = self._judge.judge(everyones, self._board.dead, time.monotonic())
-                if verdict is not None:
-                    self._act(verdict)
-            elif not self._gone:
-                self._require_judge()
-            self._board.wait(beat)
+            try:
+                self._look()
+                self._board.wait(beat)
+            except Exception as error:  # of the watch itself: no reason to end a job that is well
+                if (what := f"{type(error).__name__}: {error}") not in told and len(told) < _TROUBLES:
+                    told.add(what)
+                    _failure.say(
+                        f"hpcstrat: the watch over waiting ranks goes on after an error of its own, {what}; "
+                        "look whether that is of the program's making"
+                    )
+                time.sleep(beat)
+
+    def _look(self) -> None:
+        with self._checking:
+            problems = [problem for check in self._checks if (problem := check())]
+        if problems:
+            _failure.end_job(problems[0])
+        with self._lock:
+            everyones = self._board.swap(self._note())
+        if everyones is not None:
+            verdict = self._judge.judge(everyones, self._board.dead, time.monotonic())
+            if verdict is not None:
+                self._act(verdict)
+        elif not self._gone:
+            self._require_judge()
 
     def _require_judge(self) -> None:
         """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
@@ -119,7 +134,7 @@ class Watch:
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
             )
         heard = self._board.silent_since()
-        limit = self._timeout_seconds + self._patience
+        limit = self._timeout_seconds + sum(self._patience)
         now = time.monotonic()
         if now - self._looked >= SILENT_SECONDS:  # this rank was suspended, as rank 0 may have been
             self._resumed = now
