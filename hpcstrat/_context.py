@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat import _output
+from hpcstrat import _output, _world
 from hpcstrat._types import ReduceOp
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ReplicaContext:
             mean.
 
         Raises:
-            RuntimeError: called outside of the replica context.
+            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
             TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
         """
@@ -103,7 +103,7 @@ class ReplicaContext:
             A nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside of the replica context.
+            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not fit; every replica's is named.
         """
@@ -125,7 +125,7 @@ class ReplicaContext:
             This replica's component of what `merge_fn` returns.
 
         Raises:
-            RuntimeError: called outside of the replica context.
+            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
         """
         self._require("merge_call")
         return self._strategy._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
@@ -146,6 +146,11 @@ class ReplicaContext:
             raise RuntimeError(
                 f"ReplicaContext.{method} was called outside of its replica context; call it inside the function that "
                 "Strategy.run runs"
+            )
+        if context() is None and (ranks := _world.size()) > 1:  # the default strategy's, which has one replica
+            raise RuntimeError(
+                f"ReplicaContext.{method} was called outside of Strategy.run, where each of the {ranks} ranks is "
+                "alone; call it inside the function that strategy.run runs, or use strategy.reduce and strategy.gather"
             )
 
     def __repr__(self) -> str:
@@ -189,7 +194,10 @@ def in_cross_replica_context() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """This replica's context; None in the cross-replica context; the default strategy's outside of every scope."""
+    """This replica's context; None in the cross-replica context; the default strategy's outside of every scope.
+
+    That one's `all_reduce`, `all_gather` and `merge_call` work where there is one rank.
+    """
     found = context()
     if found is None:
         return default_strategy()._replica_context
@@ -207,7 +215,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         raise RuntimeError(
             "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
         )
-    _set_by_user = None if strategy is None else strategy._cross_context
+    _set_by_user = None if strategy in (None, default_strategy()) else strategy._cross_context
 
 
 def _shows() -> bool | None:

@@ -29,12 +29,7 @@ def rank() -> int:
 
 def size() -> int:
     """The number of ranks. Starts nothing, unless the launcher does not say."""
-    if (world := _world.started()) is not None:
-        return world.size
-    launcher = _launcher.find()
-    if launcher is None:
-        return 1
-    return _world.start().size if launcher.size is None else launcher.size
+    return _world.size()
 
 
 def is_lead() -> bool:

@@ -75,6 +75,16 @@ def started() -> World | None:
     return _world
 
 
+def size() -> int:
+    """The number of ranks. Starts nothing, unless the launcher does not say."""
+    if _world is not None:
+        return _world.size
+    launcher = _launcher.find()
+    if launcher is None:
+        return 1
+    return start().size if launcher.size is None else launcher.size
+
+
 def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
     """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
 

@@ -273,7 +273,8 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def _colocated(self, variable: Variable) -> Any:
-        if _context.context() is not self._strategy._cross_context:
+        context = _context.context() or _context.default_strategy()._cross_context
+        if context is not self._strategy._cross_context:
             raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")
         if not self.variable_created_in_scope(variable):
             raise ValueError(

@@ -10,6 +10,7 @@ from hpcstrat._communicators import SoloCommunicator, connect
 from hpcstrat._storage.mirrored import MirroredStorage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host, replica_storage
+from hpcstrat._strategies.scope import DefaultScope, Scope
 
 
 class OneDeviceStrategy(Strategy):
@@ -56,6 +57,10 @@ class DefaultStrategy(Strategy):
         storage = MirroredStorage(communicator)
         super().__init__(communicator, [_devices.CPU], _devices.CPU, storage, storage)
         self._aggregates_nothing = True
+
+    def scope(self) -> Scope:
+        """Changes nothing: what is outside of every scope is in the default strategy's already."""
+        return DefaultScope(self)
 
 
 _context.default_strategy = functools.cache(DefaultStrategy)

@@ -26,3 +26,17 @@ class Scope:
 
     def __exit__(self, *_: Any) -> None:
         _context.current.reset(self._tokens.pop())
+
+
+class DefaultScope(Scope):
+    """The default strategy's, which changes nothing: its contexts count there already, as in TensorFlow."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Strategy:
+        if _context.has_strategy():
+            raise RuntimeError("Strategy.scope was called in the scope of another strategy; leave that scope first")
+        return self._strategy
+
+    def __exit__(self, *_: Any) -> None:
+        pass

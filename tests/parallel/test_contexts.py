@@ -48,9 +48,108 @@ def test_outside_of_every_scope():
     assert default.extended.worker_devices == (CPU,)
     assert replica is not None
     assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
-    assert replica.all_reduce("sum", float(RANK + 1)) == RANK + 1  # alone, and so without the others
-    assert replica.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2
-    assert replica.merge_call(lambda s, x: (s is default, hs.in_cross_replica_context(), x), (3,)) == (True, True, 3)
+
+
+OUTSIDE = {
+    "all_reduce": lambda context: context.all_reduce("sum", float(RANK + 1)) == RANK + 1,
+    "all_gather": lambda context: context.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2,
+    "merge_call": lambda context: context.merge_call(
+        lambda strategy, x: strategy is hs.get_strategy() and hs.in_cross_replica_context() and x == 3, (3,)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
+    """With several ranks each would be alone, and get its own value for the sum."""
+
+    def call():
+        return OUTSIDE[name](replica_context())
+
+    def in_default_scope():
+        with hs.get_strategy().scope():
+            return call()
+
+    for fn in (call, in_default_scope):
+        if N == 1:
+            assert fn()
+        else:
+            with pytest.raises(
+                RuntimeError, match=f"^ReplicaContext.{name} was called outside of Strategy.run, .* {N} ra"
+            ):
+                fn()
+    assert hs.get_strategy().run(call)  # one replica, which was asked for
+
+
+def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
+    default = hs.get_strategy()
+    outside = facts()
+    with default.scope() as entered:
+        assert entered is default
+        assert facts() == outside and isinstance(facts()[-1], hs.ReplicaContext)
+        with default.scope():
+            assert facts() == outside
+        v = hs.Variable([1.0, 2.0])
+        assert default.extended.variable_created_in_scope(v)
+        with default.extended.colocate_vars_with(v):
+            hs.Variable(1.0)
+        assert default.reduce("SUM", default.run(lambda: RANK), axis=None) == RANK
+        with strategy.scope():
+            assert facts() == (strategy, True, True, None)
+        assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
+    assert facts() == outside
+
+    def replica():
+        inside = facts()
+        with default.scope():
+            assert facts() == inside
+
+    default.run(replica)
+    hs.experimental_set_strategy(default)
+    assert facts() == outside
+
+
+def test_the_default_strategy_is_not_entered_within_another(strategy):
+    def enter():
+        with hs.get_strategy().scope():
+            pass
+
+    default = hs.get_strategy()
+    for inside in (strategy.scope, default.scope):
+        with inside():
+            enter()
+    with strategy.scope(), pytest.raises(RuntimeError, match=r"Strategy.scope .*scope of another strategy"):
+        default.scope().__enter__()
+
+
+def test_how_libraries_ask_where_they_are(strategy):
+    """The two ways in which code on top of strategies sums, whatever context it is called in."""
+
+    def total(value):
+        if hs.in_cross_replica_context():
+            return hs.get_strategy().reduce("SUM", value, axis=None)
+        return replica_context().all_reduce("SUM", value)
+
+    def merged(value):
+        def merge(strategy, value):
+            return strategy.reduce("SUM", value, axis=None)
+
+        if hs.in_cross_replica_context():
+            return merge(hs.get_strategy(), value)
+        return replica_context().merge_call(merge, (value,))
+
+    everyones = N * (N + 1) // 2
+    for summed in (total, merged):
+        own = strategy.run(lambda: RANK + 1)
+        with strategy.scope():
+            assert summed(own) == everyones
+        in_replicas = strategy.run(lambda summed=summed: summed(RANK + 1))
+        assert strategy.experimental_local_results(in_replicas) == (everyones,) * N
+        if N == 1:
+            assert summed(1) == 1
+        else:
+            with pytest.raises(RuntimeError, match="outside of Strategy.run"):
+                summed(1)
 
 
 def test_in_a_scope(strategy):

@@ -1,7 +1,10 @@
 import os
+from typing import Any
 
 import pytest
 
+import hpcstrat as hs
+from hpcstrat import _world
 from hpcstrat._launcher import Launcher, find
 
 OPEN_MPI = {
@@ -84,3 +87,17 @@ def test_an_mpirun_comes_before_the_srun_that_started_its_daemons(environment, v
     expected = find()
     environment(DAEMON_STEP | variables)
     assert find() == expected
+
+
+def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment, monkeypatch):
+    """`get_replica_context().all_reduce` is this rank's own value where there is no other."""
+    monkeypatch.setattr(_world, "_world", None)
+    context: Any = hs.get_replica_context()
+    environment(OPEN_MPI)
+    with pytest.raises(RuntimeError, match=r"^ReplicaContext.all_reduce .* outside of Strategy.run, .* the 4 ranks is"):
+        context.all_reduce("SUM", 1.5)
+    assert hs.get_strategy().run(lambda: context.all_reduce("SUM", 1.5)) == 1.5
+    for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}):
+        environment(alone)
+        assert context.all_reduce("SUM", 1.5) == 1.5
+    assert _world.started() is None
