@@ -41,7 +41,7 @@ def main():
 
     def step(images, digits):
         scores = images @ weights.value()
-        scores = xp.exp(scores - scores.max(axis=1, keepdims=True, initial=0))
+        scores = xp.exp(scores - scores.max(axis=1, keepdims=True))
         errors = scores / scores.sum(axis=1, keepdims=True) - (digits[:, None] == xp.arange(10))
         optimizer.apply_gradients([(images.T @ errors.astype(np.float32) / 50, weights)])
 

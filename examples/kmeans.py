@@ -27,7 +27,7 @@ def initial_centres(images, count, seed):
 def nearest(xp, images, centres):
     """Which centre is nearest to each image, and the square of the distance; both of shape (n,)."""
     squares = (images**2).sum(axis=1)[:, None] - 2 * images @ centres.T + (centres**2).sum(axis=1)
-    return squares.argmin(axis=1), xp.maximum(squares.min(axis=1, initial=xp.inf), 0)
+    return squares.argmin(axis=1), xp.maximum(squares.min(axis=1), 0)
 
 
 def main():

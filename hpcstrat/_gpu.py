@@ -6,26 +6,44 @@ import ctypes
 import functools
 import importlib.util
 import sys
+from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
 
 
 def load_cupy(wanted_by: str) -> Any:
-    """The module `cupy`.
+    """The module `cupy`, whose matrix products take variables from now on, as its other functions of arrays do.
 
     Raises:
         RuntimeError: it is not installed. `wanted_by` begins the message.
     """
-    if "cupy" in sys.modules:
-        return sys.modules["cupy"]
     if not has_cupy():
         raise RuntimeError(
             f"{wanted_by} needs CuPy, which is not installed: `pip install 'hpcstrat[cuda12]'` or `'hpcstrat[cuda13]'`"
         )
     import cupy  # pyright: ignore[reportMissingImports]
 
+    if not hasattr(cupy.matmul, "__wrapped__"):
+        cupy.matmul, cupy.dot = map(_taking_variables, (cupy.matmul, cupy.dot))
     return cupy
+
+
+def _taking_variables(product: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of CuPy that takes what gives it a CuPy array, too.
+
+    `x @ w` with an array on the left is CuPy's: it lets pass whatever it could convert, looks for `matmul` in its own
+    module, and that takes nothing but arrays.
+    """
+
+    @functools.wraps(product)
+    def taking(*operands: Any, **options: Any) -> Any:
+        return product(
+            *[one.__cupy_get_ndarray__() if hasattr(one, "__cupy_get_ndarray__") else one for one in operands],
+            **options,
+        )
+
+    return taking
 
 
 def has_cupy() -> bool:
@@ -135,14 +153,16 @@ class _Current:
             runtime.setDevice(stream.ordinal)
         self._outer = stream.wait_for_current()
         if self._outer.ptr != stream.raw.ptr:
-            stream.raw.use()
+            stream.raw.__enter__()  # not use(), which a `with stream:` block inside would undo for what follows it
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
         if self._outer.ptr != stream.raw.ptr:
             stream.let_wait(self._outer)
             _held.clear()
-            self._outer.use()
+            stream.raw.__exit__(None, None, None)
+            if stream._cuda.get_current_stream().ptr != self._outer.ptr:
+                self._outer.use()  # that is what made it current, and CuPy forgets it here
         if self._device != stream.ordinal:
             stream._cuda.runtime.setDevice(self._device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -235,11 +235,19 @@ class Variable(np.lib.mixins.NDArrayOperatorsMixin, metaclass=VariableType):  # 
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        array = self._readable()
-        if not _gpu.is_on_gpu(array):
-            raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
+        array = self._block.view
+        if not _gpu.is_on_gpu(array) or not _in_replica_of(self._strategy):  # as `__array_interface__`
+            raise AttributeError(
+                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
+            )
         # Who takes it works on the stream that is current, with which the strategy's is ordered: nobody has to wait.
         return {**array.__cuda_array_interface__, "stream": None}
+
+    @property
+    def __cupy_get_ndarray__(self) -> Callable[[], Array]:
+        if not _gpu.is_on_gpu(self._block.view):
+            raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
+        return self.value
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._block.view.__dlpack_device__()

@@ -57,8 +57,10 @@ class NcclCommunicator(DeviceCommunicator):
         super().__init__(control, stream)
         self._nccl = load_nccl()
         self._comm: Any = start(control, stream)
+        with stream.current():
+            self._done: Any = stream.xp.cuda.Event(disable_timing=True)  # what NCCL was last asked for
         if self.watch is not None:
-            self.watch.add_check(self._failure)
+            self.watch.add_check(self._failure, self._is_pending)
         self._types = {name: getattr(self._nccl, constant) for name, constant in _TYPES.items()}
         self._operations = {op: getattr(self._nccl, constant) for op, constant in _OPERATIONS.items()}
 
@@ -222,18 +224,26 @@ class NcclCommunicator(DeviceCommunicator):
         try:
             if comm is not None:
                 comm.check_async_error()
-        except self._nccl.NcclError as error:
+        except Exception as error:  # CuPy has no name for NCCL's newer results: they are a KeyError
             return (
-                f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error} "
+                f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
                 f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
             )
         return ""
+
+    def _is_pending(self) -> bool:
+        """Whether the GPU has not come to the end of what NCCL was last asked for.
+
+        A host that waits for that GPU, and so for the other ranks, is in the program, or in CuPy.
+        """
+        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watch's thread has made none current
+        return not self._done.done
 
     def _forget(self) -> Any:
         """NCCL's communicator, which from now on nobody uses and nobody watches."""
         comm, self._comm = self._comm, None
         if self.watch is not None and comm is not None:
-            self.watch.remove_check(self._failure)
+            self.watch.remove_check(self._failure, self._is_pending)
         return comm
 
     def _abort(self) -> None:
@@ -280,7 +290,7 @@ def _is_short(array: Array) -> bool:
 
 
 class _Guard:
-    """Makes an error of NCCL's one that says what to do, and ends the use of the communicator."""
+    """Notes when NCCL is done. Makes an error of its one that says what to do, and ends the use of the communicator."""
 
     __slots__ = ("_call", "_communicator")
 
@@ -292,10 +302,12 @@ class _Guard:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         communicator = self._communicator
-        if isinstance(error, communicator._nccl.NcclError):
+        if error is None:
+            communicator._done.record(communicator.stream.raw)
+        elif isinstance(error, Exception):  # CuPy has no name for NCCL's newer results: they are a KeyError
             communicator._abort()
             raise RuntimeError(
-                f"{self._call}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error} "
+                f"{self._call}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
                 f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
                 "no longer connected"
             ) from error

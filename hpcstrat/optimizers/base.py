@@ -15,6 +15,7 @@ from hpcstrat._context import ReplicaContext
 from hpcstrat._storage.base import Array, Rule
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rows import sum_rows
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
 from hpcstrat._variable_values import as_operand
@@ -271,12 +272,8 @@ class Optimizer(abc.ABC):
         if not summed:
             agreed = f"{call} of rows of {variable.name!r}, variable {variable._block.number}"
             indices, values = communicator.all_gather(agreed, [indices, values], 0)
-        xp = strategy.xp
         with strategy._on_stream():
-            order = xp.argsort(indices, kind="stable")
-            indices, values = indices[order], values[order]
-            starts = xp.flatnonzero(xp.diff(indices, prepend=-1))
-            return indices[starts], xp.add.reduceat(values, starts, axis=0) if starts.size else values
+            return sum_rows(indices, values)
 
 
 def _clipped(

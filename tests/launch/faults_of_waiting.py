@@ -77,6 +77,16 @@ STALLS = {
         waits("ranks 0, 1", ".*"),
         missing("rank 2", "loop"),
     ),
+    "ranks that wait for their GPUs, which wait for each other in NCCL": stalled(
+        """
+        def result(): time.sleep(1000)  # as a host does in `get`
+        hs.barrier()
+        strategy._communicator.watch.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
+        result()
+        """,
+        waits("ranks 0, 1, 2", "barrier", "result"),
+        "all ranks must make the same calls",
+    ),
     "an endless loop while another thread calls": stalled(
         """
         thread = threading.Thread(target=hs.barrier)

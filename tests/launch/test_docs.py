@@ -45,10 +45,13 @@ def test_code_stands_in_blocks_of_a_known_language(path):
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_program(launch, block):
+def test_program(launch, block, gpus):
     skip_unless_it_runs(block)
+    are_seen, numbers = gpus
     for ranks in [int(block.says["ranks"])] if "ranks" in block.says else RANKS:
-        result = launch(block.text, ranks)
+        if ranks not in numbers:
+            continue
+        result = launch(block.text, ranks, gpus=are_seen, timeout=120 if are_seen else 30)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         expected = block.expects(ranks)
         if expected is not None:

@@ -246,6 +246,28 @@ def test_the_stream_of_the_strategy_is_current_in_replicas_only(strategy, place)
 
 
 @on_gpus
+def test_blocks_of_other_streams_in_a_replica(strategy, place):
+    """CuPy takes such blocks itself, as in `get` of an array that is not contiguous."""
+    cuda = place.xp.cuda
+    own, used = strategy._stream.raw, cuda.Stream(non_blocking=True)
+
+    def replica():
+        with cuda.Stream(non_blocking=True):
+            replica_context().all_reduce("SUM", place.xp.ones(3))
+        assert cuda.get_current_stream() == own
+        place.xp.ones((3, 3))[:, 0].get()
+        assert cuda.get_current_stream() == own
+
+    strategy.run(replica)
+    used.use()
+    try:
+        strategy.run(replica)
+        assert cuda.get_current_stream() == used
+    finally:
+        cuda.Stream.null.use()
+
+
+@on_gpus
 @pytest.mark.skipif(N == 1, reason="one replica is of one kind")
 @pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
 def test_replicas_of_both_kinds(place, made):

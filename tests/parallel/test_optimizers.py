@@ -57,6 +57,26 @@ def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
         assert stepped(strategy, gradient, rate).numpy()[1].tolist() == [1 - expected * N] * 2
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+def test_each_row_is_summed_by_itself(strategy, xp, dtype):
+    """However many others there are, and whatever is in them: one is infinite, and one is not a number."""
+    count = 3000
+    with strategy.scope():
+        table, optimizer = hs.Variable(np.zeros((count, 2), dtype)), hs.optimizers.SGD(1.0)
+    slope = np.stack([np.arange(count) % 7 + 1.0, np.arange(count) % 5], axis=1)
+    slope[100], slope[200] = np.inf, np.nan
+    names = np.tile(np.arange(count), 4)  # each four times, far from each other
+
+    def replica():
+        values = xp.asarray((slope[names] * (RANK + 1)).astype(dtype))
+        optimizer.apply_gradients([(hs.IndexedSlices(values, xp.asarray(names)), table)])
+
+    strategy.run(replica)
+    found, expected = table.numpy(), (-4 * sum(range(1, N + 1)) * slope).astype(dtype)
+    assert not np.isfinite(found[[100, 200]]).any()
+    np.testing.assert_array_equal(np.delete(found, [100, 200], axis=0), np.delete(expected, [100, 200], axis=0))
+
+
 def test_rows_without_a_gradient_stay(strategy):
     assert stepped(strategy, rows, 0.5).numpy()[[0, 2]].tolist() == [[1, 1]] * 2
 

@@ -47,19 +47,27 @@ class Watch:
         self._looked = self._resumed = time.monotonic()
         self._beat = 0
         self._checks: list[Callable[[], str]] = []
+        self._waits: list[Callable[[], bool]] = []
         self._checking = threading.Lock()
         self._lock = threading.Lock()  # of the board, which `leave` writes to as well
         self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
         self._thread.start()
 
-    def add_check(self, check: Callable[[], str]) -> None:
-        """From now on `check` is called at every beat; a text that it returns ends the job with it."""
-        self._checks.append(check)
+    def add_check(self, check: Callable[[], str], waits: Callable[[], bool]) -> None:
+        """From now on both are called at every beat.
 
-    def remove_check(self, check: Callable[[], str]) -> None:
-        """Takes `add_check` back. When this returns, `check` is not running either."""
+        Args:
+            check: a text that it returns ends the job with it.
+            waits: whether this rank waits for others, though its thread is not inside a collective call.
+        """
+        self._checks.append(check)
+        self._waits.append(waits)
+
+    def remove_check(self, check: Callable[[], str], waits: Callable[[], bool]) -> None:
+        """Takes `add_check` back. When this returns, neither is running."""
         with self._checking:
             self._checks.remove(check)
+            self._waits.remove(waits)
 
     def work(self) -> None:
         """Tells that long work of the library's own goes on, so that the others' waiting is no stall."""
@@ -82,6 +90,8 @@ class Watch:
 
     def _note(self) -> notes.Note:
         place, waits = notes.find_place()
+        with self._checking:
+            waits = waits or any(pending() for pending in self._waits)
         calls = self._calls
         self._beat += 1
         return notes.Note(

@@ -1,0 +1,36 @@
+"""CuPy's own arrays over host memory: calls get through all of CuPy's checks, up to the first one that needs a GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat import _gpu
+
+pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'hpcstrat[cuda13]'")
+cupy: Any = _gpu.load_cupy("a test")
+
+
+def array(shape, dtype: Any = np.float32) -> Any:
+    """A C-contiguous CuPy array of zeros."""
+    host = np.zeros(max(int(np.prod(shape)), 1), dtype)
+    memory = cupy.cuda.UnownedMemory(host.ctypes.data, host.nbytes, host, 0)
+    return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+
+def variable(shape, dtype: Any = np.float32) -> Any:
+    """A variable whose array is CuPy's."""
+    made: Any = hs.Variable(np.zeros(shape, dtype))
+    made._block.array, made._block.view, made._interface = array(shape, dtype), array(shape, dtype), None
+    return made
+
+
+def reaches_cuda(call) -> bool:
+    """Whether a call stops at CUDA; false where it needs none. What CuPy refuses is an exception."""
+    try:
+        call()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        assert "cudaErrorInsufficientDriver" in str(error) or "cudaErrorNoDevice" in str(error), error
+        return True
+    return False
