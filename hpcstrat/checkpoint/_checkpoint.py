@@ -55,17 +55,19 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Writes the objects to a file, in the place of one that is there. Collective: all ranks call this.
 
-        The parameter rank alone writes, while the others wait. It writes to `path.partial` first, so that a kill at any
-        moment leaves the file before whole; when this returns, the new one is on disk. The arrays are not copied in
-        memory. Of variables made outside of every scope, of which each rank has its own, the writing rank's are saved.
+        The parameter rank alone writes, while the others wait. It writes to a file beside `path` first, so that a kill
+        at any moment leaves the file before whole; when this returns, the new one is on disk. The permissions stay. The
+        arrays are not copied in memory. Of variables made outside of every scope, of which each rank has its own, the
+        writing rank's are saved.
 
         Args:
-            path: of the file; folders that are not there are made.
+            path: of the file; a symbolic link is followed, and folders that are not there are made.
             keep: how many files are kept: `path`, which is always the newest, and the ones before, `path.1`, `path.2`
                 ...; older ones are removed. `None` keeps none before, and touches none.
 
         Raises:
-            OSError: the file system says no, on the parameter rank; all ranks raise. The file before is whole.
+            OSError: the file system says no, on the parameter rank, or `path` is a folder, a device or a FIFO; all
+                ranks raise. The file before is whole.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object is none that can be saved, or `path` is none.
             ValueError: an optimizer's variable is missing among the objects, or `keep` is not positive.

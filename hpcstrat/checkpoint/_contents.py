@@ -230,8 +230,8 @@ def storage_of(v: Variable) -> Storage:
 
 def position_of(facts: Mapping[str, Any]) -> Position:
     """The position that was saved."""
-    shuffles = tuple([(int(seed), int(number)) for seed, number in facts["shuffles"]])
-    return Position(str(facts["pipeline"]), shuffles, None if facts["taken"] is None else int(facts["taken"]))
+    shuffles = tuple([(_count(seed), _count(number)) for seed, number in facts["shuffles"]])
+    return Position(str(facts["pipeline"]), shuffles, None if facts["taken"] is None else _count(facts["taken"]))
 
 
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
@@ -271,7 +271,8 @@ def _entry(v: Variable, replicas: int | None = None) -> Entry:
 
 def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any]) -> list[str]:
     slots, saved = sorted(optimizer._slot_values), sorted(facts["slots"])
-    if slots == saved and int(facts["iterations"]) >= 0:
+    _count(facts["iterations"])
+    if slots == saved:
         return []
     return [f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"]
 
@@ -287,6 +288,13 @@ def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
             f"{v.aggregation.name} of {v.dtype.name}, cannot bring to {replicas}"
         ]
     return []
+
+
+def _count(number: Any) -> int:
+    """The number of a file, which anybody may have written."""
+    if type(number) is not int or not 0 <= number < 2**64:
+        raise ValueError(f"{number!r} is no count")
+    return number
 
 
 def _named(kind: str | None) -> str:

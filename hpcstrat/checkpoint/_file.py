@@ -11,15 +11,16 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from hpcstrat._storage.base import PART, Bytes
-from hpcstrat.checkpoint._replacing import numbered, replacing
+from hpcstrat.checkpoint._replacing import followed, numbered, replacing
 
 _VERSION = 1
 _LENGTH_BYTES = 8  # of the number that a safetensors file begins with, the length of its header
@@ -71,7 +72,7 @@ def write(
     Args:
         path: of the file.
         entries: the arrays, by name.
-        facts: anything that JSON can hold, by name.
+        facts: anything that JSON can hold but numbers that are not whole, by name.
         parts: gives the bytes of the array of a name, one part after the other, as this machine has them.
         keep: see `replacing`.
 
@@ -146,7 +147,8 @@ class CheckpointFile:
         self._starts: dict[str, int] = {}
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
-            self._file = open(path, "rb", buffering=0)
+            # O_NONBLOCK: a FIFO is refused, and not waited for.
+            self._file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, f"there is no such file{_what_else(path, '; ')}", path) from error
         try:
@@ -193,7 +195,10 @@ class CheckpointFile:
 
     def _checked_header(self) -> bytes:
         """The header of a file that is whole."""
-        there = os.fstat(self._file.fileno()).st_size
+        status = os.fstat(self._file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{self.path} is no checkpoint of hpcstrat: it is no regular file")
+        there = status.st_size
         start = self._file.read(_LENGTH_BYTES + 256)
         head = _HEAD_PATTERN.match(start, _LENGTH_BYTES)
         if head is None:
@@ -227,10 +232,10 @@ class CheckpointFile:
         return b"".join(part.tobytes() for part in self._read(length))
 
     def _parse(self, header: bytes) -> None:
-        described = json.loads(header, object_pairs_hook=_without_twins)
+        described = _parsed(header)
         metadata = described.pop("__metadata__")
-        others = json.loads(metadata["dtypes"])
-        self.facts = json.loads(metadata["objects"])
+        others = _parsed(metadata["dtypes"])
+        self.facts = _parsed(metadata["objects"])
         if not isinstance(self.facts, dict):
             raise ValueError("its facts have no names")
         end = start = _LENGTH_BYTES + len(header)
@@ -251,6 +256,14 @@ class CheckpointFile:
             raise ValueError(f"its arrays end at byte {end}")
 
 
+def _parsed(text: str | bytes) -> Any:
+    return json.loads(text, object_pairs_hook=_without_twins, parse_float=_refused, parse_constant=_refused)
+
+
+def _refused(number: str) -> NoReturn:
+    raise ValueError(f"{number} is no whole number")
+
+
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name occurs twice")
@@ -259,5 +272,6 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _what_else(path: str, begin: str) -> str:
     """Which older checkpoints there are, to be added to a message."""
+    path = followed(path)
     names = ", ".join(f"{path}.{number}" for number in numbered(path))
     return f"{begin}there is {names}" if names else ""

@@ -4,76 +4,143 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
 _NUMBER = re.compile(r"\.([1-9][0-9]*)")
+_PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 
 
 @contextlib.contextmanager
 def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     """An empty file to write to, unbuffered, which takes the place of `path` once all is written and on disk.
 
-    It lies beside `path` meanwhile, as `path.partial`; one that a killed program left there is overwritten. An
-    exception inside leaves what was there before, and nothing else.
+    It lies beside `path` meanwhile, as `path.partial-` and eight digits that no other program has, so that two programs
+    may write at once: each writes a whole file, and the last one stays. What killed programs left is removed first. An
+    exception inside leaves what was there before, and nothing else. Owner and permissions are those of the file before.
 
     Args:
-        path: of the file.
+        path: of the file; a symbolic link is followed.
         keep: how many files are kept: `path`, and the ones before as `path.1`, `path.2` ... Older ones are removed.
             `None` keeps no file before, and touches none.
 
     Raises:
-        OSError: what the file system says; or another program is writing to the same file.
+        OSError: what the file system says; or another program writes to the same file where there are no locks.
     """
+    path = followed(path)
     folder = os.path.dirname(path) or "."
     try:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, f"{error.filename} is a file and not a folder") from error
-    if os.path.isdir(path):  # else found only when all is written
-        raise IsADirectoryError(errno.EISDIR, "it is a directory", path)
-    partial = f"{path}.partial"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(partial)  # and not truncated: should another program be writing to it, its file stays its own
-    with open(partial, "xb", buffering=0) as file:
-        try:
-            yield file
-            os.fsync(file.fileno())
-            if not _is_at(partial, file):
-                raise OSError(errno.EBUSY, "another program is writing to it", partial)
-            if keep is not None and keep > 1 and os.path.exists(path):
-                _make_way(path, keep)
-            os.replace(partial, path)
-        except BaseException:
-            if _is_at(partial, file):
-                os.unlink(partial)
-            raise
+    before = _regular_file(path)  # else found only when all is written
+    _remove_left(path)
+    with _beside(path, before) as (partial, file):
+        yield file
+        os.fsync(file.fileno())
+        if not _is_at(partial, file):
+            raise OSError(errno.EBUSY, "another program is writing to it", partial)
+        if keep is not None and keep > 1 and os.path.exists(path):
+            _make_way(path, keep)
+        os.replace(partial, path)
     if keep is not None:
         for number in numbered(path):
             if number >= keep:
-                os.unlink(f"{path}.{number}")
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{path}.{number}")
     _sync_folder(folder)
+
+
+def followed(path: str) -> str:
+    """The path, or where it leads if it is a symbolic link."""
+    return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def numbered(path: str) -> list[int]:
     """The numbers of the files `path.1`, `path.2` ... that are there, in order."""
+    return sorted(map(int, _named(path, _NUMBER)))
+
+
+def _named(path: str, rest: re.Pattern[str]) -> list[str]:
+    """What the pattern's group finds in the names in the folder that are that of `path` and such a rest."""
     try:
         names = os.listdir(os.path.dirname(path) or ".")
     except OSError:
         return []
     base = os.path.basename(path)
-    matches = [_NUMBER.fullmatch(name[len(base) :]) for name in names if name.startswith(base)]
-    return sorted(int(match[1]) for match in matches if match)
+    matches = [rest.fullmatch(name[len(base) :]) for name in names if name.startswith(base)]
+    return [match[1] for match in matches if match]
+
+
+def _regular_file(path: str) -> os.stat_result | None:
+    """What the system knows of the file, `None` where there is none. It is not a folder, a device or a FIFO."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a directory", path)
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file", path)
+    return found
+
+
+@contextlib.contextmanager
+def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
+    """A new file beside `path`, its name first, locked; afterwards there is none of this name."""
+    mode = 0o666 if like is None else 0o600
+    while True:  # again, where another program took the file, not locked yet, for one that was left
+        partial = f"{path}.partial-{secrets.token_hex(4)}"
+        with open(partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            try:
+                if not (_lock(file) and _is_at(partial, file)):
+                    continue
+                if like is not None:  # what cannot be leaves the file to its owner alone
+                    with contextlib.suppress(OSError):
+                        os.fchown(file.fileno(), like.st_uid, like.st_gid)
+                    with contextlib.suppress(OSError):
+                        os.fchmod(file.fileno(), like.st_mode & 0o777)
+                yield partial, file
+                return
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(partial)
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Takes the file's lock, unless another program has it; it goes when the file is closed, by a kill too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, where nobody has one
+        pass
+    return True
+
+
+def _remove_left(path: str) -> None:
+    """Removes the files that killed programs left: those that are not locked."""
+    for digits in _named(path, _PARTIAL):
+        left = f"{path}.partial-{digits}"
+        with contextlib.suppress(OSError):  # it has gone, or is another user's
+            if stat.S_ISREG(os.lstat(left).st_mode):
+                with open(left, "r+b", buffering=0) as file:
+                    if _lock(file) and _is_at(left, file):
+                        os.unlink(left)
 
 
 def _make_way(path: str, keep: int) -> None:
     """Makes `path` be `path.1` too, and each older file one older. `path` itself stays where it is."""
     newest = f"{path}.1"
-    if os.path.exists(newest) and os.path.samefile(path, newest):  # a program was killed right after this function
-        return
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samefile(path, newest):  # a program was killed right after this function
+            return
     for number in range(keep - 1, 1, -1):
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{path}.{number - 1}", f"{path}.{number}")
@@ -81,9 +148,12 @@ def _make_way(path: str, keep: int) -> None:
         os.unlink(newest)
     try:
         os.link(path, newest)
+    except FileExistsError:  # by another program, just now
+        pass
     except OSError:  # a file system without hard links
-        shutil.copyfile(path, f"{newest}.partial")
-        os.replace(f"{newest}.partial", newest)
+        with _beside(path, os.stat(path)) as (copy, _):
+            shutil.copyfile(path, copy)
+            os.replace(copy, newest)
 
 
 def _is_at(path: str, file: BinaryIO) -> bool:

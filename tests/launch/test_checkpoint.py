@@ -197,7 +197,9 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
         reported = len(os.read(done, 1 << 16))
         os.close(done)
         names = sorted(os.listdir(os.path.dirname(path)))
-        partials += "saved.partial" in names
+        left = sum(name.startswith("saved.partial") for name in names)
+        assert left <= 1  # what one kill leaves, the next program removes
+        partials += left
         now = value(path)
         assert now >= last + 1 + reported, (now, last, reported)
         last = now
@@ -209,6 +211,69 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     folder.mkdir()
     result = launch(program, None, folder / "saved", timeout=100)
     assert well(result) == "50 True ['saved']\n"
+
+
+def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(launch, tmp_path):
+    """A third one looks, and now and then kills one of them, in whose place another comes."""
+    program = """
+    import os, random, signal, sys
+    import numpy as np
+    import hpcstrat as hs
+    from hpcstrat.checkpoint._file import CheckpointFile
+
+    path = sys.argv[1]
+
+    def save_for_ever(ready):
+        values = hs.Variable(np.zeros(1 << 17))
+        checkpoint = hs.checkpoint.Checkpoint(values=values)
+        i = 0
+        while True:
+            i += 1
+            values.assign(np.full(1 << 17, os.getpid() + i / 1000))
+            checkpoint.save(path, keep=2)
+            os.write(ready, b".")
+
+    def started():
+        done, ready = os.pipe()
+        child = os.fork()  # MPI has not started here
+        if child == 0:
+            try:
+                save_for_ever(ready)
+            finally:
+                os._exit(1)  # an error in saving
+        os.close(ready)
+        assert os.read(done, 1) == b".", "a save failed"
+        return child, done
+
+    def killed(child, done):
+        os.kill(child, signal.SIGKILL)
+        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, "a save failed"
+        os.close(done)
+
+    def look(path):
+        with CheckpointFile(path) as file:  # which it has checked
+            (values,) = [np.frombuffer(part, np.float64) for part in file.parts("values")]
+            assert values.size == 1 << 17 and (values == values[0]).all()
+
+    random.seed(3)
+    savers = [started(), started()]
+    for k in range(400):
+        look(path)
+        if k % 20 == 19:
+            killed(*savers.pop(random.randrange(2)))
+            savers.append(started())
+    for saver in savers:
+        killed(*saver)
+    killed(*started())  # which has removed what the others left
+    for name in sorted(os.listdir(os.path.dirname(path))):
+        if "partial" not in name:
+            look(os.path.join(os.path.dirname(path), name))
+            print(name)
+    """
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    assert well(launch(program, None, folder / "saved", timeout=100)) == "saved\nsaved.1\n"
+    assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,6 +1,7 @@
 """Checkpoints on any number of ranks: what is saved comes back, and what does not fit changes nothing."""
 
 import errno
+import math
 import os
 import signal
 import threading
@@ -16,7 +17,7 @@ from hpcstrat._communicators import connect_devices
 from hpcstrat._storage.base import PART
 from hpcstrat._storage.broadcast import BroadcastStorage
 from hpcstrat._strategies.placement import replica_storage
-from hpcstrat.checkpoint import Checkpoint, Restored
+from hpcstrat.checkpoint import Checkpoint, Restored, _file
 from hpcstrat.checkpoint._file import CheckpointFile
 
 N = MPI.COMM_WORLD.size
@@ -336,6 +337,43 @@ def test_damaged_and_foreign_files_are_refused(saved, path):
     written(path, whole)
     saved.checkpoint.restore(path)
     assert int(saved.steps) == 3
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan, 1e300, 3.0, True, -1, 2**64, 10**30, "3", [3]])
+def test_files_with_odd_numbers_are_refused(saved, path, number):
+    data = hs.data.Dataset.range(10).shuffle(10, seed=1).batch(2)
+    next(iter(data))
+    checkpoint = Checkpoint(**saved.objects, data=data)
+    checkpoint.save(path)
+    with CheckpointFile(path) as file:
+        facts, entries = file.facts, file.entries
+        arrays = {name: np.concatenate([part.copy() for part in file.parts(name)]) for name in entries}
+    MPI.COMM_WORLD.Barrier()
+    for name, changed in [
+        ("optimizer", {"iterations": number}),
+        ("data", {"taken": number}),
+        ("data", {"shuffles": [[number, 0]]}),
+        ("data", {"shuffles": [[1, number]]}),
+    ]:
+        if RANK == 0:
+            _file.write(path, entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]])
+        MPI.COMM_WORLD.Barrier()
+        refused(saved, checkpoint, path, r"Checkpoint\.restore: .* pass another file")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["FIFO", "device"])
+def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, make):
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        os.unlink(path)
+        make(path)
+    MPI.COMM_WORLD.Barrier()
+    refused(
+        saved, saved.checkpoint, path, r"Checkpoint\.restore: .*: it is no regular file\. Nothing was changed; pass"
+    )
+    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: it is no regular file; nothing was saved"):
+        saved.checkpoint.save(path)
+    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
 
 
 def test_a_file_that_is_not_there(saved, path):

@@ -1,10 +1,14 @@
 """The file of a checkpoint: others read it too, what is not whole is refused, and a kill harms none."""
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import pickle
 import re
+import socket
+import stat
 import zlib
 
 import ml_dtypes
@@ -188,13 +192,20 @@ def test_a_file_by_hand_is_read(tmp_path):
         sealed(header_of([array(), array()]), b"1234"),  # a name twice
         sealed(header_of([array(), array("v")]), b"1234"),  # two at one place
         sealed(header_of([array(shape=())], dtypes='{"w":"complex64"}'), b"1"),
+        sealed(header_of([array(shape=(float("inf"),))]), b"1234"),
+        sealed(header_of([array(shape=(10**400,))]), b"1234"),
+        sealed(header_of([array(offsets=(0, float("nan")))]), b"1234"),
         sealed(header_of([], facts="[]")),
+        *(
+            sealed(header_of([], facts=f'{{"optimizer":{{"iterations":{number}}}}}'))
+            for number in ("Infinity", "-Infinity", "NaN", "1e400", "3.5")
+        ),
         sealed(header_of(['"w":3'])),
         sealed("[" * 100_000),
         sealed(header_of([]), length=2**60),
         sealed(header_of([]), length=3),
     ],
-    ids=range(16),
+    ids=range(24),
 )
 def test_a_file_that_lies_is_refused(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
@@ -235,11 +246,15 @@ def test_the_last_ones_are_kept(tmp_path):
     assert states(path.parent) == {"file": 7, "other.7": 6}
 
 
-def test_without_hard_links_older_files_are_copied(tmp_path, monkeypatch):
-    def refuse(*_):
+def without_hard_links(monkeypatch):
+    def refuse(*_, **__):
         raise PermissionError("no hard links here")
 
     monkeypatch.setattr(os, "link", refuse)
+
+
+def test_without_hard_links_older_files_are_copied(tmp_path, monkeypatch):
+    without_hard_links(monkeypatch)
     for i in range(4):
         write(tmp_path / "file", numbered(i), keep=3)
     assert states(tmp_path) == {"file": 3, "file.1": 2, "file.2": 1}
@@ -265,26 +280,99 @@ def test_a_folder_is_not_replaced(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_two_programs_that_write_one_file_do_not_mix(tmp_path):
-    path = os.fspath(tmp_path / "file")
-    with contextlib.ExitStack() as second:
-        with pytest.raises(OSError, match="another program is writing"):
-            with _replacing.replacing(path, None) as file:
-                file.write(b"first")
-                second.enter_context(_replacing.replacing(path, None)).write(b"second")
-        assert os.listdir(tmp_path) == ["file.partial"]
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "there").mkdir()
+    path = tmp_path / "link"
+    path.symlink_to("there/file")
+    for i in range(3):
+        write(path, numbered(i), keep=2)
+    assert path.is_symlink()
+    assert states(tmp_path / "there") == {"file": 2, "file.1": 1}
+    assert int(read(path)[0]["i"]) == 2
+    path.unlink()
+    path.symlink_to("link")
+    with pytest.raises(OSError, match="symbolic links"):
+        write(path, numbered(0))
+    assert path.is_symlink()
+
+
+def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.fspath(tmp_path / "socket"))
+    (tmp_path / "link").symlink_to("fifo")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("fifo", "socket", "link", "null"):
+        before = (tmp_path / name).stat()
+        with pytest.raises(OSError, match="it is no regular file"):
+            write(tmp_path / name, numbered(0), keep=2)
+        assert (tmp_path / name).stat().st_ino == before.st_ino
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "null", "socket"]
+    for name in ("fifo", "link", "null"):
+        with pytest.raises(ValueError, match="is no checkpoint of hpcstrat: it is no regular file"):
+            CheckpointFile(os.fspath(tmp_path / name))
+
+
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o666])
+def test_the_mode_stays(tmp_path, monkeypatch, mode, links):
+    if not links:
+        without_hard_links(monkeypatch)
+    path, umask = tmp_path / "file", os.umask(0o027)
+    try:
+        write(path, numbered(0))
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        path.chmod(mode)
+        for i in (1, 2):
+            write(path, numbered(i), keep=3)
+    finally:
+        os.umask(umask)
+    assert [stat.S_IMODE(one.stat().st_mode) for one in tmp_path.iterdir()] == 3 * [mode]
+
+
+@pytest.fixture(params=["locks", "no locks"])
+def locks(request, monkeypatch):
+    """Whether the file system has locks: some of clusters have none."""
+    if request.param == "locks":
+        return True
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    return False
+
+
+def test_of_two_programs_that_write_one_file_the_last_one_stays(tmp_path, locks):
+    path = tmp_path / "file"
+    write(path, numbered(0))
+    found = contextlib.nullcontext() if locks else pytest.raises(OSError, match="another program is writing to it")
+    with found, _replacing.replacing(os.fspath(path), None) as file:
+        file.write(b"first, a long text")
+        write(path, numbered(1))
+        assert states_of_whole(tmp_path)["file"] == 1
+        file.write(b", and its end")
+    if locks:
+        assert path.read_bytes() == b"first, a long text, and its end"
+    else:
+        assert states(tmp_path) == {"file": 1}
     assert os.listdir(tmp_path) == ["file"]
-    assert (tmp_path / "file").read_bytes() == b"second"
 
 
-def test_a_program_that_was_faster_is_not_overwritten(tmp_path):
-    path = os.fspath(tmp_path / "file")
-    with pytest.raises(OSError, match="another program is writing"):
-        with _replacing.replacing(path, None) as file:
-            file.write(b"first")
-            with _replacing.replacing(path, None) as other:
-                other.write(b"second")
-    assert (tmp_path / "file").read_bytes() == b"second"
+def test_what_killed_programs_left_goes_and_nothing_else(tmp_path, locks):
+    left = [tmp_path / f"file.partial-{k:08x}" for k in range(3)]
+    others = [
+        tmp_path / name for name in ("file.partial", "file.partial-1", "file.partial-readme", "other.partial-0000000f")
+    ]
+    for path in left + others:
+        path.write_bytes(b"x")
+    for path in left[1:]:
+        path.unlink()
+    left[1].symlink_to(others[0])
+    os.mkfifo(left[2])
+    write(tmp_path / "file", numbered(0))
+    assert {path.name for path in tmp_path.iterdir()} == {"file", *(path.name for path in others + left[1:])}
+    assert all(path.read_bytes() == b"x" for path in others)
 
 
 class Killed(BaseException):
@@ -328,7 +416,7 @@ def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
         write(path, numbered(newest), keep=3)
         again = states(tmp_path)
         assert again["file"] == newest
-        assert "file.partial" not in again
+        assert set(again) <= {"file", "file.1", "file.2"}
         assert not links or len(set(again.values())) == len(again)  # none is kept twice
     assert needed >= 8
 
