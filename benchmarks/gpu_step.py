@@ -107,7 +107,7 @@ class ByHand:
 
     def __init__(self):
         unique = COMM.bcast(nccl.get_unique_id() if COMM.rank == 0 else None)
-        self.nccl = nccl.NcclCommunicator(COMM.size, unique, COMM.rank)
+        self.comm = nccl.NcclCommunicator(COMM.size, unique, COMM.rank)
         self.stream = cp.cuda.Stream(non_blocking=True)
         self.update = cp.ElementwiseKernel(
             "T gradient, T rate, T momentum",
@@ -118,7 +118,7 @@ class ByHand:
 
     def all_reduce(self, array):
         place = array.data.ptr
-        self.nccl.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self.stream.ptr)
+        self.comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self.stream.ptr)
 
     def step(self, layers, x, y):
         start = list(initial(layers))

@@ -1,0 +1,62 @@
+"""What the sources of this repository call of CuPy, as their syntax tells."""
+
+import ast
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = sorted((ROOT / "hpcstrat").rglob("*.py"))
+PROGRAMS = [*sorted((ROOT / "examples").glob("*.py")), ROOT / "benchmarks" / "gpu_step.py"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+# What stands for CuPy, or a part of it, at the end of what comes before a dot.
+_MODULES = {
+    **dict.fromkeys(("xp", "cupy", "load_cupy"), "cupy"),
+    **{"_cuda": "cupy.cuda", "runtime": "cupy.cuda.runtime", "_nvtx": "cupy.cuda.nvtx"},
+    **dict.fromkeys(("nccl", "_nccl"), "cupy.cuda.nccl"),
+}
+_OF_FILES = dict.fromkeys(
+    ("hpcstrat/_communicators/nccl.py", "benchmarks/gpu_step.py"),
+    dict.fromkeys(("comm", "_comm"), "cupy.cuda.nccl.NcclCommunicator"),
+)
+
+
+def blocks(path):
+    """The Python programs in a page."""
+    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def texts(paths):
+    """(name, Python source) of files and of the programs in pages."""
+    for path in paths:
+        name = path.relative_to(ROOT).as_posix()
+        for text in blocks(path) if path.suffix == ".md" else [path.read_text()]:
+            yield name, text
+
+
+def calls(paths):
+    """(name:line, what is called, the names of the keyword arguments) of each call of an attribute.
+
+    What is called is `cupy.` and so on for CuPy's own, else `.` and the name of the method.
+    """
+    for name, text in texts(paths):
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                keywords = tuple(sorted(keyword.arg for keyword in node.keywords if keyword.arg))
+                yield f"{name}:{node.lineno}", _meant(node.func, _MODULES | _OF_FILES.get(name, {})), keywords
+
+
+def _meant(node, modules):
+    """`cupy.cuda.Stream` of `self.stream.xp.cuda.Stream`, `.sum` of `errors.sum`."""
+    names = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        names.append(node.func.attr)
+    names.append(node.id if isinstance(node, ast.Name) else "")
+    names.reverse()
+    for i in range(len(names) - 2, -1, -1):
+        if names[i] in modules:
+            return ".".join([modules[names[i]], *names[i + 1 :]])
+    return f".{names[-1]}"
