@@ -42,13 +42,15 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         tensor that requires a gradient is detached.
 
     Raises:
-        TypeError: `value` is on a GPU and must not be, or an array without values in memory, such as a sparse one.
+        TypeError: `value` is on a GPU and must not be, an array without values in memory, such as a sparse one, or a
+            masked one.
         ValueError: it is a sequence of arrays of different shapes.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
-    if isinstance(value, _PLAIN):
-        return np.asarray(value)
-    if not _speaks(value):
+    if type(value) is np.ndarray:
+        return value
+    _refuse_masked(call, value)
+    if isinstance(value, _PLAIN) or not _speaks(value):
         return np.asarray(value)
     array = converted(call, value)
     if not _gpu.is_on_gpu(array):
@@ -64,8 +66,9 @@ def to_host(call: str, value: Any) -> np.ndarray[Any, Any]:
     """A copy of `value`, an array of any library or a number, in host memory.
 
     Raises:
-        TypeError: it is an array without values in memory, such as a sparse one.
+        TypeError: it is an array without values in memory, such as a sparse one, or a masked one.
     """
+    _refuse_masked(call, value)
     array = converted(call, value) if _speaks(value) else np.asarray(value)
     return _gpu.to_host(array) if _gpu.is_on_gpu(array) else np.array(array)
 
@@ -95,6 +98,16 @@ def converted(call: str, value: Any) -> Array:
 def copy_of(value: Any) -> Any:
     """A copy of an array of another library, which is of that library too."""
     return value.clone() if hasattr(value, "clone") else value.copy()
+
+
+def _refuse_masked(call: str, value: Any) -> None:
+    # By its class, whether or not something is masked: a program would run until the first step in which it is.
+    ma = sys.modules.get("numpy.ma")  # a millisecond to import, and without it there is no masked array
+    if ma is not None and isinstance(value, ma.MaskedArray):
+        raise TypeError(
+            f"{call}: this is a masked array, and its mask would be lost; pass array.filled(value), or array.data with "
+            "the mask as an array of its own"
+        )
 
 
 def _speaks(value: Any) -> bool:

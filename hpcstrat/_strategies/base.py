@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _devices, _nest
+from hpcstrat._array_protocols import as_array
 from hpcstrat._communicators import Communicator, disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
@@ -20,6 +21,7 @@ from hpcstrat._strategies import reduction, travel
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
+from hpcstrat._strategies.reduction import as_numbers
 from hpcstrat._strategies.regroup import regroup
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._strategies.scope import Scope
@@ -209,8 +211,9 @@ class Strategy(InputMethods, LogicalDeviceMethods):
                 six over six, and nan where there is none at all.
 
         Returns:
-            A nest like `value` of plain arrays. Sums of integers keep their dtype, means of them are `float64`. Of a
-            plain value, the mean is itself, or its mean along `axis`; a plain zero sums to itself.
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that those of 8 bits have 64
+            along an axis, as in NumPy; means of integers are `float64`. Of a plain value, the mean is itself, or its
+            mean along `axis`; a plain zero sums to itself.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
@@ -313,18 +316,19 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         return tuple(results)
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """A distributed value whose component on each replica is `value_fn(ValueContext)`, called there.
+        """Distributed values whose components on each replica are `value_fn(ValueContext)`, called there.
 
         Collective, so that a failure of one replica is one of all.
 
         Args:
-            value_fn: returns an array, or what becomes one.
+            value_fn: returns a nest of arrays, or of what becomes one.
 
         Returns:
-            A `PerReplica`; a plain value with one replica.
+            The nest with `PerReplica` leaves; with plain ones where there is one replica.
 
         Raises:
-            TypeError: the value is no array of numbers and does not become one.
+            TypeError: a leaf is no array of numbers and does not become one.
+            ReplicaMismatchError: the replicas' nests differ in structure.
 
         Examples:
             As one replica prints it: a constant, an element of an array by the replica's index, a computed value:
@@ -348,15 +352,23 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._require_cross_replica(call)
         communicator = self._communicator
         with communicator.joint(call):
-            value = value_fn(ValueContext(communicator.rank, communicator.size))
-            if not isinstance(value, (np.ndarray, np.generic)):
-                array = reduction.as_numbers(call, value)
-                value = value if isinstance(value, (bool, int, float, complex)) else array
-            if self._stream is not None and isinstance(value, np.ndarray):
-                with self._stream.current():
-                    value = self._stream.xp.asarray(value)
-            communicator.barrier(call)
-        return value if communicator.size == 1 else PerReplica(value, communicator.rank, communicator.size)
+            nest = value_fn(ValueContext(communicator.rank, communicator.size))
+            leaves, structure = _nest.flatten(nest)
+            leaves = [self._own_value(call, leaf) for leaf in leaves]
+            communicator.exchange(signature(call, _nest.describe(structure)))
+        if communicator.size > 1:
+            leaves = [PerReplica(leaf, communicator.rank, communicator.size) for leaf in leaves]
+        return structure.unflatten(leaves)
+
+    def _own_value(self, call: str, value: Any) -> Any:
+        """A number as it is, anything else as an array on this replica's device."""
+        if isinstance(value, (np.generic, bool, int, float, complex)):
+            return value
+        array = as_array(call, value, on_gpu=True) if isinstance(value, np.ndarray) else as_numbers(call, value)
+        if self._stream is None or not isinstance(array, np.ndarray):
+            return array
+        with self._stream.current():
+            return self._stream.xp.asarray(array)
 
     # ---- help
 

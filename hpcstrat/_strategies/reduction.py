@@ -11,24 +11,24 @@ from hpcstrat import _gpu, _nest
 from hpcstrat._array_protocols import as_array, converted, is_foreign
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import Array, check_gatherable
-from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number
+from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
 
 
 def as_numbers(call: str, value: Any) -> Array:
-    """`value`, an array of any library, a variable or a number, as an array, which stays where it is.
+    """`value`, an array of any library, a variable or a number, as an array where it is, in this machine's byte order.
 
     Raises:
-        TypeError: it is no such thing.
+        TypeError: it is no such thing, or a masked array.
     """
     if isinstance(value, Variable):
         value = value.value()
     array = as_array(call, value, on_gpu=True)
     if not is_number(array.dtype):
         raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one; pass an array")
-    return array
+    return native(array)
 
 
 def as_own(call: str, nest: Any) -> Any:
@@ -149,9 +149,11 @@ class _Inner:
         self._op, self._call, self._dtype = op, call, array.dtype
         xp = self._xp = _gpu.array_module(array)
         if op is ReduceOp.SUM or op is ReduceOp.MEAN:
-            is_int_mean = op is ReduceOp.MEAN and array.dtype.kind in "iu"
-            wide = np.dtype(np.float64) if is_int_mean else accumulator(array.dtype)
-            self._dtype = wide if is_int_mean else array.dtype
+            wide = accumulator(array.dtype)
+            if array.dtype.kind in "iu" and op is ReduceOp.MEAN:
+                wide = self._dtype = np.dtype(np.float64)
+            elif array.dtype.kind in "iu" and array.dtype.itemsize == 1:  # a few pixels are beyond its range
+                wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
         elif array.size:
             self.total = xp.asarray((xp.min if op is ReduceOp.MIN else xp.max)(array, axis=axes))

@@ -18,10 +18,10 @@ def as_leaf(value: Any) -> Any:
     As in TensorFlow, Python's own floats become `float32`, its ints `int32` where they fit; arrays keep their dtype.
 
     Raises:
-        TypeError: `value` is not numbers, truth values or strings.
+        TypeError: `value` is not numbers, truth values or strings, or a masked array.
     """
     if isinstance(value, (np.ndarray, np.generic)):
-        array = np.asarray(value)
+        array = as_array("Dataset", value, on_gpu=False)
     else:
         try:
             array = as_array("Dataset", value, on_gpu=False)

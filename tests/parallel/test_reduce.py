@@ -75,7 +75,7 @@ def test_elementwise(strategy):
 
 
 def test_dtypes(strategy):
-    """Sums of integers keep their dtype; means along an axis are float64."""
+    """Sums of integers keep their dtype, but along an axis those of 8 bits; means along an axis are float64."""
     for dtype in (np.int8, np.int32, np.uint64, np.float16, BFLOAT16, np.float64, np.complex64):
         if dtype is BFLOAT16 and not has_bfloat16(strategy.xp):
             continue
@@ -83,7 +83,7 @@ def test_dtypes(strategy):
         total = strategy.reduce("SUM", value, None)
         assert total.dtype == dtype and total.tolist() == [N * (N + 1) / 2] * 3
         total = strategy.reduce("SUM", value, 0)
-        assert total.dtype == dtype and hs.asnumpy(total) == 3 * N * (N + 1) / 2
+        assert total.dtype == (np.int64 if dtype is np.int8 else dtype) and hs.asnumpy(total) == 3 * N * (N + 1) / 2
         mean = strategy.reduce("MEAN", value, 0)
         assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
         assert hs.asnumpy(mean) == np.asarray((N + 1) / 2).astype(mean.dtype)
@@ -338,7 +338,7 @@ def test_any_nest_along_its_first_axis(strategy, plan, op):
     def expected_of(leaves):
         whole = np.concatenate(leaves)
         if op == "SUM":
-            return whole.sum(0, dtype=whole.dtype)
+            return whole.sum(0, dtype=whole.dtype if whole.dtype.itemsize > 1 else None)
         mean = whole.mean(0, dtype=np.float64) if len(whole) else np.full(whole.shape[1:], np.nan)
         return np.asarray(mean).astype(np.float64 if whole.dtype.kind in "iu" else whole.dtype)
 

@@ -229,6 +229,37 @@ def test_values_from_a_function(strategy, place):
             assert np.array_equal(hs.asnumpy(one), number)
 
 
+@pytest.mark.parametrize(
+    "nest_of",
+    [
+        lambda r: (1.0 + r, 2.0),
+        lambda r: [r, np.full(2, r)],
+        lambda r: {"a": np.full((r, 2), r), "b": (r, True)},
+        lambda r: Point(r, {"z": np.float32(r)}),
+        lambda r: (),
+    ],
+    ids=["tuple", "list", "dict", "namedtuple", "nothing"],
+)
+def test_a_nest_of_values_from_a_function(strategy, place, nest_of):
+    found = strategy.experimental_distribute_values_from_function(lambda c: nest_of(c.replica_id_in_sync_group))
+    mine = nest_of(RANK)
+    assert type(found) is type(mine) and len(found) == len(mine)
+    first = next(iter(found.values() if isinstance(found, dict) else found), None)
+    assert N == 1 or first is None or isinstance(first, hs.PerReplica)
+    for rank, one in enumerate(strategy.experimental_local_results(found)[: N if first is not None else 0]):
+        assert str(hs.asnumpy(one)) == str(hs.asnumpy(nest_of(rank)))
+    seen = []
+    strategy.run(seen.append, (found,))
+    assert str(hs.asnumpy(seen[0])) == str(hs.asnumpy(mine))
+
+
+@pytest.mark.skipif(N == 1, reason="one replica's nest cannot differ from another's")
+def test_nests_from_a_function_that_differ(strategy):
+    with pytest.raises(hs.ReplicaMismatchError, match="experimental_distribute_values_from_function"):
+        strategy.experimental_distribute_values_from_function(lambda c: (1.0,) * (1 + c.replica_id_in_sync_group))
+    assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
+
+
 # ---- old names
 
 

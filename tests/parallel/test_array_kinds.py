@@ -1,0 +1,183 @@
+"""Masked arrays are refused wherever arrays come in; byte orders make no difference; 8-bit integers do not wrap."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from messages import names_call, tells_way_out
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+MASKED: Any = np.ma.array([1, 1e20], np.float32, mask=[False, True])
+WHOLE = np.ones(2, np.float32)
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request):
+    with request.param(["CPU:0"] * N) as made:
+        yield made
+
+
+def replica_context() -> Any:
+    return hs.get_replica_context()
+
+
+def slices(values):
+    return hs.IndexedSlices(values, np.array([0, 1]), (4,))
+
+
+INTO = {
+    "Strategy.reduce": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: x), None),
+    "Strategy.reduce along an axis": lambda e, x: e.s.reduce("MEAN", e.s.run(lambda: x), 0),
+    "Strategy.reduce in a nest": lambda e, x: e.s.reduce("MAX", e.s.run(lambda: {"a": [WHOLE, x]}), None),
+    "Strategy.reduce of a plain value": lambda e, x: e.s.reduce("MEAN", x, 0),
+    "Strategy.reduce of slices": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: slices(x)), None),
+    "Strategy.gather": lambda e, x: e.s.gather(e.s.run(lambda: x), 0),
+    "Strategy.gather of a plain value": lambda e, x: e.s.gather(x, 0),
+    "StrategyExtended.reduce_to": lambda e, x: e.s.extended.reduce_to("SUM", e.s.run(lambda: x), e.v),
+    "Strategy.experimental_distribute_values_from_function": lambda e, x: (
+        e.s.experimental_distribute_values_from_function(lambda context: (WHOLE, x))
+    ),
+    "ReplicaContext.all_reduce": lambda e, x: e.s.run(lambda: replica_context().all_reduce("SUM", x)),
+    "ReplicaContext.all_gather": lambda e, x: e.s.run(lambda: replica_context().all_gather(x, 0)),
+    "Variable.assign": lambda e, x: e.v.assign(x),
+    "Variable.assign_add": lambda e, x: e.s.run(lambda: e.v.assign_add(x)),
+    "Variable": lambda e, x: e.made(x),
+    "SGD.apply_gradients": lambda e, x: e.s.run(lambda: e.optimizer.apply_gradients([(x, e.v)])),
+    "SGD.apply_gradients of slices": lambda e, x: e.s.run(lambda: e.optimizer.apply_gradients([(slices(x), e.v)])),
+    "Mean.update_state": lambda e, x: e.s.run(lambda: e.mean.update_state(x)),
+    "Dataset of slices": lambda e, x: list(hs.data.Dataset.from_tensor_slices((WHOLE, x))),
+    "Dataset of tensors": lambda e, x: list(hs.data.Dataset.from_tensors(x)),
+    "Dataset that maps": lambda e, x: list(hs.data.Dataset.range(2).map(lambda _: x)),
+    "Strategy.experimental_distribute_dataset of an iterable": lambda e, x: list(
+        e.s.experimental_distribute_dataset([{"x": x}] * 2)
+    ),
+    "asnumpy": lambda e, x: hs.asnumpy([WHOLE, x]),
+}
+
+
+class Env:
+    def __init__(self, strategy):
+        self.s = strategy
+        with strategy.scope():
+            self.v = hs.Variable(np.zeros(2, np.float32), aggregation="SUM")
+            self.optimizer = hs.optimizers.SGD(1.0)
+            self.mean = hs.metrics.Mean()
+
+    def made(self, value):
+        with self.s.scope():
+            return hs.Variable(value)
+
+
+@pytest.mark.parametrize("name", INTO)
+@pytest.mark.parametrize("value", [MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)], ids=["a", "no", "none"])
+def test_masked_arrays_are_refused(strategy, name, value):
+    """By their class: one in which nothing is masked today has a mask tomorrow."""
+    env = Env(strategy)
+    with pytest.raises(TypeError, match="this is a masked array, and its mask would be lost; pass") as caught:
+        INTO[name](env, value)
+    assert names_call(str(caught.value)) and tells_way_out(str(caught.value))
+    assert env.v.numpy().tolist() == [0, 0]
+    INTO[name](env, WHOLE)
+    assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
+
+
+ALONE = ("Dataset", "asnumpy", "Mean", "Strategy.reduce of a plain", "Strategy.gather of a plain")
+"""What each rank does without the others."""
+
+
+@pytest.mark.parametrize("name", [name for name in INTO if not name.startswith(ALONE)])
+def test_a_masked_array_on_one_rank_is_refused_on_all(strategy, name):
+    env = Env(strategy)
+    with pytest.raises((TypeError, hs.ReplicaMismatchError), match="masked array|the ranks must make the same call"):
+        INTO[name](env, MASKED if RANK == N - 1 else WHOLE)
+    assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
+
+
+def test_masked_arrays_travel_as_objects(strategy):
+    """Where nothing is computed with them they stay what they are."""
+    found = strategy.run(lambda: np.ma.array([RANK, 7], mask=[False, True]))
+    for rank, one in enumerate(strategy.experimental_local_results(found)):
+        assert isinstance(one, np.ma.MaskedArray) and one.tolist() == [rank, None]
+    assert hs.broadcast_object(MASKED).tolist() == [1, None]
+    assert strategy.run(lambda x: x.sum(), (found,)) is not None
+    filled = strategy.run(lambda x: x.filled(0), (found,))
+    assert strategy.reduce("SUM", filled, axis=None).tolist() == [N * (N - 1) // 2, 0]
+    with strategy.scope():
+        v = hs.Variable(WHOLE)
+    assert (v + MASKED).tolist() == [2, None] and (MASKED + v).tolist() == [2, None]
+
+
+# ---- byte orders
+
+SWAPPED = [np.dtype(kind).newbyteorder("S") for kind in ("i4", "i8", "u4", "u8", "f2", "f4", "f8", "c8", "c16")]
+REAL = [dtype for dtype in SWAPPED if dtype.kind != "c"]
+
+
+@pytest.mark.parametrize("dtype", SWAPPED, ids=str)
+@pytest.mark.parametrize("axis", [None, 0, 1, (0, 1), ()])
+def test_reductions_of_the_other_byte_order(strategy, dtype, axis):
+    """As those of this one, bit for bit."""
+    parts = [((np.arange(6).reshape(2, 3) + 1) * (rank + 1)).astype(dtype) for rank in range(N)]
+    usual = [part.astype(dtype.newbyteorder("=")) for part in parts]
+    for op in ("SUM", "MEAN", "MIN", "MAX") if dtype in REAL else ("SUM", "MEAN"):
+        found = strategy.reduce(op, strategy.run(lambda: parts[RANK]), axis)
+        expected = strategy.reduce(op, strategy.run(lambda: usual[RANK]), axis)
+        assert found.dtype == expected.dtype and np.array_equal(found, expected)
+        if op != "SUM" and axis is not None:  # of a plain value
+            found = strategy.reduce(op, parts[0], axis)
+            assert np.array_equal(found, strategy.reduce(op, usual[0], axis)) and found.dtype.isnative
+
+
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_the_other_byte_order_elsewhere(strategy, dtype):
+    env = Env(strategy)
+    ones = np.ones(2, dtype)
+    rows = strategy.gather(strategy.run(lambda: ones * 0 + np.full(2, RANK).astype(dtype)), 0)
+    assert rows.tolist() == [rank for rank in range(N) for _ in range(2)] and rows.dtype.isnative
+    total = strategy.run(lambda: replica_context().all_reduce("SUM", ones))
+    assert [one.tolist() for one in strategy.experimental_local_results(total)] == [[N, N]] * N
+    made = env.made(ones)
+    assert made.dtype.isnative and made.numpy().tolist() == [1, 1]
+    if dtype.kind == "f":
+        env.v.assign(ones)
+        strategy.run(lambda: env.optimizer.apply_gradients([(ones, env.v)]))
+        assert env.v.numpy().tolist() == [1 - N] * 2
+    strategy.run(lambda: env.mean.update_state(ones * (RANK + 1)))
+    assert env.mean.result() == (N + 1) / 2
+    dataset = hs.data.Dataset.from_tensor_slices(np.arange(8).astype(dtype)).batch(8)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        assert strategy.reduce("SUM", batch, axis=0) == 28
+        assert strategy.reduce("MEAN", batch, axis=0) == 3.5
+
+
+# ---- integers of 8 bits
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+@pytest.mark.parametrize("axis", [0, (0,), (0, 1), -1])
+def test_sums_of_8_bits_along_an_axis_have_64(strategy, dtype, axis):
+    """Three pixels are beyond their range. Elementwise the dtype stays, and along an axis that of wider ones."""
+    part = np.full((300, 3), 100 + RANK % 2, dtype)
+    found = strategy.reduce("SUM", strategy.run(lambda: part), axis)
+    everyones = sum(np.full((300, 3), 100 + rank % 2, dtype).sum(axis=axis) for rank in range(N))
+    assert np.array_equal(found, everyones) and found.dtype == part.sum(axis=axis).dtype
+    for op, value in [("MIN", 100), ("MAX", 100 + (N > 1))]:
+        found = strategy.reduce(op, strategy.run(lambda: part), axis)
+        assert np.all(found == value) and found.dtype == dtype
+    mean = strategy.reduce("MEAN", strategy.run(lambda: part), axis)
+    np.testing.assert_allclose(mean, 100 + (N // 2) / N)
+    assert mean.dtype == np.float64
+
+
+def test_sums_keep_their_dtype_otherwise(strategy):
+    for dtype in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.uint64):
+        value = strategy.run(lambda dtype=dtype: np.ones((2, 2), dtype))
+        assert strategy.reduce("SUM", value, None).dtype == dtype
+        along = strategy.reduce("SUM", value, 0)
+        assert along.dtype == (dtype if np.dtype(dtype).itemsize > 1 else np.sum(np.ones(1, dtype)).dtype)
+        assert along.tolist() == [2 * N, 2 * N]
