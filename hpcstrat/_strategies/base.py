@@ -18,6 +18,7 @@ from hpcstrat._communicators.records import signature
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
 from hpcstrat._storage.base import Storage
 from hpcstrat._strategies import reduction, travel
+from hpcstrat._strategies.arguments import require_equal_arguments
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
@@ -145,6 +146,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
+            ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers of `args` or `kwargs` that are no
+                distributed values differ between ranks. Every rank must make the call then.
             Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
 
         Examples:
@@ -161,6 +164,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """
         del options
         self._require_cross_replica("Strategy.run")
+        if self._communicator.checks:
+            require_equal_arguments(self._communicator, args, kwargs or {})
         args = [select(one) for one in args]
         kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
         if self._stream is None:

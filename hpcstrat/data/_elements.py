@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,10 +34,23 @@ def as_leaf(value: Any) -> Any:
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
             array = _narrowed(array)
     if array.dtype == object:
-        raise TypeError(
-            f"Dataset: a leaf of an element is {value!r}; it must be an array, or become one with np.asarray"
-        )
+        raise TypeError(_no_numbers(value))
     return array[()]
+
+
+def _no_numbers(value: Any) -> str:
+    if not hasattr(value, "dtype"):
+        return (
+            f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it must be an array, or "
+            "become one of numbers, truth values or strings with np.asarray"
+        )
+    name = getattr(value, "name", None)
+    which = f"{type(value).__name__} {name!r}" if isinstance(name, str) else type(value).__name__
+    return (
+        f"Dataset: a leaf of an element is a {which} of dtype {value.dtype}, which NumPy holds as Python objects; it "
+        "must hold numbers, truth values or strings: cast it with np.asarray(leaf, dtype=str), or float, or the dtype "
+        "that it stands for"
+    )
 
 
 def _of_python_numbers(value: Any) -> bool:

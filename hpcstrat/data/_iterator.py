@@ -106,7 +106,8 @@ class DistributedIterator(Iteration):
                 f"{self._call}: the ranks have different elements up to step {self._number}, of checksums {seen}. "
                 f"{self._node} must give the same elements in the same order on every rank; each replica is then given "
                 "its part. What shuffles takes a seed that all ranks share: DataLoader(..., shuffle=True, "
-                "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch"
+                "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch. Leave a "
+                "DistributedSampler out: each replica is given its part of every batch as it is"
             )
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()

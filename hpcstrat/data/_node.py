@@ -98,6 +98,10 @@ class Node(abc.ABC):
         """The shuffles of this stage itself."""
         return ()
 
+    def checksums(self, every: bool) -> list[tuple[str, int]]:
+        """Of each source of arrays its description, and a checksum of samples or, where `every`, of all it has."""
+        return [found for node in self.inputs for found in node.checksums(every)]
+
     def _rows_ahead(self, chunk: Keys) -> int:
         """How many elements to fetch at once, so that they are about a megabyte."""
         leaves, _ = _nest.flatten(self.fetch(chunk[:0]))

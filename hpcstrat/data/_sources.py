@@ -11,6 +11,7 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
+from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, first
 from hpcstrat.data._walk import Walk
 
@@ -79,6 +80,9 @@ class Tensors(_Indexed):
     def cardinality(self) -> int:
         return 1
 
+    def checksums(self, every: bool) -> list[tuple[str, int]]:
+        return [(repr(self), of_arrays([np.atleast_1d(leaf) for leaf in _nest.flatten(self._element)[0]], every))]
+
     def fetch(self, chunk: Chunk) -> Any:
         return _nest.map_leaves(lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element)
 
@@ -100,6 +104,9 @@ class Slices(_Indexed):
 
     def cardinality(self) -> int:
         return self._size
+
+    def checksums(self, every: bool) -> list[tuple[str, int]]:
+        return [(repr(self), of_arrays(self._leaves, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
         places, size = chunk[:, 0], len(chunk)

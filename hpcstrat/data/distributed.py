@@ -2,46 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, final
 
-from hpcstrat import _nest
-from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat import _nest, _settings
 from hpcstrat._types import PerReplicaSpec
+from hpcstrat.data._beginning import Communicator, begin_together
 from hpcstrat.data._iterator import DistributedIterator
 from hpcstrat.data._node import INFINITE, Node
 from hpcstrat.data._position import Reiterable
 from hpcstrat.data._sharing import FROM_FUNCTION, Stage, Step, deal_elements, split_batches
 from hpcstrat.data._sources import Batches
-from hpcstrat.data._walk import Shuffler, Walk
+from hpcstrat.data._walk import Walk
 from hpcstrat.data.dataset import Dataset, node_of
 from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
 from hpcstrat.data.workers import Workers
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
-
-
-class Communicator(Protocol):
-    """What of a communicator the distribution of data needs."""
-
-    @property
-    def rank(self) -> int:
-        """The index of this replica."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of replicas."""
-        ...
-
-    def joint(self, call: str) -> AbstractContextManager[Any]:
-        """A block in which an exception on one rank, before its next collective, is raised on every rank."""
-        ...
-
-    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
-        """Every rank's object, in rank order. Collective."""
-        ...
 
 
 @final
@@ -67,6 +45,7 @@ class DistributedDataset(Reiterable):
         self._share_out = share_out
         self._call = call
         self._stage = stage
+        self._is_compared = False
 
     @property
     def element_spec(self) -> Any:
@@ -95,12 +74,18 @@ class DistributedDataset(Reiterable):
     def __iter__(self) -> DistributedIterator:
         """Begins an iteration. Collective: the ranks compare their pipelines and share the orders of shuffles.
 
+        In the first they also compare samples of the arrays that elements come from, with `HPCSTRAT_CHECK=1` in each
+        all that there is in memory.
+
         Raises:
-            ReplicaMismatchError: The ranks' pipelines differ.
+            ReplicaMismatchError: The ranks' pipelines, or arrays, differ.
         """
         rounds, taken = self._next_start()
         call = f"iterating over {self._call}"
-        walk = _common_walk(self._node, self._communicator, call, rounds, taken, self._workers)
+        every = _settings.is_on("HPCSTRAT_CHECK")
+        arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
+        walk = begin_together(self._node, self._communicator, call, rounds, taken, self._workers, arrays)
+        self._is_compared = True
         iterator = DistributedIterator(self, walk, taken)
         self._note_begun(iterator)
         return iterator
@@ -218,43 +203,3 @@ def _node_of(dataset: Any, call: str) -> Node:
             f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable of batches"
         )
     return Batches(dataset)
-
-
-def _common_walk(
-    node: Node,
-    communicator: Communicator,
-    call: str,
-    begun: Mapping[Shuffler, int],
-    taken: int,
-    workers: Workers,
-) -> Walk:
-    """A pass in which all ranks of a worker meet the same orders: those of its first. Collective.
-
-    Args:
-        node: the last stage of the pipeline.
-        communicator: the replicas.
-        call: the user's name of the method.
-        begun: the rounds with which shuffles begin, where they are not the next ones.
-        taken: how many elements are left out.
-        workers: those that have a pipeline each.
-
-    Raises:
-        ReplicaMismatchError: The pipelines of a worker's ranks differ.
-    """
-    if communicator.size == 1:
-        return Walk(begun)
-    with communicator.joint(call):
-        shufflers = node.shufflers()
-        pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
-        states = [(seed, begun.get(one, number)) for one in shufflers for seed, number in [one.state()]]
-        everyones = communicator.all_gather_obj(call, (pipeline, states))
-    if any(len({other for other, _ in gathered}) > 1 for gathered in workers.grouped(everyones)):
-        seen = "; ".join(f"rank {rank} has {other}" for rank, (other, _) in enumerate(everyones))
-        raise ReplicaMismatchError(
-            f"{call}: every rank must make the same dataset; each replica is then given its part. {seen}"
-        )
-    rounds = {}
-    for shuffler, (seed, number) in zip(shufflers, everyones[workers.peers[0]][1], strict=True):
-        shuffler.seed = seed
-        rounds[shuffler] = number
-    return Walk(rounds)

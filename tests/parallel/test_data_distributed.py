@@ -145,6 +145,18 @@ def test_datasets_that_differ_are_named(strategy):
         iter(distributed)
 
 
+@pytest.mark.parametrize("by_strategy", [False, True])
+def test_arrays_that_differ_are_named(strategy, by_strategy):
+    if strategy.num_replicas_in_sync == 1:
+        pytest.skip("one replica agrees with itself")
+    make = strategy.experimental_make_numpy_dataset if by_strategy else Dataset.from_tensor_slices
+    own = np.random.default_rng(hs.rank()).permutation(1000)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"different arrays .* rank 0 .* rank 1 .*broadcast_object"):
+        iter(strategy.experimental_distribute_dataset(make(own).batch(100)))
+    distributed = strategy.experimental_distribute_dataset(make(hs.broadcast_object(own)).batch(100))
+    assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
+
+
 def test_unbatched_datasets_are_refused(strategy):
     if strategy.num_replicas_in_sync == 1:
         pytest.skip("one replica takes elements as they are")

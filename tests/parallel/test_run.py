@@ -309,3 +309,58 @@ def test_agree_fails_on_all_ranks(strategy):
         hs.agree(np.ones(2) if RANK == N - 1 else True)
     assert hs.agree(RANK == N - 1) is True
     assert hs.agree(False) is False
+
+
+# ---- HPCSTRAT_CHECK
+
+
+@pytest.fixture
+def checked(strategy, monkeypatch):
+    """A strategy of a job with `HPCSTRAT_CHECK=1`."""
+    monkeypatch.setattr(strategy._communicator, "checks", N > 1)
+    return strategy
+
+
+DIFFERING = {
+    "an array": (lambda: ((np.arange(4) + RANK,), {}), "args[0] differs"),
+    "its last element": (lambda: ((1, np.arange(10**6) == RANK),), "args[1] differs"),
+    "an order": (lambda: (([1, np.random.default_rng(RANK).permutation(50)],), {}), "args[0] differs"),
+    "a number": (lambda: ((0,), {"rate": 0.1 * RANK}), "kwargs['rate'] differs"),
+    "a dtype": (lambda: ((), {"x": {"y": np.zeros(2, "i4" if RANK == 0 else "i8")}}), "kwargs['x'] differs"),
+    "a shape": (lambda: ((np.zeros((2, 3) if RANK == 0 else (3, 2)),), {}), "args[0] differs"),
+    "a scalar": (lambda: ((np.float32(RANK),), {}), "args[0] differs"),
+    "a count": (lambda: (tuple(range(1 + (RANK == 0))), {}), "args[1] differs"),
+}
+
+
+@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.parametrize("name", DIFFERING)
+def test_plain_arguments_that_differ_are_found_where_it_is_asked(checked, name):
+    make, text = DIFFERING[name]
+    with pytest.raises(hs.ReplicaMismatchError) as caught:
+        checked.run(lambda *args, **kwargs: 0, *make())
+    message = str(caught.value)
+    assert message.startswith("Strategy.run: ") and text in message
+    assert all(f"rank {rank} " in message for rank in range(N)) and "hs.broadcast_object" in message
+
+
+@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+def test_plain_arguments_that_differ_are_passed_on_where_it_is_not_asked(strategy):
+    results = strategy.run(lambda x: x[0], args=(np.full(3, RANK),))
+    assert strategy.experimental_local_results(results) == tuple(range(N))
+
+
+def test_what_may_differ_between_replicas_is_not_compared(checked, place):
+    with checked.scope():
+        own = hs.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+    mine = checked.run(lambda: place.xp.full(3, RANK))
+    equal = place.xp.asarray(np.float32([np.nan, 1]))
+    others = {"text": str(RANK), "object": object(), "objects": np.array([object()]), "iterator": iter([RANK])}
+
+    def replica(variable, distributed, equal, scale, *, others):
+        variable.assign_add(float(RANK))
+        return distributed[0] * scale + equal[1] + next(others["iterator"])
+
+    results = checked.run(replica, (own, mine, equal, 2), {"others": others})
+    assert [hs.asnumpy(x) for x in checked.experimental_local_results(results)] == [3.0 * r + 1 for r in range(N)]
+    assert own.numpy() == sum(range(N))

@@ -78,6 +78,18 @@ def test_nests_of_all_kinds():
     np.testing.assert_array_equal(sample.label, np.arange(3))
 
 
+class Column:
+    """As a column of text of a pandas table: an array of Python objects for NumPy, and long to print."""
+
+    name, dtype = "city", "str"
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.texts, dtype or object)
+
+
 def test_sources_refuse_what_makes_no_elements():
     with pytest.raises(ValueError, match=r"first dimension.*\[2\], \[3\]"):
         Dataset.from_tensor_slices((np.arange(2), np.arange(3)))
@@ -85,6 +97,14 @@ def test_sources_refuse_what_makes_no_elements():
         Dataset.from_tensor_slices(np.array(3))
     with pytest.raises(TypeError, match="must be an array"):
         Dataset.from_tensors(None)
+    for text in np.array(["a", "bc"], object), Column(["a", "bc"]):
+        with pytest.raises(
+            TypeError, match=r"dtype (object|str), which .* cast it with np\.asarray\(leaf, dtype=str\)"
+        ):
+            Dataset.from_tensor_slices({"city": text, "size": [1, 2]})
+        assert items(Dataset.from_tensor_slices(np.asarray(text, dtype=str))) == ["a", "bc"]
+    with pytest.raises(TypeError, match="a Column 'city' of dtype str, "):
+        Dataset.from_tensor_slices({"city": Column([])})
     with pytest.raises(ValueError, match="pass a tuple, which keeps arrays of different shapes apart"):
         Dataset.from_tensors([[1, 2], [3]])
 
