@@ -20,7 +20,7 @@ def load_cupy(wanted_by: str) -> Any:
     """
     if not has_cupy():
         raise RuntimeError(
-            f"{wanted_by} needs CuPy, which is not installed: `pip install 'hpcstrat[cuda12]'` or `'hpcstrat[cuda13]'`"
+            f"{wanted_by} needs CuPy, which is not installed: `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone"
         )
     import cupy  # pyright: ignore[reportMissingImports]
 

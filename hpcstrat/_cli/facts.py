@@ -30,6 +30,7 @@ class RankFacts(TypedDict):
         host_cores: how many its host has.
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
+        gpu_error: why CuPy does not compute on this rank's GPU; empty where it does, or where it is not there.
         shared_memory: MiB that are left in /dev/shm; `None` where there is none.
         unknown: environment variables that look like the library's, and are not.
     """
@@ -41,6 +42,7 @@ class RankFacts(TypedDict):
     host_cores: int
     gpus: list[str]
     hidden_gpus: bool
+    gpu_error: str
     shared_memory: int | None
     unknown: dict[str, str]
 
@@ -57,6 +59,7 @@ def gather_own() -> RankFacts:
         "host_cores": os.cpu_count() or 1,
         "gpus": gpus,
         "hidden_gpus": not gpus and bool(glob.glob("/dev/nvidia[0-9]*")),
+        "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0) if gpus else "",
         "shared_memory": _shared_memory(),
         "unknown": _settings.unknown(),
     }
@@ -144,6 +147,19 @@ def _gpu_names() -> list[str]:
         return [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
     except Exception:  # the driver does not serve this CuPy, which is one of the faults
         return ["GPU"] * len(visible)
+
+
+def _gpu_error(local_rank: int) -> str:
+    if not _gpu.has_cupy():
+        return ""
+    try:
+        cupy = _gpu.load_cupy("info")
+        cupy.cuda.Device(local_rank % len(_gpu.visible())).use()
+        square = cupy.arange(4.0).reshape(2, 2)  # a kernel, which CuPy compiles for this GPU
+        float((square @ square).sum())  # by cuBLAS
+    except Exception as error:
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return ""
 
 
 def _shared_memory() -> int | None:

@@ -47,7 +47,8 @@ def _launcher_faults(ranks: Sequence[RankFacts], mpirun: tuple[str | None, str])
     path, owner = mpirun
     library = ranks[0]["versions"]["MPI"]
     if library.startswith("not usable"):
-        return [Fault(f"MPI is {library}", "`pip install 'hpcstrat[mpich]'`, or load the module of your cluster's MPI")]
+        remedy = "`pip install '.[mpich]'` in hpcstrat's clone, or load the module of your cluster's MPI"
+        return [Fault(f"MPI is {library}", remedy)]
     if path is None:
         return [Fault("there is no mpirun on the PATH", "start with srun, or put the mpirun of your MPI on the PATH")]
     if owner and not library.startswith(owner):
@@ -111,11 +112,23 @@ def _gpu_faults(ranks: Sequence[RankFacts]) -> list[Fault]:
     seeing = [rank for rank in ranks if rank["gpus"]]
     if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
         found.append(
-            Fault("there are GPUs, and no CuPy to use them with", "`pip install 'hpcstrat[cuda12]'` (or cuda13)")
+            Fault(
+                "there are GPUs, and no CuPy to use them with",
+                "`pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone",
+            )
         )
     elif seeing and len(ranks) > 1 and seeing[0]["versions"].get("NCCL", "").startswith("not"):
         found.append(
             Fault("CuPy finds no NCCL", "`pip install nvidia-nccl-cu12` (or -cu13), or load your cluster's module")
+        )
+    for error in dict.fromkeys(rank["gpu_error"] for rank in seeing if rank["gpu_error"]):
+        failing = ", ".join(str(rank["rank"]) for rank in seeing if rank["gpu_error"] == error)
+        found.append(
+            Fault(
+                f"CuPy does not compute on the GPU of the ranks {failing}: {error}",
+                "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, which brings CUDA's headers "
+                "and libraries too, or load the module of your cluster's CUDA",
+            )
         )
     for host in dict.fromkeys(rank["host"] for rank in seeing):
         here = [rank for rank in seeing if rank["host"] == host]

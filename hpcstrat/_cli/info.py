@@ -6,6 +6,7 @@ import json
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hpcstrat._cli import facts, faults
 from hpcstrat._communicators import connect
@@ -42,7 +43,7 @@ def info(as_json: bool) -> int:
 
 
 def _show(everyones: list[facts.RankFacts], mpirun: tuple[str | None, str], found: list[faults.Fault]) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names and remedies may hold brackets: '.[mpich]'
     versions = Table(title="Versions", show_header=False)
     for name, version in everyones[0]["versions"].items():
         versions.add_row(name, version)
@@ -59,7 +60,9 @@ def _show(everyones: list[facts.RankFacts], mpirun: tuple[str | None, str], foun
         ranks.add_row(str(one["rank"]), one["host"], device, _spans(one["cores"]), str(one["shared_memory"] or "none"))
     console.print(ranks)
     for fault in found:
-        console.print(f"[bold red]wrong:[/] {fault.what}\n  [bold]remedy:[/] {fault.remedy}", highlight=False)
+        console.print(
+            Text.assemble(("wrong:", "bold red"), f" {fault.what}\n  ", ("remedy:", "bold"), f" {fault.remedy}")
+        )
     if not found:
         console.print("Nothing is wrong.")
 

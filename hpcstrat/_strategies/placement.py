@@ -58,7 +58,8 @@ def _place(
             if control.rank == 0:
                 warnings.warn(
                     f"{call}: this host has GPUs, and CuPy to use them with is not installed, so the replicas compute "
-                    "on the CPU; `pip install 'hpcstrat[cuda12]'`, or name the devices: compute_devices=['CPU:0', ...]",
+                    "on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name the devices: "
+                    "compute_devices=['CPU:0', ...]",
                     stacklevel=4,
                 )
             seen = [()] * control.size

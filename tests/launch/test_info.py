@@ -2,11 +2,13 @@
 
 import json
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 
 import hpcstrat
-from hpcstrat._cli import check, facts, faults
+from hpcstrat import _gpu
+from hpcstrat._cli import check, facts, faults, info
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
 
@@ -67,6 +69,7 @@ def rank_facts(rank=0, **others) -> facts.RankFacts:
         "host_cores": 8,
         "gpus": [],
         "hidden_gpus": False,
+        "gpu_error": "",
         "shared_memory": 8000,
         "unknown": {},
     }
@@ -131,6 +134,13 @@ def test_nothing_is_wrong():
             "nvidia-nccl",
         ),
         (
+            [rank_facts(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
+            MPICH,
+            "",
+            "GPU of the ranks 0, 1: no headers",
+            "cuda12",
+        ),
+        (
             [rank_facts(rank, gpus=["H200"] * 2) for rank in range(3)],
             MPICH,
             "",
@@ -144,6 +154,52 @@ def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy)
     (fault,) = faults.find_faults(ranks, mpirun, error)
     assert what in fault.what
     assert remedy in fault.remedy
+
+
+def test_what_is_printed_keeps_its_brackets(capsys):
+    facts_of_one = rank_facts(host="[red]n1:ok:", versions=versions(MPI="not usable: [blue]"))
+    found = [faults.Fault("a [bold]fault", "`pip install '.[mpich]'`")]
+    info._show([facts_of_one], ("/opt/[x]/mpirun", "MPICH"), found)
+    printed = capsys.readouterr().out
+    for text in ("[red]n1:ok:", "not usable: [blue]", "/opt/[x]/mpirun", "wrong: a [bold]fault", "'.[mpich]'"):
+        assert text in printed
+
+
+def test_info_without_an_mpi_library(launch):
+    result = launch(MAIN, None, "info", env={"MPI4PY_LIBMPI": "/nowhere/libmpi.so"})
+    assert result.status == 1
+    assert "remedy: `pip install '.[mpich]'`" in " ".join(result.stdout.split())
+
+
+class Array:
+    """What can be computed with."""
+
+    def __matmul__(self, other):
+        return self
+
+    def sum(self):
+        return 14.0
+
+    def reshape(self, *shape):
+        return self
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
+    used = []
+
+    def arange(stop):
+        if fails:
+            raise RuntimeError("Failed to find CUDA headers.\n  Please install")
+        return Array()
+
+    cuda = SimpleNamespace(Device=lambda i: SimpleNamespace(use=lambda: used.append(i)))
+    monkeypatch.setattr(_gpu, "has_cupy", lambda: True)
+    monkeypatch.setattr(_gpu, "visible", lambda: ("a", "b"))
+    monkeypatch.setattr(_gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
+    error = "RuntimeError: Failed to find CUDA headers. Please install"
+    assert facts._gpu_error(local_rank=3) == (error if fails else "")
+    assert used == [1]
 
 
 def test_ranks_on_two_hosts_have_their_own_cores():

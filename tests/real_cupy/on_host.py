@@ -8,7 +8,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat import _gpu
 
-pytest.importorskip("cupy", reason="CuPy is not installed: pip install 'hpcstrat[cuda13]'")
+pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda13]'")
 cupy: Any = _gpu.load_cupy("a test")
 
 

@@ -46,7 +46,7 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
 
 def _show_ends(found: Timeline) -> None:
     """What the ranks were in when the program was killed."""
-    console = Console()
+    console = Console(markup=False, emoji=False)  # names of spans may hold brackets
     for rank, tracks in sorted(found.tracks.items()):
         for spans in tracks.values():
             inner = [span for span in spans if span.is_open][-1:]
@@ -55,7 +55,7 @@ def _show_ends(found: Timeline) -> None:
 
 
 def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
-    console = Console()
+    console = Console(markup=False, emoji=False)
     kinds = [kind for kind in KINDS if any(rank.shares[kind] >= 0.0005 for rank in ranks)]
     table = Table(
         "rank",

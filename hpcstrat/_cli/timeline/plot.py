@@ -36,7 +36,7 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RuntimeError("--plot needs matplotlib: `pip install 'hpcstrat[timeline]'`") from error
+        raise RuntimeError("--plot needs matplotlib: `pip install matplotlib`") from error
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(ranks)), layout="constrained")
     rows, bars = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
     begin, end = _typical(timeline, ranks[0].rank, steps)
