@@ -1,6 +1,6 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
 
-from hpcstrat import _output, _settings
+from hpcstrat import _failure, _output, _settings
 from hpcstrat import checkpoint as checkpoint
 from hpcstrat import cluster_resolver as cluster_resolver
 from hpcstrat import compat as compat
@@ -52,6 +52,7 @@ from hpcstrat.data import ValueContext as ValueContext
 
 __version__ = "0.1.0"
 
+_failure.end_all_ranks_on_early_error()
 _output.install()
 _settings.warn_of_unknown()
 if _settings.timeline():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import io
 import os
 import sys
@@ -10,19 +12,50 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn
+
+from hpcstrat import _guard, _launcher
+from hpcstrat import _mpi as _mpi_library
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception to be reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
 _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
 
+_MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
+
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
+_is_connected = False
 _rank = 0
 _process = 0  # a forked child must not end its parent's job
+_hook: Callable[..., None] | None = None  # ours, of which the last counts
+_exit: tuple[FrameType, int, object] | None = None  # the outermost frame and its instruction at sys.exit, the status
 
 before_the_end: list[Callable[[], None]] = []
 """Called when this rank ends the job, by the thread that does."""
+
+
+def end_all_ranks_on_early_error() -> None:
+    """From now on an uncaught exception of the main thread, or `sys.exit` with a status, ends all ranks.
+
+    That is before MPI has started: the others wait in its start, or will. This rank then starts it too, and ends them.
+    Nothing happens without a launcher of several ranks. Starts nothing.
+    """
+    global _rank, _process
+    launcher = _launcher.find()
+    if _process or launcher is None or launcher.alone or _launcher.is_child():
+        return
+    _rank, _process = launcher.rank, os.getpid()
+    _install_hook()
+    leave = sys.exit
+
+    @functools.wraps(leave)
+    def exit(status: Any = None, /) -> NoReturn:
+        _note_exit(status)
+        leave(status)
+
+    sys.exit = exit
+    atexit.register(_end_after_exit)
 
 
 def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
@@ -30,28 +63,87 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
 
     The hooks that are there already do the printing, so that a debugger's or a pretty printer's still works.
     """
-    global _mpi, _rank, _process
-    _mpi, _rank, _process = mpi, rank, os.getpid()
-    previous, previous_thread = sys.excepthook, threading.excepthook
+    global _mpi, _rank, _process, _is_connected
+    if sys.excepthook is not _hook:  # the user's, set since
+        _install_hook()
+    _mpi, _rank, _process, _is_connected = mpi, rank, os.getpid(), True
+    previous = threading.excepthook
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not _ends_job():
-            previous(kind, error, trace)
-            return
-        _wait_for_cause(error)
-        _report(lambda: previous(kind, error, trace), error)
-        _abort(1)
-
-    def on_thread_exception(arguments: threading.ExceptHookArgs) -> None:
+    def on_exception(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is SystemExit or not _ends_job():
-            previous_thread(arguments)
+            previous(arguments)
             return
         _wait_for_cause(arguments.exc_value)
-        _report(lambda: previous_thread(arguments), arguments.exc_value)
+        _print_tagged(_shown(lambda: previous(arguments), arguments.exc_value))
         _abort(1)
 
-    sys.excepthook = on_exception
-    threading.excepthook = on_thread_exception
+    threading.excepthook = on_exception
+
+
+def _install_hook() -> None:
+    global _hook
+    previous = sys.excepthook
+
+    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if _hook is not on_exception or not _ends_job():  # a later one calls this one, or there is nothing to end
+            previous(kind, error, trace)
+            return
+        text = _shown(lambda: previous(kind, error, trace), error)
+        _meet(text)
+        _wait_for_cause(error)
+        _print_tagged(text)
+        if _mpi is not None:
+            _abort(1)
+
+    sys.excepthook = _hook = on_exception
+
+
+def _meet(text: str) -> None:
+    """Starts MPI, where it has not been, to end the ranks that wait in its start. Where none come, `text` is the last.
+
+    Only where the launcher does not look at the status of a process that has not started MPI: MPICH's does not.
+    """
+    global _mpi
+    if _mpi is None and "PMI_FD" in os.environ:
+        with contextlib.suppress(Exception), _guard.guarded([_guard.Step(_MEET_SECONDS, tagged(text), True)]):
+            mpi = _mpi_library.load()
+            _mpi_library.start(mpi)
+            _mpi = mpi
+
+
+def _note_exit(status: object) -> None:
+    """Notes where the main thread calls `sys.exit`, which it may still catch."""
+    global _exit
+    if threading.current_thread() is threading.main_thread() and status is not None and status != 0:
+        frame: FrameType = sys._getframe()
+        while frame.f_back is not None:
+            frame = frame.f_back
+        _exit = frame, frame.f_lasti, status
+        if _started_mpi() is not None:
+            atexit.register(_end_after_exit)  # before mpi4py's own end, which would wait for the others
+
+
+def _end_after_exit() -> None:
+    """Ends all ranks where this one leaves by `sys.exit` before the ranks are connected: the others would wait."""
+    if _is_connected or _exit is None or not _ends_job():
+        return
+    frame, instruction, status = _exit
+    if frame.f_lasti != instruction:  # the outermost frame went on: the exit was caught
+        return
+    text = (
+        f"hpcstrat: the job ends: rank {_rank} left the program by sys.exit({status!r}) before the ranks were "
+        "connected; look at what it printed last"
+    )
+    _meet(text)
+    if _mpi is not None:
+        time.sleep(_LEAD_DELAY if _rank else 0)
+        end_job(text, status if isinstance(status, int) else 1)
+
+
+def _started_mpi() -> Any:
+    """The module `mpi4py.MPI`, where somebody has started MPI already."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi if mpi is not None and mpi.Is_initialized() else None
 
 
 def mark_as_consequence(error: BaseException) -> None:
@@ -70,50 +162,75 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
     _abort(status)
 
 
+def end_rank(message: str) -> NoReturn:
+    """Ends this rank, where there is no launcher any more that could end the others."""
+    _print_tagged(message)
+    _end_well()
+    os._exit(1)
+
+
 def say(message: str) -> None:
     """Prints a message to standard error, tagged with the rank."""
     _print_tagged(message)
 
 
 def _ends_job() -> bool:
-    return os.getpid() == _process and not _mpi.Is_finalized()
+    mpi = _started_mpi()
+    return os.getpid() == _process and (mpi is None or not mpi.Is_finalized())
 
 
 def _wait_for_cause(error: BaseException | None) -> None:
-    consequence = isinstance(error, _mpi.Exception) or getattr(error, "_hpcstrat_consequence", False)
+    consequence = (_mpi is not None and isinstance(error, _mpi.Exception)) or getattr(
+        error, "_hpcstrat_consequence", False
+    )
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
     if _rank > 0:
         time.sleep(_LEAD_DELAY)
 
 
-def _report(show: Callable[[], object], error: BaseException | None) -> None:
-    """Prints what `show` prints to standard error, tagged and in one piece; the plain traceback if that is nothing."""
+def _shown(show: Callable[[], object], error: BaseException | None) -> str:
+    """What `show` prints to standard error; the plain traceback if that is nothing."""
     text = io.StringIO()
     with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
         show()
     shown = text.getvalue()
     if not shown.strip() and error is not None:
         shown = "".join(traceback.format_exception(error))
-    _print_tagged(shown)
+    return shown
+
+
+def tagged(text: str) -> str:
+    """The text's lines, each with the rank in front where there are several."""
+    tag = f"[rank {_rank}] " if _process else ""
+    return "".join(f"{tag}{line}\n" for line in text.splitlines())
 
 
 def _print_tagged(text: str) -> None:
-    tag = f"[rank {_rank}] " if _mpi is not None else ""
-    lines = "".join(f"{tag}{line}\n" for line in text.splitlines())
+    lines = tagged(text)
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    with contextlib.suppress(Exception):
-        sys.stderr.write(lines)
-        sys.stderr.flush()
+    for stream in (sys.stderr, sys.__stderr__):
+        with contextlib.suppress(Exception):
+            stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
+            return
+    with contextlib.suppress(OSError):  # standard error is closed; better there than nowhere
+        os.write(1, lines.encode(errors="replace"))
+
+
+def _end_well() -> None:
+    for last in before_the_end:
+        with contextlib.suppress(Exception):
+            last()
+    if _process:
+        _guard.unlink_segments(os.getpid())
 
 
 def _abort(status: int) -> NoReturn:
     """Ends all ranks, or this process where it is alone."""
     status = status or 1
-    for last in before_the_end:
-        with contextlib.suppress(Exception):
-            last()
+    _end_well()
     if _mpi is not None and _ends_job():
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:

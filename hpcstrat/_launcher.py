@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
+
+_MARK = "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
+_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,12 @@ class Launcher:
     def alone(self) -> bool:
         """Whether the launcher started one process only."""
         return self.size == 1
+
+    def describe(self) -> str:
+        """What it did, for messages."""
+        if self.size is None:
+            return f"{self.name} started this process as rank {self.rank}"
+        return f"{self.name} started {self.size} processes"
 
 
 def find() -> Launcher | None:
@@ -63,6 +73,66 @@ def find() -> Launcher | None:
     if rank is not None:
         return Launcher(name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None)
     return None
+
+
+def mark_children() -> None:
+    """From now on the processes that this rank starts can tell that they are none: see `is_child`."""
+    os.environ[_MARK] = _mark()
+
+
+def is_child() -> bool:
+    """Whether a rank has started this process, which has the launcher's variables from it, and is no rank itself."""
+    multiprocessing = sys.modules.get("multiprocessing.process")
+    if is_importing_child() or (multiprocessing is not None and multiprocessing.parent_process() is not None):
+        return True
+    mark = os.environ.get(_MARK, "")
+    if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
+        return True
+    connection = _number("PMI_FD")  # to the launcher; a child does not get it
+    return connection is not None and not os.path.exists(f"/proc/self/fd/{connection}")
+
+
+def is_importing_child() -> bool:
+    """Whether `multiprocessing` has spawned this process, and it still imports its parent's script."""
+    multiprocessing = sys.modules.get("multiprocessing.process")  # which such a process has imported
+    return multiprocessing is not None and hasattr(multiprocessing.current_process(), "_inheriting")
+
+
+def _mark() -> str:
+    return f"{os.getpid()} {os.environ.get('PMIX_NAMESPACE') or os.environ.get('PMI_FD', '')}"
+
+
+def find_process() -> int | None:
+    """The process of the launcher that has started this one, perhaps through shells and other wrappers.
+
+    It is the nearest ancestor without the rank's variables, or of another user, as Slurm's is. `None` where the system
+    does not show it.
+    """
+    marks = [f"{name}={os.environ[name]}".encode() for name in _RANK_NAMES if name in os.environ][:1]
+    process = os.getppid()
+    while marks and process > 1:
+        try:
+            with open(f"/proc/{process}/environ", "rb") as file:
+                if marks[0] not in file.read().split(b"\0"):
+                    return process
+            with open(f"/proc/{process}/stat", "rb") as file:
+                process = int(file.read().rpartition(b")")[2].split()[1])
+        except PermissionError:
+            return process
+        except OSError:
+            return None
+    return None
+
+
+def is_there(process: int) -> bool:
+    """Whether this process lives."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _pmi(size: int) -> Launcher:

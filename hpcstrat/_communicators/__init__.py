@@ -18,6 +18,7 @@ from hpcstrat._communicators.base import Communicator as Communicator
 from hpcstrat._communicators.messages import MessageCommunicator as MessageCommunicator
 from hpcstrat._communicators.solo import SoloCommunicator as SoloCommunicator
 from hpcstrat._communicators.watch.boards import Board, share_board
+from hpcstrat._communicators.watch.launcher import end_with_launcher
 from hpcstrat._communicators.watch.watch import Watch, waiting_for_all
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def connect() -> MessageCommunicator:
 def _connect() -> MessageCommunicator:
     launcher = _launcher.find()
     alone = launcher is None or launcher.alone
+    end_with_launcher()
     with contextlib.nullcontext() if alone else waiting_for_all("this rank waits for the others to connect"):
         world = _world.start()
         if world.comm is None or world.size == 1:

@@ -4,6 +4,7 @@ import textwrap
 
 from fault import WAIT, Fault
 from faults_of_errors import ENDS, ERRORS, MISMATCHES
+from faults_of_the_start import EARLY
 from faults_of_waiting import STALLS, STARTS
 from faults_on_hosts import ON_HOSTS
 
@@ -75,4 +76,4 @@ HARMLESS = {
     "an exit within a thread": harmless("threading.Thread(target=sys.exit).start()\ntime.sleep(0.5)"),
 }
 
-FAULTS = STALLS | STARTS | ENDS | ERRORS | MISMATCHES | ON_HOSTS | HARMLESS
+FAULTS = STALLS | STARTS | EARLY | ENDS | ERRORS | MISMATCHES | ON_HOSTS | HARMLESS

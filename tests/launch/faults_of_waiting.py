@@ -138,6 +138,8 @@ STALLS = {
 
 START = r"hpcstrat: this rank waits for the others to connect since 1 s \(HPCSTRAT_STALL_SECONDS\), at "
 
+NOT_ALL = "hpcstrat: the job ends: this rank waits for the others to connect since 3 s"
+
 STARTS = {
     "a loop before the first strategy": Fault(
         """
@@ -145,8 +147,8 @@ STARTS = {
         if hs.rank() == 2: loop()
         hs.CentralStorageStrategy()
         """,
-        [r"Timeout \(0:00:03\.5"],
-        left="/dev/shm/mpich_shm_",  # which all of them would still open
+        [START + HERE + "<module>: not all ranks have come", NOT_ALL],
+        START,
         begin="",
     ),
     "a loop before the first strategy, MPI started": Fault(
@@ -156,7 +158,7 @@ STARTS = {
         if hs.rank() == 2: loop()
         hs.CentralStorageStrategy()
         """,
-        [START + HERE + "<module>: not all ranks have come", "hpcstrat: the job ends: this rank waits for the others"],
+        [START + HERE + "<module>: not all ranks have come", NOT_ALL],
         START,
         begin="",
     ),
@@ -167,8 +169,7 @@ STARTS = {
         if hs.rank() == 2: sys.exit()
         hs.CentralStorageStrategy()
         """,
-        [r"Timeout \(0:00:03\.5|exiting\nimproperly"],  # which Open MPI sees itself
-        left="/dev/shm/mpich_shm_",
+        [rf"{NOT_ALL}|exiting\nimproperly"],  # which Open MPI sees itself
         begin="",
     ),
     "other versions": Fault(

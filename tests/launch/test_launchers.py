@@ -51,12 +51,21 @@ def test_without_mpirun(launch):
 
 
 def test_another_mpis_launcher_is_refused(launch):
-    foreign = {"PMI_SIZE": "2", "PMI_RANK": "1"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
-    result = launch(WORLD, env=foreign)
+    hydra = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    result = launch(WORLD, env=hydra if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"})
     assert result.status != 0
     assert "RuntimeError" in result.stderr
     assert "started 2 processes, but MPI (" in result.stderr
+    assert ", which mpi4py loads) is another: the launcher belongs to another MPI" in result.stderr
     assert "Start with the mpirun of " + ("Open MPI" if launch.open_mpi else "MPICH") in result.stderr
+
+
+def test_what_does_not_know_its_launcher_is_refused_by_its_number_of_ranks(launch):
+    result = launch(WORLD, env={"PMI_SIZE": "2", "PMI_RANK": "1"})
+    if not launch.open_mpi:
+        pytest.skip("MPICH takes the variables for a real launcher's and does not start")
+    assert result.status != 0
+    assert "a PMI launcher started 2 processes, but MPI (" in result.stderr and ") has 1 rank:" in result.stderr
 
 
 def test_a_step_of_srun_without_its_mpi_is_refused(launch):

@@ -3,7 +3,7 @@ import types
 
 import pytest
 
-from hpcstrat import _failure, _launcher, _world
+from hpcstrat import _failure, _guard, _launcher, _mpi, _world
 from hpcstrat._launcher import Launcher
 
 
@@ -51,6 +51,57 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(mpi, monke
     launched(monkeypatch, None, rank=1, name="a PMIx launcher")
     with pytest.raises(RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"):
         _world._connect()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "size", "vendor", "refused"),
+    [
+        ("mpirun of Open MPI", 2, "MPICH", True),
+        ("mpirun of Open MPI", 1, "MPICH", True),  # MPI would end it
+        ("prterun (PMIx)", None, "Intel MPI", True),
+        ("mpirun of Open MPI", 2, "Open MPI", False),
+        ("mpirun of Open MPI", 2, "unknown", False),  # such as a vendor's, made of Open MPI
+        ("mpirun of MPICH", 2, "Open MPI", True),
+        ("mpirun of MPICH", 1, "Open MPI", False),  # works
+        ("mpirun of Intel MPI", 2, "MPICH", False),
+        ("srun", 2, "Open MPI", False),
+        ("a PMI launcher", 2, "Open MPI", False),
+    ],
+)
+def test_another_mpis_launcher_is_known_before_mpi_starts(mpi, monkeypatch, launcher, size, vendor, refused):
+    started = []
+    mpi.Is_initialized = lambda: False
+    mpi.THREAD_MULTIPLE, mpi.Init_thread, mpi.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
+    launched(monkeypatch, size, name=launcher)
+    if refused:
+        with pytest.raises(RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"):
+            _mpi.start(mpi)
+    else:
+        _mpi.start(mpi)
+    assert started == ([] if refused else [3])
+
+
+def test_mpich_that_speaks_pmix_may_be_started_by_it(mpi, monkeypatch):
+    mpi.Is_initialized, mpi.THREAD_MULTIPLE, mpi.Init_thread = (lambda: False), 3, lambda level: None
+    launched(monkeypatch, 2)
+    monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: True)
+    _mpi.start(mpi)
+
+
+def test_the_users_thread_level_of_mpi4py_stays(mpi, monkeypatch):
+    import mpi4py
+
+    started = []
+    mpi.Is_initialized = lambda: False
+    mpi.Init, mpi.Init_thread = (lambda: started.append("alone")), started.append
+    mpi.THREAD_SERIALIZED, mpi.THREAD_MULTIPLE = "serialized", "multiple"
+    monkeypatch.setattr(_launcher, "find", lambda: None)
+    monkeypatch.setattr(mpi4py.rc, "initialize", True)
+    monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
+    _mpi.start(mpi)
+    monkeypatch.setattr(mpi4py.rc, "threads", False)
+    _mpi.start(mpi)
+    assert started == ["serialized", "alone"]
 
 
 def test_srun_has_a_remedy_of_its_own(mpi, monkeypatch):
@@ -109,7 +160,9 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
         assert file
     maps = tmp_path / "maps"
     real = builtins.open
-    monkeypatch.setattr(builtins, "open", lambda name, *rest: real(maps if name == "/proc/self/maps" else name, *rest))
+    monkeypatch.setattr(
+        builtins, "open", lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest)
+    )
     try:
         for line in (
             f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
@@ -117,10 +170,10 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
             f"7f-80 rw-s 00000000 00:1b {inode}      /dev/shm/ucx_shm_posix_1",
         ):
             maps.write_text(line + "\n")
-            _world._unlink_segments("/dev/shm/mpich_shm_")
+            _guard.unlink_segments(os.getpid())
             assert os.path.exists(path)
         maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
-        _world._unlink_segments("/dev/shm/mpich_shm_")
+        _guard.unlink_segments(os.getpid())
         assert not os.path.exists(path)
     finally:
         if os.path.exists(path):
@@ -129,12 +182,12 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
     _failure._print_tagged("one\ntwo")
-    monkeypatch.setattr(_failure, "_mpi", object())
+    monkeypatch.setattr(_failure, "_process", os.getpid())
     monkeypatch.setattr(_failure, "_rank", 3)
     _failure._print_tagged("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    _failure._report(lambda: None, ValueError("lost?"))
-    assert "ValueError: lost?" in capsys.readouterr().err
+    assert "ValueError: lost?" in _failure._shown(lambda: None, ValueError("lost?"))
+    assert capsys.readouterr().err == ""

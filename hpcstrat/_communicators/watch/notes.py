@@ -47,6 +47,7 @@ class Note(NamedTuple):
 
     def pack(self) -> bytes:
         """As bytes, at most `LIMIT` of them: long texts are cut."""
+        message = b""
         for longest in _LONGEST:
             short = self._replace(call=self.call[:longest], place=self.place[max(len(self.place) - longest, 0) :])
             message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
@@ -82,6 +83,11 @@ def find_place() -> tuple[str, bool]:
             return _place(frame), True
     main = frames.get(threading.main_thread().ident or 0)
     return _place(main), False
+
+
+def own_place() -> str:
+    """Where this thread is in the user's program."""
+    return _place(sys._getframe())
 
 
 def _is_in_a_call(frame: FrameType | None) -> bool:

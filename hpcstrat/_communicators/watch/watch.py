@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hpcstrat import _failure, _settings, _world
+from hpcstrat import _failure, _guard, _settings
 from hpcstrat._communicators.calls import Calls
 from hpcstrat._communicators.watch import notes
 from hpcstrat._communicators.watch.boards import Board
@@ -20,6 +17,7 @@ from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, SILENT_SECONDS
 _BEAT_SECONDS = 0.5
 _SHORTEST_BEAT_SECONDS = 0.01
 _TROUBLES = 3  # errors of its own that the watch tells of
+_GUARD_SECONDS = 0.5  # that a thread of this rank gets to end the job, before its guard does
 _GRACE_SECONDS = 5.0  # that the speaker gets to end the job; after them another does
 
 
@@ -170,41 +168,37 @@ class Watch:
 def waiting_for_all(what: str) -> Iterator[None]:
     """A block in which the ranks meet for the first time, when there is no board yet: each watches itself alone.
 
+    No thread of Python's runs while mpi4py starts MPI, so a process beside this one speaks for it.
+
     Args:
         what: they meet for, in words.
     """
     stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
     timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+    place = notes.own_place()
+    report = (
+        f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
+        "have come; all must make a strategy. The job ends after "
+        f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
+    )
+    end = (
+        f"hpcstrat: the job ends: {what} since {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS), at {place}: "
+        "not all ranks have come; all must make a strategy"
+    )
+    steps = [_guard.Step(timeout_seconds + _GUARD_SECONDS, _failure.tagged(end), True)]
+    if stall_seconds < timeout_seconds:
+        steps.insert(0, _guard.Step(stall_seconds, _failure.tagged(report), False))
     is_done = threading.Event()
-    begin = time.monotonic()
-
-    def is_done_after(seconds: float) -> bool:
-        left = begin + seconds - time.monotonic()
-        return is_done.wait(min(max(left, 0.0), threading.TIMEOUT_MAX))
+    deadline = time.monotonic() + timeout_seconds
 
     def watch() -> None:
-        if stall_seconds < timeout_seconds and not is_done_after(stall_seconds):
-            place, _ = notes.find_place()
-            _failure.say(
-                f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
-                "have come; all must make a strategy. The job ends after "
-                f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
-            )
-        if not is_done_after(timeout_seconds):
-            place, _ = notes.find_place()
-            _world.unlink_segments()
-            _failure.end_job(
-                f"hpcstrat: the job ends: {what} since {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS), at {place}: "
-                "not all ranks have come; all must make a strategy"
-            )
+        while not is_done.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
+            if time.monotonic() >= deadline:
+                _failure.end_job(end)
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
-    # No thread of Python's runs while mpi4py starts MPI: there this ends the process, which cannot say why.
-    if has_limit := math.isfinite(timeout_seconds):
-        faulthandler.dump_traceback_later(timeout_seconds + 0.5, exit=True, file=sys.__stderr__ or sys.stderr)
     try:
-        yield
+        with _guard.guarded(steps):
+            yield
     finally:
         is_done.set()
-        if has_limit:
-            faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,116 @@
+"""MPI's library: loaded, compared with the launcher, and only then started."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import Any, NoReturn
+
+from hpcstrat import _launcher
+
+_DEFAULTS = {
+    "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
+    "OMPI_MCA_btl": "^ofi",  # which takes a second to start and serves one-sided messages between hosts only
+}
+_OPEN_MPI = "Open MPI"
+_OF_OPEN_MPI = ("mpirun of Open MPI", "prterun (PMIx)")
+_OF_MPICH = ("mpirun of MPICH", "mpirun of Intel MPI")
+_MPICHS = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
+
+
+def load() -> Any:
+    """The module `mpi4py.MPI`. Other than its import by itself this does not start MPI.
+
+    Raises:
+        ImportError: there is no mpi4py, or no MPI library.
+        RuntimeError: there is no MPI library.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    import mpi4py
+
+    rc = mpi4py.rc
+    starts = rc.initialize
+    if starts and "mpi4py.MPI" not in sys.modules:
+        if rc.finalize is None:
+            rc.finalize = True  # by mpi4py, after all that Python does at its end
+        rc.initialize = False
+    try:
+        from mpi4py import MPI
+    finally:
+        rc.initialize = starts
+    return MPI
+
+
+def start(mpi: Any) -> None:
+    """Starts MPI, where it has not been. Collective.
+
+    Raises:
+        RuntimeError: this is the `mpirun` of another MPI, which would end in MPI's own words, or in ranks that each
+            think that they are alone.
+    """
+    if mpi.Is_initialized():
+        return
+    launcher = _launcher.find()
+    if launcher is not None and _is_foreign(launcher, mpi):
+        refuse(launcher, mpi, "is another")
+    import mpi4py
+
+    rc = mpi4py.rc
+    if rc.initialize and not rc.threads:
+        mpi.Init()
+    else:
+        # As mpi4py's import would do it; where the user has switched that off, its thread level is nobody's wish.
+        level = rc.thread_level if rc.initialize else "multiple"
+        mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
+    if not rc.initialize:
+        atexit.register(_finalize, mpi)
+
+
+def _finalize(mpi: Any) -> None:
+    if not mpi.Is_finalized():
+        mpi.Finalize()
+
+
+def _is_foreign(launcher: _launcher.Launcher, mpi: Any) -> bool:
+    """Whether this launcher is known not to be this library's. What cannot be known, MPI's number of ranks shows."""
+    vendor = mpi.get_vendor()[0]
+    if launcher.name in _OF_OPEN_MPI:
+        return vendor in _MPICHS and not _speaks_pmix()
+    return launcher.name in _OF_MPICH and vendor == _OPEN_MPI and not launcher.alone
+
+
+def _speaks_pmix() -> bool:
+    """Whether the MPI library was built with PMIx, which is how MPICH can be started by Open MPI's launcher."""
+    try:
+        with open("/proc/self/maps") as maps:
+            return any("libpmix" in line for line in maps)
+    except OSError:
+        return True
+
+
+def refuse(launcher: _launcher.Launcher, mpi: Any, what: str) -> NoReturn:
+    """Raises what is said where the launcher is another MPI's.
+
+    Args:
+        launcher: it.
+        mpi: the library's module.
+        what: the library shows, such as `"has 1 rank"`.
+
+    Raises:
+        RuntimeError: always.
+    """
+    vendor, version = mpi.get_vendor()
+    own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
+    if launcher.name == "srun":
+        remedy = f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or with its mpirun"
+    else:
+        remedy = f"Start with the mpirun of {vendor}"
+    if os.path.exists(own_mpirun):
+        remedy += f" (here probably {own_mpirun})"
+    raise RuntimeError(
+        f"hpcstrat cannot connect the ranks: {launcher.describe()}, but MPI ({vendor} "
+        f"{'.'.join(map(str, version))}, which mpi4py loads) {what}: the launcher belongs to another MPI, and so every "
+        f"rank would think that it is alone. {remedy}, or install the MPI library that your mpirun belongs to."
+    )
