@@ -98,13 +98,8 @@ class RMSprop(Optimizer):
 
         def kernel() -> Kernel:
             slots = ("squares", *["mean"] * centered, *["velocity"] * bool(momentum))
-            numbers = {
-                "learning_rate": learning_rate,
-                "rho": rho,
-                "rest": 1 - rho,
-                "epsilon": epsilon,
-                "momentum": momentum,
-            }
+            numbers = {"learning_rate": learning_rate, "rho": rho, "rest": 1 - rho, "epsilon": epsilon}
+            numbers |= {"momentum": momentum} if momentum else {}
             body = _CENTERED if centered else _PLAIN
             return Kernel("rmsprop", slots, numbers, body + (_WITH_MOMENTUM if momentum else "value -= change;"))
 

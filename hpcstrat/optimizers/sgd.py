@@ -84,6 +84,7 @@ def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
     def kernel() -> Kernel:
         body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
         slots = ("velocity",) if momentum else ()
-        return Kernel("sgd", slots, {"learning_rate": learning_rate, "momentum": momentum}, body)
+        numbers = {"learning_rate": learning_rate} | ({"momentum": momentum} if momentum else {})
+        return Kernel("sgd", slots, numbers, body)
 
     return Rule(descend, kernel)

@@ -104,7 +104,7 @@ class ElementwiseKernel:
             for (raw, _, _), array in zip(parameters, arrays, strict=True)
         ]
         if dtypes not in self._compiled:
-            self._compiled[dtypes] = self._compile(dtypes)
+            compile_together([(self, dtypes)])
         self._compiled[dtypes](
             (_View * len(views))(*map(_View.of, views)),
             (ctypes.c_ssize_t * len(shape))(*shape),
@@ -119,7 +119,8 @@ class ElementwiseKernel:
                 raise TypeError(f"{self.name}: {kind} is {meant[kind]}, and {name} is {dtype}")
         return tuple(meant[kind] if len(kind) == 1 else np.dtype(kind) for _, kind, _ in [*self.inputs, *self.outputs])
 
-    def _compile(self, dtypes):
+    def source(self, dtypes, function):
+        """The text of a function of this name that applies the kernel to arrays of these dtypes."""
         declared, kinds = [], {}
         for i, ((raw, kind, name), dtype) in enumerate(zip([*self.inputs, *self.outputs], dtypes, strict=True)):
             kinds |= {kind: type_name(dtype)} if len(kind) == 1 else {}
@@ -137,11 +138,22 @@ class ElementwiseKernel:
             f"{self._operation};",
             "}",
             f"static const bool is_raw[] = {{{flags}}};",
-            'extern "C" void on_host_loop(const on_host::View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {',
+            f'extern "C" void {function}(const on_host::View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {{',
             f"on_host::loop<{len(dtypes)}>(operation, is_raw, views, shape, ndim);",
             "}",
         ]
-        return compiled("\n".join(lines)).on_host_loop
+        return "\n".join(lines)
+
+
+def compile_together(wanted):
+    """Compiles elementwise kernels, each for the dtypes of its parameters, by one run of the compiler."""
+    texts = [
+        f"namespace kernel_{i} {{\n{kernel.source(dtypes, f'on_host_loop_{i}')}\n}}"
+        for i, (kernel, dtypes) in enumerate(wanted)
+    ]
+    library = compiled("\n".join(texts))
+    for i, (kernel, dtypes) in enumerate(wanted):
+        kernel._compiled[dtypes] = getattr(library, f"on_host_loop_{i}")
 
 
 class _View(ctypes.Structure):

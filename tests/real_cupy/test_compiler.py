@@ -1,0 +1,70 @@
+"""Every kernel of the package is compiled by CUDA's own compiler, as CuPy has it done, for GPUs old and new."""
+
+import io
+
+import numpy as np
+import pytest
+from on_host import array, cupy
+from package_kernels import DTYPES, OPTIMIZERS
+
+from hpcstrat._communicators import pack
+from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._storage import rows, rule
+
+compiler = pytest.importorskip("cupy.cuda.compiler")
+_kernel = pytest.importorskip("cupy._core._kernel")
+nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
+core = pytest.importorskip("cupy._core.core")
+ARRAY, INDEXER, SCALAR = 1, 2, 3  # the kinds of a kernel's arguments
+
+
+def text(kernel, name, arguments):
+    """What CuPy makes of an elementwise kernel for arrays like these; a number stands for any number."""
+    declared = (*kernel.in_params, *kernel.out_params)
+    assert len(declared) == len(arguments)
+    inputs = len(kernel.in_params)
+    dtypes = [one.dtype if isinstance(one, cupy.ndarray) else None for one in arguments]
+    ins, _, types = kernel._decide_params_type(tuple(dtypes[:inputs]), tuple(dtypes[inputs:]))
+    infos = []
+    for i, one in enumerate(arguments):
+        if isinstance(one, cupy.ndarray):
+            ndim = one.ndim if declared[i].raw else 1
+            infos.append(_kernel._ArgInfo(ARRAY, cupy.ndarray, one.dtype, ndim, True, True))
+        else:
+            infos.append(_kernel._ArgInfo(SCALAR, cupy._core._scalar.CScalar, np.dtype(ins[i]), 0, True, True))
+    infos.append(_kernel._ArgInfo(INDEXER, cupy._core._carray.Indexer, None, 1, True, True))
+    return _kernel._get_elementwise_kernel_code(
+        tuple(infos), types, kernel.params, kernel.operation, name, kernel.preamble
+    )
+
+
+def sources():
+    """All kernels in one program: compiling them one by one takes a minute."""
+    texts = []
+    for dtype in DTYPES:
+        for optimizer in OPTIMIZERS.values():
+            made = optimizer._rule(0.1, 1)[0].kernel()
+            kernel = rule._compiled(made.name, made.slots, tuple(made.numbers), made.body, accumulator(dtype) != dtype)
+            arrays = [array(3, dtype) for _ in range(1 + len(made.slots))]
+            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *made.numbers.values(), *arrays]))
+        kernel = rows._kernel(accumulator(dtype) != dtype)
+        arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
+        texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))
+    for itemsize in pack._WORDS:
+        texts.append(pack._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
+    spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
+    lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(spaces).splitlines()
+    return "\n".join(sorted(lines, key=lambda line: not line.lstrip().startswith("#include")))
+
+
+@pytest.mark.parametrize("architecture", [70, 80, 90, 100])
+def test_every_kernel_compiles(architecture):
+    if architecture not in nvrtc.getSupportedArchs():
+        pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for sm_{architecture} any more")
+    options = (*core.assemble_cupy_compiler_options(()), "-ftz=true", "--device-as-default-execution-space")
+    program = compiler._NVRTCProgram(sources(), method="cubin")
+    log = io.StringIO()
+    cubin, _ = program.compile((*options, f"-arch=sm_{architecture}"), log)
+    assert len(cubin) > 10_000
+    said = [line for line in log.getvalue().strip("\0\n ").splitlines() if "Architectures prior to" not in line]
+    assert said == []  # no warnings either, but that an old GPU is one

@@ -1,0 +1,191 @@
+"""The kernels that GPUs get, run on the host, against the same as operations on NumPy arrays."""
+
+import types
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
+from package_kernels import DTYPES, OPTIMIZERS
+
+from hpcstrat import _gpu
+from hpcstrat._communicators import pack
+from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._communicators.packing import layout
+from hpcstrat._storage import rows, rule
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+
+SIZES = (0, 1, 1009)
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-310, -1e-41, 1e-6, 6e4, -3e38, 1e300)
+"""What is special in some dtype, or becomes it: zeros, infinities, subnormal and huge numbers."""
+
+
+class Kernel(ElementwiseKernel):
+    """One that is compiled together with all others: while `wanted` is a list, calls are noted there and do nothing."""
+
+    wanted: list[Any] | None = None
+
+    def __init__(self, *arguments, no_return):
+        super().__init__(*arguments)
+
+    def __call__(self, *arguments):
+        if Kernel.wanted is None:
+            super().__call__(*arguments)
+        else:
+            Kernel.wanted.append((self, self.dtypes([getattr(argument, "dtype", None) for argument in arguments])))
+
+
+class OnHost(np.ndarray):
+    """An array that tells its address as CuPy's do."""
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    """What of CuPy the kernels of the package need, with kernels for the host."""
+    names = ("argsort", "diff", "flatnonzero", "empty")
+    module = types.SimpleNamespace(
+        ElementwiseKernel=Kernel,
+        RawKernel=RawKernel,
+        ascontiguousarray=lambda array: np.ascontiguousarray(array).view(OnHost),
+        **{name: getattr(np, name) for name in names},
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
+        patch.setattr(_gpu, "array_module", lambda *arrays: module)
+        caches = (rule._compiled, rows._kernel, pack._kernel)
+        for cache in caches:
+            cache.cache_clear()
+        Kernel.wanted = []
+        for dtype in DTYPES:
+            for optimizer in OPTIMIZERS.values():
+                update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
+            rows.sum_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype))
+        wanted, Kernel.wanted = Kernel.wanted, None
+        compile_together(wanted)
+        yield module
+        for cache in caches:
+            cache.cache_clear()
+
+
+def numbers(random, size, dtype):
+    """Usual numbers, and the special ones in between."""
+    found = random.standard_normal(size)
+    if dtype.kind == "c":  # what NumPy and C++ make of infinities in products of complex numbers is not the same
+        return (found + 1j * random.standard_normal(size)).astype(dtype)
+    found[::7] = random.choice(SPECIAL, found[::7].size)
+    with np.errstate(over="ignore"):
+        return found.astype(dtype)
+
+
+def arrays_of(optimizer, dtype, size, steps=1):
+    """A variable, a gradient, and slots, as an optimizer has them before this step."""
+    random = np.random.default_rng(steps)
+    value, *slots = (np.full(size, initial, dtype) for initial in (1, *optimizer._slot_values.values()))
+    for step in range(1, steps):
+        operations(optimizer, step, value, numbers(random, size, dtype), slots)
+    return numbers(random, size, dtype), numbers(random, size, dtype), slots
+
+
+def update(optimizer, step, value, gradient, slots):
+    """One step by the kernel."""
+    optimizer._rule(0.1, step)[0].on_gpu(value, gradient.copy(), slots)
+
+
+def operations(optimizer, step, value, gradient, slots):
+    """The same by operations on arrays, those of 16 bits rounded at the end, as a kernel does."""
+    changed, work = [array.astype(accumulator(array.dtype)) for array in (value, *slots)], np.empty_like
+    gradient = gradient.astype(changed[0].dtype)
+    optimizer._rule(0.1, step)[0].apply(changed[0], gradient, changed[1:], work(gradient))
+    for array, new in zip((value, *slots), changed, strict=True):
+        array[...] = new
+
+
+def same(found, expected, scale, ulps):
+    """Whether numbers are equal but for some units in the last place of the largest that went into them."""
+    assert found.dtype == expected.dtype and found.shape == expected.shape
+    kind, eps = found.dtype, ml_dtypes.finfo(found.dtype).eps
+    wide = np.complex128 if found.dtype.kind == "c" else np.float64
+    found, expected = found.astype(wide), expected.astype(wide)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(found[~finite], expected[~finite])
+    tiny = 1e4 * ml_dtypes.finfo(accumulator(kind)).tiny  # on the way to it something may be below the normal numbers
+    far = finite & (abs(found - expected) > tiny + ulps * eps * scale)
+    assert not far.any(), list(zip(found[far], expected[far], scale[far], strict=True))[:5]
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_is_what_the_operations_give(cupy, name, dtype):
+    optimizer = OPTIMIZERS[name]
+    for size in SIZES:
+        for step in (1, 4):
+            value, gradient, slots = arrays_of(optimizer, dtype, size, step)
+            found, expected = ([array.copy() for array in (value, *slots)] for _ in range(2))
+            update(optimizer, step, found[0], gradient, found[1:])
+            operations(optimizer, step, expected[0], gradient, expected[1:])
+            into = [abs(array.astype(np.complex128)) for array in (value, gradient, *slots, *expected)]
+            scale = np.nan_to_num(np.sum([*into, into[1] ** 2], axis=0), nan=np.inf, posinf=np.inf)
+            for one, other in zip(found, expected, strict=True):
+                same(one, other, scale, ulps=4)
+
+
+# ---- packing
+
+
+SHAPES = {
+    "one": [(3, 5)],
+    "none has elements": [(0,), (2, 0)],
+    "of all sizes": [(), (0,), (3, 5), (70_001,), (1,), (2, 3, 4)],
+    "more than one launch takes": [(1 + i % 7,) for i in range(pack.ENTRIES + 5)],
+}
+
+
+@pytest.mark.parametrize("alignment", [1, 256])
+@pytest.mark.parametrize("dtype", ["bool", "float16", "float32", "int64", "complex64", "complex128"])
+@pytest.mark.parametrize("shapes", SHAPES)
+def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
+    random = np.random.default_rng(1)
+    forms = [(shape, np.dtype(dtype)) for shape in SHAPES[shapes]]
+    forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # of another group
+    form = layout(*map(tuple, zip(*forms, strict=True)), alignment)
+    arrays = [
+        random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0].view(OnHost)
+        for shape, dtype in forms
+    ]
+    arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]  # of both orders in memory
+    message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
+    form.write(expected, arrays)
+    for group in form.groups:
+        pack.pack(form, group, arrays, message)
+    assert message.tobytes() == expected.tobytes()  # what lies between two arrays has not changed
+
+
+# ---- rows
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
+@pytest.mark.parametrize("count", [0, 1, 2, 500])
+def test_rows_are_summed_one_after_the_other(cupy, count, shape, dtype):
+    random = np.random.default_rng(2)
+    names = random.integers(0, 20, count)
+    columns = int(np.prod(shape))
+    values = numbers(random, count * columns, dtype).reshape(count, *shape)
+    values = np.asarray(values, order="F")
+    rows_found, sums = rows.sum_rows(names, values)
+    assert rows_found.tolist() == sorted(set(names.tolist()))
+    assert (sums.shape, sums.dtype) == ((rows_found.size, *shape), dtype)
+    wide = accumulator(dtype)
+    for row, found in zip(rows_found, sums, strict=True):
+        expected = np.zeros(shape, wide)
+        for value in values[names == row]:
+            expected = (expected + value.astype(wide)).astype(wide)
+        np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
