@@ -41,7 +41,6 @@ def main():
 
     def simulate():
         context = hs.get_replica_context()
-        assert context is not None  # which it is outside of `run` only
         random = context.random_generator(options.seed)
         paths = options.paths // n + (context.replica_id_in_sync_group < options.paths % n)
         moves = VOLATILITY * math.sqrt(step) * random.standard_normal((paths, DATES))

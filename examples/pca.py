@@ -36,7 +36,6 @@ def main():
 
     def multiply(part):
         centred, context = part - mean, hs.get_replica_context()
-        assert context is not None  # which it is outside of `run` only
         return context.all_reduce("SUM", centred.T @ (centred @ directions.value()))
 
     variances = np.zeros(options.components)

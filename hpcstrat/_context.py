@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat import _output, _world
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import MaybeNone, ReduceOp
 
 if TYPE_CHECKING:
     from hpcstrat._strategies.base import Strategy
@@ -193,7 +193,7 @@ def in_cross_replica_context() -> bool:
     return isinstance(context(), CrossReplicaContext)
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> ReplicaContext | MaybeNone:
     """This replica's context; None in the cross-replica context; the default strategy's outside of every scope.
 
     That one's `all_reduce`, `all_gather` and `merge_call` work where there is one rank.

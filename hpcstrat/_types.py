@@ -12,6 +12,9 @@ import numpy.typing as npt
 Array: TypeAlias = Any
 """A `numpy.ndarray` on a CPU device, a `cupy.ndarray` on a GPU."""
 
+MaybeNone: TypeAlias = Any
+"""`Thing | MaybeNone` is a `Thing`, or None where the caller asked for it, as type checkers need not be told."""
+
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
-
-import numpy.typing as npt
-
-from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
+from typing import TYPE_CHECKING, Any
 
 _creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
 
@@ -31,25 +28,20 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
 class VariableType(type):
     """Lets the creators of `variable_creator_scope` have a hand in `Variable(...)`."""
 
-    def __call__(
-        cls,
-        initial_value: Any = None,
-        trainable: bool | None = None,
-        name: str | None = None,
-        dtype: npt.DTypeLike | None = None,
-        synchronization: VariableSynchronization | str = VariableSynchronization.AUTO,
-        aggregation: VariableAggregation | str = VariableAggregation.NONE,
-        shape: Sequence[int] | None = None,
-    ) -> Any:
-        make: Callable[..., Any] = super().__call__
-        for creator in _creators.get():
-            make = functools.partial(creator, make)
-        return make(
-            initial_value=initial_value,
-            trainable=trainable,
-            name=name,
-            dtype=dtype,
-            synchronization=synchronization,
-            aggregation=aggregation,
-            shape=shape,
-        )
+    if not TYPE_CHECKING:  # to which a variable is made by its `__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            make, creators = super().__call__, _creators.get()
+            if not creators:
+                return make(*args, **kwargs)
+            given = cls.__signature__.bind(*args, **kwargs)
+            given.apply_defaults()
+            for creator in creators:
+                make = functools.partial(creator, make)
+            return make(**given.arguments)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of the class, for `inspect`, which would find those of `__call__`."""
+        _, *arguments = inspect.signature(cls.__init__).parameters.values()
+        return inspect.Signature(arguments)

@@ -41,6 +41,12 @@ OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
 }
 """What aggregates values; `None` takes those of the first replica."""
 
+NO_AGGREGATION = (
+    "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "
+    "'ONLY_FIRST_REPLICA'"
+)
+"""What is wrong with a variable of aggregation `NONE` where replicas' values meet."""
+
 
 def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
     value[...] = new

@@ -57,6 +57,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._root = 0  # the parameter rank
         self._stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
         self._aggregates_nothing = False  # a write in a replica context needs no aggregation
+        self._mirrors = False  # each replica keeps a copy of every variable
         self._updates_everywhere = True  # StrategyExtended.update runs on every rank, each on its own copy
         self._workers = Workers((0,) * communicator.size, communicator.rank)
         self._closed = False

@@ -43,5 +43,6 @@ class MirroredStrategy(Strategy):
 
             storage = BroadcastStorage(communicator, root=0)
         super().__init__(communicator, placed, placed[communicator.rank], storage, local)
+        self._mirrors = True
         self._updates_everywhere = not is_mixed
         self._parameter_device = placed[0]

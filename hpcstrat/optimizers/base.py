@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ import numpy as np
 from hpcstrat import _context
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import ReplicaContext
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array, Rule, Storage
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import sum_rows
@@ -86,6 +87,25 @@ class Optimizer(abc.ABC):
             self._current_rate = lambda: constant
         self._constant_rate: float | None = None if callable(value) else float(value)
         self._learning_rate = value
+
+    def __repr__(self) -> str:
+        arguments = [*inspect.signature(type(self)).parameters, "iterations"]
+        return f"{type(self).__name__}({', '.join(f'{one}={getattr(self, one)!r}' for one in arguments)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
+        """An optimizer of its own, which goes on from here with copies of its variables. Collective, as theirs are."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other._slots, other._plans = {}, {}
+        other.learning_rate = copy.deepcopy(self._learning_rate, memo)
+        pairs = [(v, copy.deepcopy(v, memo)) for v, _ in sorted(self._slots.values(), key=_number_of)]
+        other._make_slots([v for _, v in pairs])
+        for old, new in pairs:
+            strategy = new._strategy
+            if strategy._updates_everywhere or strategy._communicator.rank == strategy._root:
+                for own, copied in zip(self._slots[id(old)][1], other._slots[id(new)][1], strict=True):
+                    _copy(strategy._storage, own, copied)
+        return other
 
     # ---- the step
 
@@ -274,6 +294,17 @@ class Optimizer(abc.ABC):
             indices, values = communicator.all_gather(agreed, [indices, values], 0)
         with strategy._on_stream():
             return sum_rows(indices, values)
+
+
+def _number_of(slots: tuple[Variable, tuple[Block, ...]]) -> int:
+    return slots[0]._block.number
+
+
+def _copy(storage: Storage, source: Block, target: Block) -> None:
+    start = 0
+    for part in storage.parts(source):
+        storage.write_part(target, start, part)
+        start += part.size
 
 
 def _clipped(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ExponentialDecay(NamedTuple):
+@dataclass(frozen=True)
+class ExponentialDecay:
     """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down."""
 
     initial_learning_rate: float
@@ -22,7 +23,8 @@ class ExponentialDecay(NamedTuple):
         return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
 
 
-class PiecewiseConstantDecay(NamedTuple):
+@dataclass(frozen=True)
+class PiecewiseConstantDecay:
     """`values[i]` up to and including step `boundaries[i]`, the last of the values, one more, after that."""
 
     boundaries: Sequence[int]
@@ -33,7 +35,8 @@ class PiecewiseConstantDecay(NamedTuple):
         return self.values[bisect.bisect_left(self.boundaries, step)]
 
 
-class PolynomialDecay(NamedTuple):
+@dataclass(frozen=True)
+class PolynomialDecay:
     """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
 
     With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the end.
@@ -52,7 +55,8 @@ class PolynomialDecay(NamedTuple):
         return (self.initial_learning_rate - self.end_learning_rate) * share + self.end_learning_rate
 
 
-class InverseTimeDecay(NamedTuple):
+@dataclass(frozen=True)
+class InverseTimeDecay:
     """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part."""
 
     initial_learning_rate: float
@@ -66,7 +70,8 @@ class InverseTimeDecay(NamedTuple):
         return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(part) if self.staircase else part))
 
 
-class CosineDecay(NamedTuple):
+@dataclass(frozen=True)
+class CosineDecay:
     """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).
 
     With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps` steps.

@@ -147,7 +147,7 @@ def scattered(count, collector):
     made = []
     for i in range(count):
         made.append(hs.Variable(np.ones(1 + 20 * i, np.float32), aggregation="SUM"))
-        ring = [hs.Variable(np.zeros(64 * (1 + i % 3), np.float32))]
+        ring: list[Any] = [hs.Variable(np.zeros(64 * (1 + i % 3), np.float32))]
         ring.append(ring)  # dies only when the collector finds it
         del ring
         if RANK == collector:

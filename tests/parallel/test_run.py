@@ -354,7 +354,7 @@ def test_what_may_differ_between_replicas_is_not_compared(checked, place):
     with checked.scope():
         own = hs.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
     mine = checked.run(lambda: place.xp.full(3, RANK))
-    equal = place.xp.asarray(np.float32([np.nan, 1]))
+    equal = place.xp.asarray(np.array([np.nan, 1], np.float32))
     others = {"text": str(RANK), "object": object(), "objects": np.array([object()]), "iterator": iter([RANK])}
 
     def replica(variable, distributed, equal, scale, *, others):

@@ -107,7 +107,7 @@ def backed(strategy):
 def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
     """Garbage collection comes at different moments: here on rank 0 first, then on each other."""
     fence = hs.Variable(0.0)
-    ring = [hs.Variable(np.full(5_000, 3.0))]
+    ring: list[Any] = [hs.Variable(np.full(5_000, 3.0))]
     ring.append(ring)  # dies only when the collector finds it
     start = start_of(ring[0])
     del ring
@@ -128,7 +128,7 @@ def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
 def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_collection, collector):
     keep = []
     for i in range(60):
-        ring = [hs.Variable(np.full(1 + 97 * i % 3000, float(i)), aggregation="SUM")]
+        ring: list[Any] = [hs.Variable(np.full(1 + 97 * i % 3000, float(i)), aggregation="SUM")]
         ring.append(ring)
         if i % 10 == 0:
             keep.append((i, ring[0]))

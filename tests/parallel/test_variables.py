@@ -1,6 +1,7 @@
 """Variables of every strategy: making and writing them."""
 
 import functools
+import inspect
 
 import ml_dtypes
 import numpy as np
@@ -112,6 +113,51 @@ def test_facts(strategy, place):
     assert plain.device == f"/job:localhost/replica:0/task:0/device:{place.devices[owner]}"
     assert repr(told) == "Variable('weights', shape=(1,), dtype=float64, array([1.]))"
     assert strategy.extended.variable_created_in_scope(plain)
+
+
+def test_none_is_the_default_of_a_choice(strategy):
+    with strategy.scope():
+        v = hs.Variable(1.0, synchronization=None, aggregation=None)
+    assert v.synchronization is hs.VariableSynchronization.AUTO
+    assert v.aggregation is hs.VariableAggregation.NONE
+
+
+def test_mirrors_are_synchronized(strategy):
+    with strategy.scope():
+        if isinstance(strategy, hs.MirroredStrategy):
+            with pytest.raises(
+                ValueError, match="Variable: synchronization is NONE, .* MirroredStrategy .*; leave it out"
+            ):
+                hs.Variable(1.0, synchronization="NONE")
+        else:
+            v = hs.Variable(1.0, synchronization="NONE")
+            assert v.synchronization is hs.VariableSynchronization.NONE
+
+
+def test_names_that_end_in_the_replicas_number(strategy):
+    made = []
+
+    def replica():
+        context = hs.get_replica_context()
+        made.append(hs.Variable(1.0, name=f"foo_{context.replica_id_in_sync_group}"))
+        made.append(hs.Variable(1.0, name="layer_1"))
+        made.append(hs.Variable(1.0))
+
+    strategy.run(replica)
+    assert [v.name for v in made] == ["foo_0", "layer_1", "Variable"]
+
+
+@pytest.mark.skipif(N == 1, reason="one rank has no other's name")
+def test_other_names_that_differ_are_a_mismatch(strategy):
+    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*'w_1'(.|\n)*rank 1: .*'w_2'"):
+        strategy.run(lambda: hs.Variable(1.0, name=f"w_{RANK + 1}"))
+
+
+def test_the_arguments_have_their_defaults():
+    arguments = inspect.signature(hs.Variable).parameters
+    assert list(arguments) == ["initial_value", "trainable", "name", "dtype", "synchronization", "aggregation", "shape"]
+    assert arguments["trainable"].default is None
+    assert arguments["aggregation"].default is hs.VariableAggregation.NONE
 
 
 def test_one_variable_makes_another(strategy):
@@ -282,14 +328,28 @@ def test_values_are_cast_to_the_dtype(strategy, xp):
     assert v.dtype == np.float32
 
 
-def test_numbers_that_differ_and_equal_arrays_are_summed(strategy, xp):
+def test_what_replicas_count_is_summed_whether_it_agrees_or_not(strategy, xp):
+    with strategy.scope():
+        hits = hs.Variable(0, aggregation="SUM")
+        losses = hs.Variable(0.0, aggregation="SUM")
+    for step in range(12):
+
+        def replica(step=step):
+            hits.assign_add(step * (RANK if step % 3 else 1))
+            losses.assign_add(0.5 * (RANK if step % 2 else 1))
+
+        strategy.run(replica)
+    agreed, differing = sum(range(0, 12, 3)), sum(step for step in range(12) if step % 3)
+    assert hits.numpy() == agreed * N + differing * N * (N - 1) // 2
+    assert losses.numpy() == 0.5 * 6 * (N + N * (N - 1) // 2)
+
+
+def test_a_number_is_summed_of_whatever_type_it_is(strategy, xp):
     with strategy.scope():
         v = hs.Variable(0.0, aggregation="SUM")
-    strategy.run(lambda: v.assign(RANK + 0.5))
-    assert v.numpy() == N * (N - 1) / 2 + 0.5 * N
-    for one in (xp.ones(()), np.float32(1), np.float64(1), xp.array(1)):  # NumPy's scalars are no plain numbers
+    for one in (1, 1.0, True, np.float32(1), np.float64(1), xp.ones(()), xp.array(1)):
         strategy.run(lambda one=one: v.assign(one))
-        assert v.numpy() == N
+        assert v.numpy() == (1 if isinstance(strategy, hs.OneDeviceStrategy) else N)
 
 
 def test_the_same_number_is_a_mean_and_a_first_one(strategy):
@@ -303,6 +363,15 @@ def test_the_same_number_is_a_mean_and_a_first_one(strategy):
 
     strategy.run(replica)
     assert (mean.numpy(), first.numpy()) == (2, -3)
+
+
+def test_the_variable_is_returned_unless_it_is_not_asked_for(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.ones(3))
+        for write in (v.assign, v.assign_add, v.assign_sub):
+            assert write(np.ones(3)) is v
+            assert write(np.ones(3), read_value=False) is None
+    assert v.numpy().tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("shape", [(6,), (300, 300)])
