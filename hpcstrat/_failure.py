@@ -215,8 +215,8 @@ def _print_tagged(text: str) -> None:
             stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
             stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
             return
-    with contextlib.suppress(OSError):  # standard error is closed; better there than nowhere
-        os.write(1, lines.encode(errors="replace"))
+    with contextlib.suppress(Exception):  # standard error is closed: better there than nowhere
+        os.write(sys.__stdout__.fileno(), lines.encode(errors="replace"))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def _end_well() -> None:

@@ -40,9 +40,9 @@ def guarded(steps: Sequence[Step]) -> Iterator[None]:
     Where no process can be started, nothing guards the block.
     """
     guard = None
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
         command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())]
-        guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
         if guard.stdin is not None:
             guard.stdin.write(json.dumps(steps).encode() + b"\n")
     try:
@@ -78,8 +78,10 @@ def _main(process: int) -> None:
                 return  # the process has ended
         if os.getppid() != process:
             return
-        with contextlib.suppress(OSError):
-            os.write(2, step.text.encode(errors="replace"))
+        for file in (2, 1):  # the first that is not closed
+            with contextlib.suppress(OSError):
+                os.write(file, step.text.encode(errors="replace"))
+                break
         if step.ends:
             unlink_segments(process)
             os.kill(process, signal.SIGKILL)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from hpcstrat._communicators.host_memory import available_memory, physical_memory
 
 _LARGE = 1 << 26
 _SMALLEST = 1 << 30
@@ -136,20 +137,3 @@ def _named_file() -> int:
     import tempfile  # 10 ms, and hardly ever needed
 
     return tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")[0]
-
-
-def physical_memory() -> int:
-    """Bytes of memory of this host."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory() -> int:
-    """Bytes that this process can still get: what the host has left, or its control group if that is less."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = 1024 * int(fields["MemAvailable"].split()[0])
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = int((group / "memory.max").read_text())
-        return min(free, limit - int((group / "memory.current").read_text()))
-    except (OSError, ValueError):  # no control group, or "max"
-        return free

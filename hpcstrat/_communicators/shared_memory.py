@@ -8,11 +8,12 @@ from typing import Any, final
 from hpcstrat._communicators.barrier import LINE, barrier
 from hpcstrat._communicators.base import Bytes, Write
 from hpcstrat._communicators.heap import Heap
+from hpcstrat._communicators.host_memory import physical_memory
 from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
-from hpcstrat._communicators.segment import physical_memory, shared_segment
+from hpcstrat._communicators.segment import shared_segment
 from hpcstrat._communicators.watch.boards import SLOT
 from hpcstrat._types import ReduceOp
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from hpcstrat._communicators import segment
-from hpcstrat._communicators.segment import available_memory, physical_memory, private_segment
+from hpcstrat._communicators.host_memory import available_memory, physical_memory
+from hpcstrat._communicators.segment import private_segment
 
 MIB = 1 << 20
 
@@ -70,3 +71,50 @@ def test_nothing_is_left_behind():
     made = private_segment()
     made.commit(0, MIB)
     assert {name for name in set(os.listdir("/dev/shm")) - before if "hpcstrat" in name} == set()
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A folder that stands for the system's: `system(path=text, ...)` writes files to it; 1,000 MiB are free."""
+
+    def write(**files):
+        for path, text in ({"proc/meminfo": f"MemTotal: 4096000 kB\nMemAvailable: {1000 * 1024} kB\n"} | files).items():
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+        return tmp_path
+
+    return write
+
+
+def group(folder, limit, used, cached, v1=False):
+    """The files of a control group, in MiB."""
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    total = "total_" * v1
+    stat = f"anon 1\n{total}inactive_file {cached * MIB}\n{total}active_file {MIB}\n"
+    limit = limit if isinstance(limit, str) else str(limit * MIB)
+    return {f"{folder}/{names[0]}": limit, f"{folder}/{names[1]}": str(used * MIB), f"{folder}/memory.stat": stat}
+
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+JOB_V1, JOB_V2 = {"proc/self/cgroup": "5:cpu:/x\n4:memory:/job/step\n"}, {"proc/self/cgroup": "0::/job/step\n"}
+
+
+@pytest.mark.parametrize(
+    "files, left",
+    [
+        ({}, 1000),
+        (JOB_V2, 1000),
+        (JOB_V2 | group(f"{V2}/job/step", 500, 200, 9), 310),
+        (JOB_V2 | group(f"{V2}/job/step", "max", 200, 9) | group(f"{V2}/job", 400, 300, 0), 101),  # one further out
+        (JOB_V2 | group(V2, 100, 90, 0), 11),  # a container's, whose path is the host's
+        ({"proc/self/cgroup": "0::/../../job\n"} | group(V2, 100, 90, 0), 11),
+        (JOB_V2 | group(f"{V2}/job/step", 5000, 200, 0), 1000),
+        (JOB_V2 | group(f"{V2}/job/step", 500, 600, 0), 0),
+        (JOB_V2 | group(f"{V2}/unified/job", 500, 400, 0), 101),
+        (JOB_V1 | group(f"{V1}/job/step", 500, 200, 9, v1=True), 310),
+        (JOB_V1 | group(f"{V1}/job/step", 1 << 43, 200, 9, v1=True) | group(V1, 300, 200, 0, v1=True), 101),
+        (JOB_V1 | {f"{V1}/job/step/memory.limit_in_bytes": "nonsense"}, 1000),
+    ],
+)
+def test_what_control_groups_leave(system, files, left):
+    assert available_memory(system(**files)) == left * MIB
