@@ -10,7 +10,7 @@ from hpcstrat import _failure, _world
 from hpcstrat._communicators import MessageCommunicator, when_connected, when_left
 from hpcstrat._timeline import clocks
 from hpcstrat._timeline.recorder import Recorder
-from hpcstrat._timeline.trace import TraceFile, join_parts, part_name, parts_beside
+from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
 from hpcstrat._timeline.traced import trace
 
 _CALL = "HPCSTRAT_TIMELINE, the file"
@@ -58,6 +58,8 @@ def _begin(path: str, communicator: MessageCommunicator) -> None:
 
 
 def _open(path: str, is_first: bool) -> TraceFile:
+    if is_first and os.path.isfile(path) and os.path.getsize(path) and not is_timeline(path):
+        raise FileExistsError(f"HPCSTRAT_TIMELINE={path}: that file is there and is no timeline; name another")
     try:
         if is_first:
             for old in parts_beside(path):

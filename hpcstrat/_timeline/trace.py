@@ -10,6 +10,7 @@ import functools
 import glob
 import json
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -19,6 +20,10 @@ GPU_TRACKS = 1000
 """The numbers of the GPU's tracks begin here, behind those of the threads."""
 
 
+_BEGIN = b"[\n"
+_FIRST = b'{"name": "process_name", "ph": "M", "pid": '  # of each file: a recorder begins with its rank's name
+
+
 def part_name(path: str, host: int) -> str:
     """The file that the ranks of a host write: the first host's is `path` itself."""
     stem, suffix = os.path.splitext(path)
@@ -26,9 +31,20 @@ def part_name(path: str, host: int) -> str:
 
 
 def parts_beside(path: str) -> list[str]:
-    """The other hosts' files that this host sees beside the first host's."""
+    """The other hosts' files that this host sees beside the first host's. What else has such a name is the user's."""
     stem, suffix = os.path.splitext(path)
-    return sorted(glob.glob(f"{glob.escape(stem)}.host[0-9]*{glob.escape(suffix)}"))
+    named = re.compile(rf"{re.escape(stem)}\.host[1-9][0-9]*{re.escape(suffix)}")
+    found = glob.glob(f"{glob.escape(stem)}.host[0-9]*{glob.escape(suffix)}")
+    return sorted(one for one in found if named.fullmatch(one) and is_timeline(one))
+
+
+def is_timeline(path: str) -> bool:
+    """Whether this file begins as a `TraceFile` does."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(_BEGIN)) == _BEGIN and file.read(len(_FIRST)) in (b"", _FIRST)
+    except OSError:  # a folder, say
+        return False
 
 
 @final
@@ -49,7 +65,7 @@ class TraceFile:
         self.path = path
         if is_first:
             with open(path, "wb") as file:
-                file.write(b"[\n")
+                file.write(_BEGIN)
         self._file = open(path, "ab", buffering=0)
 
     def append(self, lines: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import pathlib
 import threading
 import time
@@ -171,13 +172,39 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     assert not (tmp_path / "trace.host1.json").exists()
 
 
-def test_parts_of_a_run_before_are_removed(tmp_path):
-    path, old = str(tmp_path / "trace.json"), tmp_path / "trace.host1.json"
-    other = tmp_path / "trace.hosts.json"
-    for file in (old, other):
-        file.write_text("[\n")
+def test_parts_of_a_run_before_are_removed_and_nothing_else(tmp_path):
+    path = str(tmp_path / "t.json")
+    for name in ("t.host1.json", "t.host12.json"):
+        Recorder(0, 1, TraceFile(str(tmp_path / name), is_first=True), 0).close()
+    (tmp_path / "t.host3.json").write_text("[\n")  # killed early
+    kept = {
+        "t.host1-baseline.json": "[\n",
+        "t.host2.notes.json": "[\n",
+        "t.hosts.json": "[\n",
+        "t.host01.json": "[\n",
+        "t.host4.json": "[\n1]\n",
+        "t.host5.json": "{}",
+        "t.host6.json": "",
+    }
+    for name, text in kept.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "t.host7.json").mkdir()
     start._open(path, is_first=True).close()
-    assert [old.exists(), other.exists()] == [False, True]
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "t.host7.json", "t.json"])
+    assert {name: (tmp_path / name).read_text() for name in kept} == kept
+
+
+def test_what_is_no_timeline_is_not_overwritten(tmp_path):
+    path = tmp_path / "README.md"
+    path.write_text("# Mine\n")
+    with pytest.raises(
+        OSError, match=r"HPCSTRAT_TIMELINE=.*README\.md: that file is there and is no timeline; name another"
+    ):
+        start._open(str(path), is_first=True)
+    assert path.read_text() == "# Mine\n"
+    for text in ("", "[\n"):
+        path.write_text(text)
+        start._open(str(path), is_first=True).close()
 
 
 def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, capsys):
@@ -328,4 +355,5 @@ def test_the_command_refuses_what_is_no_timeline(tmp_path, capsys):
     assert "No such file" in capsys.readouterr().err
     path.write_text("[]\n")
     assert command(str(path), None, 4, as_json=False) == 1
-    assert "is no timeline: start the program with HPCSTRAT_TIMELINE=" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "is no timeline; name the file that HPCSTRAT_TIMELINE named" in error and "HPCSTRAT_TIMELINE=" not in error

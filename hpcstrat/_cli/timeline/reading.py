@@ -73,7 +73,7 @@ def read(path: str) -> Timeline:
         for event in stack:
             _add(timeline, event, last, is_open=True)
     if not timeline.names:
-        raise ValueError(f"{path} is no timeline: start the program with HPCSTRAT_TIMELINE={path} to make one")
+        raise ValueError(f"{path} is no timeline; name the file that HPCSTRAT_TIMELINE named when the program ran")
     for tracks in timeline.tracks.values():
         for spans in tracks.values():
             spans.sort(key=lambda span: (span.begin, -span.end))
