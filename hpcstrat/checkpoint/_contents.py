@@ -109,7 +109,7 @@ class Contents:
                 f"{self._call}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
                 "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. A number that "
                 "is to be saved goes into a variable: Variable(0, dtype=np.int64); of an object with attributes pass "
-                "vars(object)"
+                'those to be saved: Checkpoint(model={"w": model.w, "b": model.b})'
             )
 
     @property

@@ -453,6 +453,9 @@ def test_misuse(strategy, saved, path):
     for thing in (3, None, "text", np.zeros(3), lambda: 0, strategy):
         with pytest.raises(TypeError, match=r"Checkpoint: a/0 is .* which cannot be saved"):
             Checkpoint(a=[thing])
+    with pytest.raises(TypeError, match=r'pass those to be saved: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'):
+        Checkpoint(model=saved)  # has variables, and what cannot be saved beside them
+    Checkpoint(model={"w": saved.w, "b": saved.b}).save(path)
     with pytest.raises(ValueError, match=r"Checkpoint: the name 'a/b' is taken"):
         Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
     with pytest.raises(ValueError, match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not"):
