@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 from hpcstrat._strategies import central_storage, mirrored, one_device
@@ -38,6 +39,15 @@ class DistributedInputIterator:
         return next(self._iterator)
 
 
+def _called(function: Callable[[], Any]) -> Iterator[Any]:
+    while True:
+        try:
+            element = function()
+        except StopIteration:
+            return
+        yield element
+
+
 class _StrategyV1(Strategy):
     """What the strategies of version 1 add."""
 
@@ -54,6 +64,11 @@ class _StrategyV1(Strategy):
 
         Collective.
 
+        Args:
+            input_fn: returns a dataset; or a function without arguments that returns an element at each call, until it
+                raises `StopIteration`. Every rank calls it for the elements of all replicas.
+            replication_mode: `PER_WORKER`.
+
         Raises:
             ValueError: another mode than `PER_WORKER`.
         """
@@ -62,7 +77,14 @@ class _StrategyV1(Strategy):
                 f"{type(self).__name__}.make_input_fn_iterator: replication_mode is {replication_mode!r}; it must be "
                 "InputReplicationMode.PER_WORKER"
             )
-        return DistributedInputIterator(self.distribute_datasets_from_function(input_fn))
+
+        def dataset_fn(context: InputContext) -> Any:
+            made = input_fn(context)
+            if not callable(made) or hasattr(made, "__iter__"):
+                return made
+            return Dataset.from_generator(functools.partial(_called, made))
+
+        return DistributedInputIterator(self.distribute_datasets_from_function(dataset_fn))
 
     def experimental_run(self, fn: Callable[..., Any], input_iterator: DistributedInputIterator | None = None) -> Any:
         """`Strategy.run` of `fn` on the next element of the iterator, or without an argument.

@@ -2,6 +2,7 @@
 
 from hpcstrat.data._node import INFINITE as INFINITE_CARDINALITY
 from hpcstrat.data._node import UNKNOWN as UNKNOWN_CARDINALITY
+from hpcstrat.data.dataset import AUTOTUNE as AUTOTUNE
 from hpcstrat.data.dataset import Dataset as Dataset
 from hpcstrat.data.distributed import DistributedDataset as DistributedDataset
 from hpcstrat.data.distributed import DistributedIterator as DistributedIterator
@@ -12,6 +13,7 @@ from hpcstrat.data.options import RunOptions as RunOptions
 from hpcstrat.data.options import ValueContext as ValueContext
 
 __all__ = [
+    "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
     "Dataset",

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from hpcstrat.data import _elements
 from hpcstrat.data._choosing import Choosing
-from hpcstrat.data._node import Chunk, Node
+from hpcstrat.data._node import Chunk, Failure, Node, caught, opened
 from hpcstrat.data._walk import Walk
 
 
@@ -62,7 +62,7 @@ class _ByKey(_Cache):
 
 @final
 class _ByPosition(_Cache):
-    """Keeps the elements of the first pass that reached the end."""
+    """Keeps the elements of the first pass that reached the end, in which none failed."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
@@ -75,13 +75,14 @@ class _ByPosition(_Cache):
                 yield [element]
             return
         kept = []
-        for element in self._source.elements(walk.frozen()):
+        for element in caught(self._source.elements(walk.frozen())):
             kept.append(element)
             yield [element]
-        self._kept = kept
+        if not any(isinstance(element, Failure) for element in kept):
+            self._kept = kept
 
     def load(self, item: Any) -> Any:
-        return _elements.copied(item)
+        return _elements.copied(opened(item))
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack(chunk)
+        return _elements.stack([opened(item) for item in chunk])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -10,6 +11,8 @@ import numpy as np
 
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, join
 from hpcstrat.data._walk import Shuffler, Walk
+
+_EMPTY_ROUNDS = 10_000  # in a row, after which there will hardly be elements again
 
 
 class Choosing(Node):
@@ -138,15 +141,28 @@ class Repeat(Choosing):
         return size * self._count
 
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
-        done = 0
+        done = given = empty = 0
         while done != self._count:
-            empty = True
+            before = given
             for chunk in self._source.chunks(walk):
-                empty = empty and len(chunk) == 0
+                given += len(chunk)
                 yield chunk
-            if empty:
-                return
             done += 1
+            empty = empty + 1 if given == before else 0
+            if empty and (self._source.cardinality() == 0 or (self._count < 0 and self._ends(given, empty))):
+                return
+
+    def _ends(self, given: int, empty: int) -> bool:
+        """Whether endless rounds end with one without elements: as in TensorFlow, but not behind a shuffle.
+
+        There the elements of further rounds go on, once there were any.
+        """
+        if empty == _EMPTY_ROUNDS:
+            raise RuntimeError(
+                f"Dataset.repeat: after {given} elements there were {empty} rounds in a row without any; a generator "
+                "function must return a new iterator in each round, or give the number of rounds"
+            )
+        return given == 0 or not isinstance(self._source, Shuffle)
 
 
 @final
@@ -169,7 +185,7 @@ class Shuffle(Choosing):
 
     def __init__(self, source: Node, buffer_size: int, seed: int | None, reshuffle: bool) -> None:
         super().__init__(source, f"shuffle({buffer_size}, {seed}, {reshuffle})")
-        self._buffer_size = buffer_size
+        self._buffer_size = sys.maxsize if buffer_size == UNKNOWN else buffer_size
         self._shuffler = Shuffler(seed, reshuffle)
 
     def own_shufflers(self) -> Sequence[Shuffler]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat import _nest, _settings
+from hpcstrat import _context, _nest, _settings
+from hpcstrat._context import ReplicaContext
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import PerReplica
 from hpcstrat.data._checksum import Checksum
@@ -65,15 +66,27 @@ class DistributedIterator(Iteration):
         Collective, and without communication where no code of the user's is part of the pipeline.
 
         Raises:
+            ValueError: Called inside a replica function.
             ReplicaMismatchError: The ranks' pipelines had different numbers of elements, or different elements.
+            Exception: What a function of the pipeline raised on any rank. The next call gives the step after this one.
         """
+        if isinstance(_context.current.get(), ReplicaContext):
+            raise ValueError(
+                f"{self._call}: next was called inside a replica function, and a step is of all replicas; call it "
+                "outside, and pass on what it gives: strategy.run(fn, args=(next(iterator),))"
+            )
         step = self._agreed() if self._agree else next(self._steps, _END)
-        if step.total is None:
+        if step.total is None and step.error is None:
             self._end()
             raise StopIteration
         self._number += 1
         assert self._taken is not None
-        self._taken += step.total if self._deals else 1
+        self._taken += (step.total or 0) if self._deals else 1
+        if step.error is not None:
+            try:
+                raise step.error
+            finally:
+                del step  # which the error's traceback would keep
         if self._communicator.size == 1:
             return step.part
         part, rank, size = step.part, self._communicator.rank, self._communicator.size
@@ -91,11 +104,14 @@ class DistributedIterator(Iteration):
         try:
             with self._communicator.joint(self._call):
                 step = next(self._steps, _END)
-                everyones = self._communicator.all_gather_obj(self._call, (step.total, step.checksum))
+                own = step.total, step.checksum, step.error is not None
+                everyones = self._communicator.all_gather_obj(self._call, own)
         except BaseException:
             self._end()
             raise
-        totals, checksums = zip(*everyones, strict=True)
+        totals, checksums, failed = zip(*everyones, strict=True)
+        if any(failed):
+            return step._replace(error=self._error_of_all(step.error))
         if seen := self._differences(totals):
             raise ReplicaMismatchError(
                 f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. Every "
@@ -113,6 +129,16 @@ class DistributedIterator(Iteration):
             empty = self._empty()
             return step if step.total is not None else empty
         return step
+
+    def _error_of_all(self, error: Exception | None) -> Exception | None:
+        """The error of this step: this rank's, or the first other rank's."""
+        try:
+            with self._communicator.joint(self._call):
+                if error is not None:
+                    raise error
+                self._communicator.all_gather_obj(self._call, None)
+        except Exception as found:
+            return found
 
     def _differences(self, values: Sequence[int | None]) -> str:
         """Every rank's value, where those of a worker differ: the iteration has then ended. Else empty."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -75,12 +76,15 @@ class Node(abc.ABC):
         return self.width is not None and not self.user_code
 
     def elements(self, walk: Walk) -> Iterator[Any]:
-        """One pass over the elements themselves, lazily: the user's functions run no sooner than needed."""
-        if not self.seekable:
-            for chunk in self.chunks(walk):
-                for item in chunk:
-                    yield self.load(item)
-            return
+        """One pass over the elements themselves, lazily: the user's functions run no sooner than needed.
+
+        One that a function fails to make raises in its turn, and the next element comes after it.
+        """
+        if self.seekable:
+            return self._fetched(walk)
+        return map(self.load, itertools.chain.from_iterable(self.chunks(walk)))
+
+    def _fetched(self, walk: Walk) -> Iterator[Any]:
         ahead = None
         for chunk in self.chunks(walk):
             ahead = ahead or self._rows_ahead(chunk)
@@ -107,6 +111,38 @@ class Node(abc.ABC):
         leaves, _ = _nest.flatten(self.fetch(chunk[:0]))
         size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
+
+
+class Failure:
+    """What stands in a stream in the place of an element that a function failed to make.
+
+    Attributes:
+        error: what it raised.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def caught(elements: Iterator[Any]) -> Iterator[Any]:
+    """The elements, and a `Failure` in the place of each that raises."""
+    while True:
+        try:
+            element = next(elements)
+        except StopIteration:
+            return
+        except Exception as error:
+            element = Failure(error)
+        yield element
+
+
+def opened(item: Any) -> Any:
+    """The element that an item is; raises where it is a `Failure`."""
+    if isinstance(item, Failure):
+        raise item.error
+    return item
 
 
 def first(batch: Any) -> Any:

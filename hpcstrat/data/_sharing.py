@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat.data import _elements
-from hpcstrat.data._node import Node, load_rows
+from hpcstrat.data._node import Failure, Node, caught, load_rows
 from hpcstrat.data._walk import Walk
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
@@ -24,11 +24,13 @@ class Step(NamedTuple):
         total: how many elements the step has over all replicas, in which all ranks must agree; `None` after the last.
         part: a nest of arrays: this replica's part.
         checksum: of what the user's code has yielded so far, in which all ranks must agree; see `Checksum`.
+        error: what a function of the user's raised on this rank; there is no part then, and the next step follows.
     """
 
     total: int | None
     part: Any
     checksum: int = 0
+    error: Exception | None = None
 
 
 Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
@@ -38,21 +40,25 @@ Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
 def split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
     """Each batch's part of one replica."""
     if size == 1:
-        yield from (Step(1, element) for element in node.elements(walk))
+        yield from _whole(node, walk)
         return
     batch_size = node.batch_sizes[-1]
     full = _bounds(rank, size, batch_size, batch_size)
     for chunk in node.chunks(walk):
         for item in chunk:
-            if node.rows is not None:
-                total = len(item)
-                start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
-                yield Step(total, load_rows(node.rows, item, start, stop), walk.checksum.value)
-            else:
-                batch = node.load(item)
-                total = _elements.leading_size(_nest.flatten(batch)[0])
-                part = _elements.rows(batch, *_bounds(rank, size, batch_size, total))
-                yield Step(total, part, walk.checksum.value)
+            total, part, failed = 0, None, None
+            try:
+                if node.rows is not None:
+                    total = len(item)
+                    start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
+                    part = load_rows(node.rows, item, start, stop)
+                else:
+                    batch = node.load(item)
+                    total = _elements.leading_size(_nest.flatten(batch)[0])
+                    part = _elements.rows(batch, *_bounds(rank, size, batch_size, total))
+            except Exception as error:
+                failed = error
+            yield Step(total, part, walk.checksum.value, failed)
 
 
 def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
@@ -62,19 +68,29 @@ def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int
     return min(count, start), min(count, start + share + (rank < rest))
 
 
+def _whole(node: Node, walk: Walk) -> Iterator[Step]:
+    """Each element, for the only replica."""
+    for element in caught(node.elements(walk)):
+        yield Step(1, None, 0, element.error) if isinstance(element, Failure) else Step(1, element)
+
+
 def deal_elements(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
     """Each step's element of one replica."""
     if size == 1:
-        yield from (Step(1, element) for element in node.elements(walk))
+        yield from _whole(node, walk)
         return
     items = (item for chunk in node.chunks(walk) for item in chunk)
     while step := list(itertools.islice(items, size)):
-        if rank < len(step):
-            part = node.load(step[rank])
-        elif node.rows is not None:
-            part = load_rows(node.rows, step[0], 0, 0)
-        else:
-            part = node.load(step[0])
+        try:
+            if rank < len(step):
+                part = node.load(step[rank])
+            elif node.rows is not None:
+                part = load_rows(node.rows, step[0], 0, 0)
+            else:
+                part = node.load(step[0])
+        except Exception as error:
+            yield Step(len(step), None, walk.checksum.value, error)
+            continue
         if len(step) < size:
             if any(np.ndim(leaf) == 0 for leaf in _nest.flatten(part)[0]):
                 warnings.warn(

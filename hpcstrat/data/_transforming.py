@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Node, join
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Failure, Node, caught, join, opened
 from hpcstrat.data._sources import name_of
 from hpcstrat.data._walk import Walk
 
@@ -99,14 +99,16 @@ class Unbatch(Node):
             for chunk in self._source.chunks(walk):
                 yield from chunk
         else:
-            for batch in self._source.elements(walk):
-                yield list(_elements.unstack(batch))
+            for batch in caught(self._source.elements(walk)):
+                yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
 
     def load(self, item: Any) -> Any:
-        return item if self._source.rows is None else self._source.rows.load(item)
+        return opened(item) if self._source.rows is None else self._source.rows.load(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
+        if self._source.rows is None:
+            return _elements.stack([opened(item) for item in chunk])
+        return self._source.rows.fetch(chunk)
 
 
 @final
@@ -162,7 +164,7 @@ class Map(Node):
         return _elements.stack([self._call(element) for element in _elements.unstack(self._source.fetch(chunk))])
 
     def _call(self, element: Any) -> Any:
-        result = call_on(self._function, element)
+        result = call_on(self._function, element, "Dataset.map", "map_func")
         return _elements.as_element(tuple(result) if type(result) is list else result)
 
 
@@ -189,20 +191,35 @@ class Filter(Node):
         return UNKNOWN
 
     def chunks(self, walk: Walk) -> Iterator[Chunk]:
-        for element in self._source.elements(walk):
-            if call_on(self._predicate, element):
-                yield [element]
+        for found in caught(map(self._judged, self._source.elements(walk))):
+            if isinstance(found, Failure):
+                yield [found]
+            elif found[0]:
+                yield [found[1]]
+
+    def _judged(self, element: Any) -> tuple[bool, Any]:
+        return bool(call_on(self._predicate, element, "Dataset.filter", "predicate")), element
 
     def load(self, item: Any) -> Any:
-        return item
+        return opened(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack(chunk)
+        return _elements.stack([opened(item) for item in chunk])
 
 
-def call_on(function: Callable[..., Any], element: Any) -> Any:
-    """Calls `function` as `tf.data` does: the parts of a tuple are arguments of their own."""
-    return function(*element) if type(element) is tuple else function(element)
+def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
+    """Calls `function` as `tf.data` does: the parts of a tuple are arguments of their own.
+
+    Raises:
+        RuntimeError: It raised `StopIteration`, which would pass for the end of the elements.
+    """
+    try:
+        return function(*element) if type(element) is tuple else function(element)
+    except StopIteration as error:
+        raise RuntimeError(
+            f"{call}: {argument} raised StopIteration, which does not end the elements; it must catch it, or raise "
+            "another exception"
+        ) from error
 
 
 def _resized(example: Any, spec: Any) -> Any:

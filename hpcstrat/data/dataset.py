@@ -16,6 +16,9 @@ from hpcstrat.data._node import INFINITE, UNKNOWN, Node
 from hpcstrat.data._position import Iteration, Reiterable, after
 from hpcstrat.data._walk import Walk
 
+AUTOTUNE = -1
+"""A size or number that is left to the library."""
+
 
 @final
 class DatasetIterator(Iteration):
@@ -36,15 +39,21 @@ class DatasetIterator(Iteration):
         return self
 
     def __next__(self) -> Any:
-        """The next element: a nest of NumPy arrays and scalars."""
+        """The next element: a nest of NumPy arrays and scalars.
+
+        Raises:
+            StopIteration: There is none.
+            Exception: What a function of the pipeline raised. The next call gives the element after this one, or, with
+                `batch` behind the function, after this batch.
+        """
         try:
-            element = next(self._elements)
+            return next(self._elements)
         except StopIteration:
             self._end()
             raise
-        assert self._taken is not None
-        self._taken += 1
-        return element
+        finally:
+            if self._taken is not None:
+                self._taken += 1
 
 
 @final
@@ -202,7 +211,10 @@ class Dataset(Reiterable):
         return Dataset(_choosing.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """All elements `count` times over; without end where it is `None` or negative."""
+        """All elements `count` times over; without end where it is `None` or negative.
+
+        Without end they end with a round that has no elements; directly behind `shuffle` only if it is the first.
+        """
         return Dataset(_choosing.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
 
     def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Dataset:
@@ -212,16 +224,23 @@ class Dataset(Reiterable):
         loaded for that, and a `buffer_size` of the whole dataset is best and costs nothing.
 
         Args:
-            buffer_size: the size of the buffer, in elements.
+            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` stands for the whole dataset.
             seed: pipelines with equal seeds have equal orders. Without a seed one is drawn; replicas share it.
             reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has an order of its own.
 
         Raises:
-            ValueError: `buffer_size` is not positive.
+            ValueError: `buffer_size` is not positive, or stands for the whole of a dataset without end.
         """
         buffer_size = operator.index(buffer_size)
-        if buffer_size < 1:
-            raise ValueError(f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1")
+        if buffer_size < 1 and buffer_size != UNKNOWN:
+            raise ValueError(
+                f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1, or UNKNOWN_CARDINALITY for all"
+            )
+        if buffer_size == UNKNOWN and self.cardinality() == INFINITE:
+            raise ValueError(
+                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, all elements, of which there is no end; give a "
+                "size, or shuffle before Dataset.repeat"
+            )
         seed = None if seed is None else operator.index(seed)
         return Dataset(_choosing.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
 
@@ -275,9 +294,21 @@ class Dataset(Reiterable):
         """Keeps the order, and in memory what functions and generators made of the elements, for later iterations."""
         return Dataset(_caching.cache(self._node))
 
-    def prefetch(self, buffer_size: int) -> Dataset:
-        """The same elements: a hint. Batches of a distributed dataset are copied ahead anyway, see `InputOptions`."""
-        return Dataset(_choosing.Prefetch(self._node, operator.index(buffer_size)))
+    def prefetch(self, buffer_size: int | None) -> Dataset:
+        """The same elements: a hint. Batches of a distributed dataset are copied ahead anyway, see `InputOptions`.
+
+        Args:
+            buffer_size: how many elements; `None` is `AUTOTUNE`, -1.
+
+        Raises:
+            ValueError: `buffer_size` is below -1.
+        """
+        buffer_size = AUTOTUNE if buffer_size is None else operator.index(buffer_size)
+        if buffer_size < AUTOTUNE:
+            raise ValueError(
+                f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
+            )
+        return Dataset(_choosing.Prefetch(self._node, buffer_size))
 
     def cardinality(self) -> int:
         """The number of elements; -1 if there is no end, -2 if it is not known."""

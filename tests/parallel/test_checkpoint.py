@@ -1,5 +1,6 @@
 """Checkpoints on any number of ranks: what is saved comes back, and what does not fit changes nothing."""
 
+import contextlib
 import errno
 import math
 import os
@@ -551,6 +552,45 @@ def test_data_goes_on_where_it_was(replicas, path, pipeline, distribute):
         Checkpoint(data=iterator).restore(path + "i")
         found = [shown(replicas, step) for step in iterator]
         assert found + [shown(replicas, step) for _ in range(2) for step in fresh] == expected
+
+
+@pytest.mark.parametrize("distribute", [distributed, dealt, plain])
+@pytest.mark.parametrize("pipeline", ["mapped", "filtered"])
+def test_data_goes_on_behind_an_error(replicas, path, distribute, pipeline):
+    """In the pass of the error, and in those that follow."""
+    failing = {"mapped": lambda data: data.map(check), "filtered": lambda data: data.filter(check)}[pipeline]
+
+    def check(x):
+        if x in (2, 9):
+            raise KeyError("no such element")
+        return x + 1
+
+    def make():
+        return failing(hs.data.Dataset.range(24).shuffle(24, seed=5)).batch(2)
+
+    def attempts(iterator):
+        found = []
+        while True:
+            try:
+                found.append(shown(replicas, next(iterator)))
+            except StopIteration:
+                return found
+            except KeyError:
+                found.append("error")
+
+    dataset = distribute(replicas, make)
+    steps = attempts(iter(dataset))
+    for stop in range(len(steps)):
+        iterator = iter(dataset)
+        for _ in range(stop):
+            with contextlib.suppress(KeyError):
+                next(iterator)
+        Checkpoint(data=iterator).save(path)
+        expected = [attempts(iterator), attempts(iter(dataset))]
+        fresh = distribute(replicas, make)
+        iterator = iter(fresh)
+        Checkpoint(data=iterator).restore(path)
+        assert [attempts(iterator), attempts(iter(fresh))] == expected
 
 
 def test_between_iterations_the_next_one_is_saved(replicas, path):

@@ -101,15 +101,16 @@ def test_an_error_on_one_rank_is_raised_on_all(strategy):
         return x
 
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(20).map(odd).batch(10)))
-    with pytest.raises(KeyError, match="no such file"):
-        next(iterator)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="no such file"):
+            next(iterator)
     with pytest.raises(StopIteration):
         next(iterator)
     hs.barrier()
 
 
 @pytest.mark.parametrize("wrong", [7, 23])
-def test_an_error_comes_after_the_steps_before_it(strategy, wrong):
+def test_an_error_comes_between_the_steps(strategy, wrong):
     """On all ranks, though one replica alone is given the element, and however far ahead batches are loaded."""
     n = strategy.num_replicas_in_sync
 
@@ -119,14 +120,40 @@ def test_an_error_comes_after_the_steps_before_it(strategy, wrong):
         return x
 
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n)))
-    for step in range(wrong // n):
+    for step in range(24):
         time.sleep(0.005)  # in which the loader comes to the error
+        if step == wrong // n:
+            with pytest.raises(KeyError, match=f"no element {wrong}"):
+                next(iterator)
+            continue
         parts = strategy.experimental_local_results(next(iterator))
         assert [part.tolist() for part in parts] == [[step * n + replica] for replica in range(n)]
-    with pytest.raises(KeyError, match=f"no element {wrong}"):
-        next(iterator)
     with pytest.raises(StopIteration):
         next(iterator)
+
+
+def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(10).batch(2)))
+    for take in (next, lambda iterator: iterator.get_next()):
+        with pytest.raises(ValueError, match="next was called inside a replica function.*call it outside"):
+            strategy.run(take, args=(iterator,))
+    hs.barrier()
+    assert len(list(iterator)) == 5  # nothing was taken
+
+
+@pytest.mark.parametrize("count", [3, 4, None])
+def test_v1_calls_a_function_for_each_element(place, count):
+    with place.make(hs.compat.v1.CentralStorageStrategy) as strategy:
+        n = strategy.num_replicas_in_sync
+        numbers = iter(range(count * n)) if count else itertools.count()
+        iterator = strategy.make_input_fn_iterator(lambda context: lambda: np.full(2, next(numbers)))
+        iterator.initialize()
+        for step in range(count or 5):
+            parts = strategy.experimental_local_results(iterator.get_next())
+            assert [hs.asnumpy(part).tolist() for part in parts] == [2 * [step * n + replica] for replica in range(n)]
+        if count:
+            with pytest.raises(StopIteration):
+                iterator.get_next()
 
 
 def test_generators_that_differ_are_named(strategy):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import Dataset, _walk
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _walk
 
 
 def plain(element) -> Any:
@@ -253,6 +253,13 @@ def test_wrong_arguments():
             ten.batch(wrong)
         with pytest.raises(ValueError, match=r"Dataset\.shuffle: buffer_size is"):
             ten.shuffle(wrong)
+    for call in (ten.prefetch, ten.shuffle):
+        with pytest.raises(ValueError, match=r"buffer_size is -3; it must be at least"):
+            call(-3)
+    with pytest.raises(ValueError, match=r"Dataset\.prefetch: buffer_size is -2"):
+        ten.prefetch(-2)
+    with pytest.raises(ValueError, match="of which there is no end"):
+        ten.repeat().shuffle(UNKNOWN_CARDINALITY)
     for num, index in [(3, 3), (3, -1), (0, 0)]:
         with pytest.raises(ValueError, match=r"Dataset\.shard: index is"):
             ten.shard(num, index)
@@ -280,6 +287,148 @@ def test_unbatch_of_what_has_no_rows():
         list(Dataset.range(3).map(lambda x: x).unbatch())
     with pytest.raises(ValueError, match="first dimension"):
         list(Dataset.from_tensors((np.arange(2), np.arange(3))).unbatch())
+
+
+def rounds(*sizes):
+    """A generator whose rounds have so many elements each."""
+    left = iter(sizes)
+    return Dataset.from_generator(lambda: iter(range(next(left))), output_signature=TensorSpec((), np.int64))
+
+
+def test_rounds_without_elements_end_no_repeat():
+    assert items(rounds(1, 0, 2).repeat(3)) == [0, 0, 1]
+    assert items(rounds(0, 0, 2).repeat(3).batch(2)) == [[0, 1]]
+    assert items(rounds(1, 0, 2, 3).repeat(3)) == [0, 0, 1]
+    assert items(rounds(0, 1).shuffle(3).repeat(2)) == [0]
+    seen = []
+    once = Dataset.range(2).filter(lambda x: seen.append(x) or len(seen) in (1, 6))  # in the first round, and the third
+    assert items(once.repeat(4)) == [0, 1]
+
+
+def test_an_endless_repeat_ends_with_a_round_without_elements():
+    """As in TensorFlow, where behind a shuffle only the first round counts."""
+    assert items(rounds(1, 2, 0, 2).repeat()) == [0, 0, 1]
+    assert items(rounds(0, 2).repeat()) == items(rounds(0, 2).shuffle(9).repeat()) == []
+    assert items(rounds(1, 0, 0, 1, 0, 1).shuffle(9).repeat().take(3)) == [0, 0, 0]
+    assert items(Dataset.range(9).take(0).shuffle(9).repeat()) == []
+    assert items(rounds(*[2] * 9).take(0).repeat(3)) == []
+
+
+def test_an_endless_repeat_of_an_iterator_that_is_used_up_is_an_error():
+    numbers = iter(range(3))
+    dataset = Dataset.from_generator(lambda: numbers, np.int64).shuffle(9, seed=0).repeat()
+    iterator = iter(dataset)
+    assert sorted(next(iterator) for _ in range(3)) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match=r"Dataset\.repeat: after 3 elements .* must return a new iterator"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("size", [None, -1, 0, 5])
+def test_prefetch_is_a_hint(size):
+    assert items(Dataset.range(4).prefetch(size)) == [0, 1, 2, 3]
+    assert repr(Dataset.range(4).prefetch(None)) == repr(Dataset.range(4).prefetch(AUTOTUNE))
+
+
+def test_a_shuffle_of_all_elements(make):
+    order = items(make(50).shuffle(UNKNOWN_CARDINALITY, seed=1))
+    assert order == items(make(50).shuffle(50, seed=1)) and sorted(order) == list(range(50))
+
+
+# ---- errors of functions
+
+
+def attempts(dataset, limit=1000):
+    """The elements, as `items` has them, and the classes of what is raised in between."""
+    found, iterator = [], iter(dataset)
+    for _ in range(limit):
+        try:
+            found.append(plain(next(iterator)))
+        except StopIteration:
+            assert next(iterator, None) is None
+            return found
+        except ArithmeticError as error:
+            found.append(type(error))
+    raise AssertionError("there is no end")
+
+
+def odd_one_out(*wrong):
+    def check(x):
+        if x in wrong:
+            raise ZeroDivisionError(f"no {x}")
+        return True
+
+    return check
+
+
+BAD = ZeroDivisionError
+STAGES = {
+    "map": (lambda d: d, [0, 1, BAD, 3, 4, BAD, 6]),
+    "prefetch": (lambda d: d.prefetch(2), [0, 1, BAD, 3, 4, BAD, 6]),
+    "map again": (lambda d: d.map(lambda x: x + 1), [1, 2, BAD, 4, 5, BAD, 7]),
+    "filter": (lambda d: d.filter(lambda x: x % 3), [1, BAD, 4, BAD]),
+    "batch": (lambda d: d.batch(2), [[0, 1], BAD, BAD, [6]]),
+    "batches": (lambda d: d.batch(2).prefetch(1).map(lambda x: -x), [[0, -1], BAD, BAD, [-6]]),
+    "batch and unbatch": (lambda d: d.batch(2).map(lambda x: x).unbatch(), [0, 1, BAD, BAD, 6]),
+    "rows": (lambda d: d.batch(2).unbatch(), [0, 1, BAD, 3, 4, BAD, 6]),
+    "take and skip": (lambda d: d.take(5).skip(1), [1, BAD, 3, 4]),
+    "shard": (lambda d: d.shard(2, 0), [0, BAD, 4, 6]),
+    "repeat": (lambda d: d.repeat(2), [0, 1, BAD, 3, 4, BAD, 6] * 2),
+    "enumerate": (lambda d: d.enumerate(), [(0, 0), (1, 1), BAD, (3, 3), (4, 4), BAD, (6, 6)]),
+    "zip": (lambda d: Dataset.zip((d, Dataset.range(5))), [(0, 0), (1, 1), BAD, (3, 3), (4, 4)]),
+    "concatenate": (lambda d: d.take(3).concatenate(d.skip(5)), [0, 1, BAD, BAD, 6]),
+    "cache": (lambda d: d.cache().repeat(2), [0, 1, BAD, 3, 4, BAD, 6] * 2),
+}
+FAILING = {
+    "map": lambda: Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x),
+    "filter": lambda: Dataset.range(7).filter(odd_one_out(2, 5)),
+    "generated": lambda: Dataset.from_generator(lambda: iter(range(7)), np.int64).map(
+        lambda x: odd_one_out(2, 5)(x) and x
+    ),
+}
+
+
+@pytest.mark.parametrize("source", FAILING)
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_element_after_an_error_comes_next(source, stage):
+    transform, expected = STAGES[stage]
+    assert attempts(transform(FAILING[source]())) == expected
+
+
+@pytest.mark.parametrize("source", FAILING)
+def test_an_error_has_its_place_in_a_shuffle(source):
+    found = attempts(FAILING[source]().shuffle(3, seed=0))
+    assert sorted(x for x in found if x is not BAD) == [0, 1, 3, 4, 6] and found.count(BAD) == 2
+
+
+def test_what_failed_is_tried_again_in_the_next_pass():
+    tries = []
+    dataset = Dataset.range(3).map(lambda x: tries.append(x) or int(x) // (len(tries) != 2)).filter(lambda x: True)
+    cached = dataset.cache()
+    assert attempts(cached) == [0, BAD, 2]
+    assert attempts(cached) == attempts(cached) == [0, 1, 2]
+    assert len(tries) == 6
+
+
+def test_after_an_error_of_a_generator_it_has_ended():
+    def numbers():
+        yield 1
+        yield 1 // 0
+
+    for dataset in (Dataset.from_generator(numbers), Dataset.from_generator(numbers).filter(bool).map(lambda x: x)):
+        assert attempts(dataset) == [1, BAD]
+
+
+def test_a_function_cannot_end_the_elements():
+    def stop(x):
+        raise StopIteration
+
+    for dataset, name in [
+        (Dataset.range(3).map(stop), "map: map_func"),
+        (Dataset.range(3).filter(stop), "filter: pred"),
+    ]:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=rf"Dataset\.{name}.* raised StopIteration"):
+                next(iter(dataset))
 
 
 # ---- facts

@@ -322,22 +322,90 @@ def test_options_that_do_not_go(options, error, text):
         distribute_from_function(lambda context: Dataset.range(4).batch(2), rank, options)
 
 
-def test_an_error_on_one_rank_is_raised_on_all():
-    seen = []
+def attempts(distributed):
+    """This rank's parts, and the texts of what is raised in between; the end is one for good."""
+    found, iterator = [], iter(distributed)
+    while True:
+        try:
+            found.append(np.asarray(select(next(iterator))).tolist())
+        except StopIteration:
+            assert list(iterator) == []
+            return found
+        except ArithmeticError as error:
+            found.append(str(error).partition(" (")[0])
+
+
+def fail_at(*wrong, rank=None, on=None):
+    def check(x):
+        if x in wrong and rank is on:
+            raise ZeroDivisionError(f"no {x}")
+        return True
+
+    return check
+
+
+FAILING = {
+    "map": lambda check: Dataset.range(14).map(lambda x: check(x) and x).batch(4),
+    "filter": lambda check: Dataset.range(14).filter(check).batch(4).prefetch(1),
+    "batches": lambda check: Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x).prefetch(1),
+    "generated": lambda check: Dataset.from_generator(lambda: iter(range(14))).map(lambda x: check(x) and x).batch(4),
+}
+
+
+@pytest.mark.parametrize("source", FAILING)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_an_error_is_raised_on_all_ranks_and_the_next_step_follows(source, size):
+    for wrong in ((5,), (0, 13), (4, 6)):
+        every = on_ranks(
+            size, lambda rank, wrong=wrong: attempts(distribute_dataset(FAILING[source](fail_at(*wrong)), rank, None))
+        )
+        steps = list(zip(*every, strict=True))
+        for batch, step in zip([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], steps, strict=True):
+            failed = [f"no {x}" for x in wrong if x in batch]
+            if failed:
+                assert set(step) <= set(failed)
+            else:
+                assert list(step) == (shares(batch, 4, size) if size > 1 else [batch])
+
+
+@pytest.mark.parametrize("source", FAILING)
+def test_an_error_on_one_rank_alone_is_raised_on_all(source):
+    """The other ranks take the same steps on."""
 
     def program(rank):
-        dataset = Dataset.range(8).map(lambda x: 1 // 0 if x == 5 else x).batch(4)
-        iterator = iter(distribute_dataset(dataset, rank, None))
-        seen.append(select(next(iterator)).tolist())
-        try:
-            next(iterator)
-        finally:
-            with pytest.raises(StopIteration):
-                next(iterator)
+        check = fail_at(*range(4, 8), rank=rank.rank, on=1)
+        return attempts(distribute_dataset(FAILING[source](check), rank, None))
 
-    with pytest.raises(ZeroDivisionError):
-        on_ranks(2, program)
-    assert sorted(seen) == [[0, 1], [2, 3]]
+    every = on_ranks(2, program)
+    assert [parts[0] for parts in every] == [[0, 1], [2, 3]]
+    assert [parts[2:] for parts in every] == [[[8, 9], [12, 13]], [[10, 11], []]]
+    assert {type(parts[1]) for parts in every} == {str}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_error_in_elements_that_are_dealt_out(size):
+    def program(rank):
+        dataset = Dataset.range(24).batch(2).map(lambda x: [fail_at(6)(y) for y in x] and x)
+        return attempts(distribute_from_function(lambda context: dataset, rank, None))
+
+    every = on_ranks(size, program)
+    batches = [[x, x + 1] for x in range(0, 24, 2)]
+    for step, found in enumerate(zip(*every, strict=True)):
+        expected = batches[step * size : (step + 1) * size]
+        assert list(found) == (["no 6"] * size if [6, 7] in expected else expected)
+
+
+def test_an_error_of_the_source_ends_the_iteration_on_all_ranks():
+    def program(rank):
+        def numbers():
+            yield from range(4)
+            if rank.rank == 1:
+                raise ZeroDivisionError("no more")
+            yield from range(4, 8)
+
+        return attempts(distribute_dataset(Dataset.from_generator(numbers, np.int64).batch(4), rank, None))
+
+    assert on_ranks(2, program) == [[[0, 1], "no more"], [[2, 3], "no more"]]
 
 
 def test_generators_of_different_lengths_are_named():

@@ -126,7 +126,8 @@ def untold(messages):
 
 
 def _is_bare(message):
-    return message.says == "StopIteration" and not message.text  # what Python's protocol wants
+    """What Python's protocol wants, and what is passed on as it is."""
+    return message.says in ("StopIteration", "error") and not message.text
 
 
 def but(found, exceptions):
