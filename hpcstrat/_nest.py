@@ -1,13 +1,16 @@
-"""Nests: any structure of dict, list, tuple, namedtuple and dataclass, over optree. `None` is a leaf."""
+"""Nests: any structure of dict and its subclasses, list, tuple, namedtuple, dataclass, over optree. None is a leaf."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
+from optree.utils import total_order_sorted
 
 Structure: TypeAlias = optree.PyTreeSpec
 """What a nest is without its leaves. Hashable; two nests of equal structure have equal ones."""
@@ -30,8 +33,27 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 @functools.lru_cache(maxsize=1024)
 def describe(structure: Structure) -> str:
-    """The structure in words, such as `{'a': *, 'b': [*, *]}`; equal ones have equal descriptions on all ranks."""
-    return str(structure).removeprefix("PyTreeSpec(").partition(", NoneIsLeaf")[0]
+    """The structure in words, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
+
+    Equal ones have equal descriptions on all ranks, others have others. Keys of one repr might be in another order on
+    another rank: a description with such keys is like no other rank's.
+    """
+    kind = structure.type
+    if kind is None:
+        return "*"
+    parts = [describe(child) for child in structure.children()]
+    if kind is list:
+        return f"[{', '.join(parts)}]"
+    if kind is tuple:
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    if not issubclass(kind, dict):
+        names = getattr(kind, "_fields", structure.entries())
+        return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, parts))})"
+    keys = [repr(key) for key in structure.entries()]
+    text = f"{{{', '.join(map('{}: {}'.format, keys, parts))}}}"
+    if len(set(keys)) < len(keys):
+        text += f" with keys of one repr, which must differ: {os.urandom(8).hex()}"
+    return text if kind is dict else f"{kind.__qualname__}({text})"
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
@@ -46,10 +68,18 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def _register(cls: type) -> bool:
-    """Teaches optree a dataclass that it took for a leaf; whether `cls` was one."""
-    if not dataclasses.is_dataclass(cls):
+    """Teaches optree a class that it took for a leaf; whether `cls` is one of nests."""
+    if dataclasses.is_dataclass(cls):
+        _register_dataclass(cls)
+    elif issubclass(cls, dict):
+        _register_mapping(cls)
+    else:
         _leaf_types.add(cls)
         return False
+    return True
+
+
+def _register_dataclass(cls: type) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
 
     def to_leaves(node: Any) -> tuple[list[Any], None, list[str]]:
@@ -63,4 +93,30 @@ def _register(cls: type) -> bool:
         return node
 
     optree.register_pytree_node(cls, to_leaves, from_leaves, namespace=_NAMESPACE)  # pyright: ignore[reportArgumentType]
-    return True
+
+
+def _register_mapping(cls: type[dict[Any, Any]]) -> None:
+    is_ordered = issubclass(cls, collections.OrderedDict)
+    base = cast("Any", collections.OrderedDict if is_ordered else dict)
+    ordered = list if is_ordered else total_order_sorted
+
+    def to_leaves(node: Any) -> tuple[list[Any], tuple[Any, ...], list[Any]]:
+        keys = ordered(node)
+        return [base.__getitem__(node, key) for key in keys], tuple(keys), keys
+
+    def from_leaves(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        items = base(zip(keys, leaves, strict=True))
+        # Through __init__, as TensorFlow does, because it may put the items where attributes are. Where it takes other
+        # arguments, or changes what it is given, without it.
+        try:
+            node = cls(items)
+            if len(node) == len(items) and all(base.__getitem__(node, key) is items[key] for key in keys):
+                return node
+        except Exception:
+            pass
+        node = cls.__new__(cls)
+        for key, leaf in items.items():
+            base.__setitem__(node, key, leaf)
+        return node
+
+    optree.register_pytree_node(cls, to_leaves, from_leaves, namespace=_NAMESPACE)  # pyright: ignore[reportArgumentType]

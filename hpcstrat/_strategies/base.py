@@ -194,7 +194,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
     def _merge_call(self, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, structure = _nest.flatten((args, kwargs))
-        self._communicator.exchange(signature("ReplicaContext.merge_call", str(structure)))
+        self._communicator.exchange(signature("ReplicaContext.merge_call", _nest.describe(structure)))
         merged_args, merged_kwargs = regroup(self, (args, kwargs)) if leaves else (args, kwargs)
         token = _context.current.set(self._cross_context)
         try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hpcstrat import _context, _devices, _nest
 from hpcstrat._context import UpdateContext
 from hpcstrat._strategies import reduction, travel
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica
 from hpcstrat._variables import Variable
 
@@ -130,7 +130,7 @@ class StrategyExtended:
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
                 _devices.parse(one, call)
-            elif alone and isinstance(one, (int, float, complex)):
+            elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
                 continue  # what a single replica returned
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
                 raise ValueError(

@@ -251,6 +251,58 @@ def test_slices(strategy):
         assert found.values[:, 0].tolist() == [(r + 1) / scale for r in range(N)]
 
 
+class Key:
+    """A key that does not sort, and looks like others."""
+
+    def __init__(self, name, repr_="key"):
+        self.name, self.repr = name, repr_
+
+    def __repr__(self):
+        return self.repr
+
+
+def in_two_orders(*keys):
+    """A dict whose keys are in another order on odd ranks, with the number of a key as its value."""
+    order = list(enumerate(keys))
+    return {key: float(number) for number, key in (reversed(order) if RANK % 2 else order)}
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+def test_keys_in_another_order_on_another_rank(strategy, axis):
+    """What sorts is summed right; what does not is refused, rather than summed crosswise."""
+    for keys in (("b", "a", "c"), (2, 1), ("x", 1, None), (b"a", ("t", 2))):
+        value = strategy.run(lambda keys=keys: {k: strategy.xp.full(1, v) for k, v in in_two_orders(*keys).items()})
+        found = strategy.reduce("SUM", value, axis)
+        assert {key: float(one.sum()) for key, one in found.items()} == {key: N * i for i, key in enumerate(keys)}
+    same = (Key(1, "one"), Key(2, "two"))
+    assert set(strategy.reduce("SUM", strategy.run(lambda: {key: 1 for key in same}), None).values()) == {N}
+    if N == 1:
+        return
+    for keys in ((Key(1), Key(2)), same):
+        value = strategy.run(lambda keys=keys: {key: np.ones(1) for key in in_two_orders(*keys)})
+        for call in (
+            lambda value=value: strategy.reduce("SUM", value, axis),
+            lambda value=value: strategy.gather(value, 0),
+            lambda value=value: strategy.experimental_local_results(value),
+            lambda keys=keys: strategy.run(lambda: replica_context().all_reduce("SUM", in_two_orders(*keys))),
+            lambda keys=keys: strategy.run(
+                lambda: replica_context().merge_call(lambda strategy, nest: None, (in_two_orders(*keys),))
+            ),
+        ):
+            with pytest.raises(hs.ReplicaMismatchError, match="the ranks must make the same call"):
+                call()
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
+
+
+@pytest.mark.skipif(N == 1, reason="one replica's keys cannot differ from another's")
+def test_keys_that_differ_in_what_is_long_or_odd(strategy):
+    for key in ("a, NoneIsLeaf", "a': *, 'b", "a" * 10_000):
+        value = strategy.run(lambda key=key: {key: 1.0, "b" if RANK else "c": 1.0})
+        with pytest.raises(hs.ReplicaMismatchError, match="the ranks must make the same call"):
+            strategy.reduce("SUM", value, None)
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
+
+
 def test_within_merge_call(strategy):
     def merge(strategy, value):
         return strategy.reduce("SUM", value, None)

@@ -114,6 +114,22 @@ def test_what_comes_back(strategy, place):
     assert strategy.run(lambda: (None, v)) == (None, v)
 
 
+class Keys(dict):
+    pass
+
+
+def test_a_subclass_of_dict_stays_one(strategy, place):
+    value = strategy.run(lambda: Keys(loss=1.0 + RANK, more={"x": place.xp.full(2, RANK)}))
+    assert type(value) is Keys and isinstance(value["loss"], float if N == 1 else hs.PerReplica)
+    found = strategy.reduce("SUM", value, axis=None)
+    assert type(found) is Keys and found["loss"] == N * (N + 1) / 2
+    assert found["more"]["x"].tolist() == [N * (N - 1) / 2] * 2
+    for rank, one in enumerate(strategy.experimental_local_results(value)):
+        assert type(one) is Keys and one["loss"] == 1 + rank
+    again = strategy.run(lambda keys: (type(keys) is Keys, keys["loss"]), args=(value,))
+    assert strategy.experimental_local_results(again) == tuple((True, 1.0 + rank) for rank in range(N))
+
+
 def test_results_go_into_the_next_run(strategy, place):
     found = per_replica(strategy)
     array = strategy.run(lambda: place.xp.full((2, 1), RANK))

@@ -104,14 +104,142 @@ def test_structures_differ():
     assert _nest.flatten([None])[1] == _nest.flatten([1])[1]
 
 
+class Keys(dict):
+    pass
+
+
+class Ordered(collections.OrderedDict):
+    pass
+
+
+class Attributes(dict):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.__dict__ = self
+
+
+class OnlyKeywords(dict):
+    def __init__(self, **kwargs):
+        super().__init__(kwargs)
+
+
+class Named(dict):
+    """Takes something else than items."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+class Strict(dict):
+    """Changes what it is given."""
+
+    def __init__(self, items):
+        super().__init__((key, str(value)) for key, value in items.items())
+
+    def __setitem__(self, key, value):
+        raise AssertionError("set by its method")
+
+
+class Default(collections.defaultdict):
+    pass
+
+
+def named(name, items):
+    made = Named(name)
+    dict.update(made, items)
+    return made
+
+
+def strict(items):
+    made = Strict({})
+    dict.update(made, items)
+    return made
+
+
+@pytest.mark.parametrize(
+    "nest",
+    [
+        Keys(b=1, a=2),
+        Ordered(b=1, a=2),
+        Attributes(b=1, a=2),
+        OnlyKeywords(b=1, a=2),
+        named("n", {"b": 1, "a": 2}),
+        strict({"b": 1, "a": 2}),
+        Default(list, b=1, a=2),
+        collections.Counter(b=1, a=2),
+    ],
+    ids=lambda nest: type(nest).__name__,
+)
+def test_subclasses_of_dict_are_nests(nest):
+    leaves, structure = _nest.flatten([nest])
+    in_order = isinstance(nest, collections.OrderedDict)
+    assert leaves == ([1, 2] if in_order else [2, 1])
+    marks = [object(), object()]
+    (found,) = _nest.unflatten(structure, marks)
+    assert type(found) is type(nest) and dict(found) == dict(zip("ba" if in_order else "ab", marks, strict=True))
+    assert list(found) == (["b", "a"] if in_order else ["a", "b"])
+    assert _nest.describe(_nest.flatten(nest)[1]).startswith(f"{type(nest).__name__}({{")
+    if isinstance(nest, Attributes):
+        assert found.a is marks[0] and found.b is marks[1]
+
+
+def test_structures_of_subclasses_of_dict():
+    assert _nest.flatten(Keys(a=1, b=2))[1] == _nest.flatten(Keys(b=3, a=4))[1] != _nest.flatten(Keys(a=1, c=2))[1]
+    assert _nest.flatten(Ordered(a=1, b=2))[1] != _nest.flatten(Ordered(b=3, a=4))[1]
+    assert _nest.flatten(Keys(a=1))[1] != _nest.flatten({"a": 1})[1]
+    assert _nest.map_leaves(lambda x: x + 1, Keys({1: Keys(x=2), "a": [3]})) == {1: {"x": 3}, "a": [4]}
+
+
 @pytest.mark.parametrize(
     ("nest", "text"),
-    [(5, "*"), (None, "*"), ({"b": [1, (2, None)], "a": 3}, "{'a': *, 'b': [*, (*, *)]}"), ([], "[]"), ({}, "{}")],
+    [
+        (5, "*"),
+        (None, "*"),
+        ({"b": [1, (2, None)], "a": 3}, "{'a': *, 'b': [*, (*, *)]}"),
+        ([], "[]"),
+        ({}, "{}"),
+        ((1,), "(*,)"),
+        (Point(3, {"z": 4}), "Point(x=*, y={'z': *})"),
+        (pair(1, [2]), "Pair(first=*, second=[*])"),
+        (collections.OrderedDict(b=1, a=2), "OrderedDict({'b': *, 'a': *})"),
+        (collections.defaultdict(lambda: 0, a=1), "defaultdict({'a': *})"),
+        (Keys(b=1, a=2), "Keys({'a': *, 'b': *})"),
+        ({"a, NoneIsLeaf": 1, "b": 2}, "{'a, NoneIsLeaf': *, 'b': *}"),
+        ({1: 2, "1": 3}, "{1: *, '1': *}"),
+    ],
+    ids=str,
 )
 def test_structures_in_words(nest, text):
     assert _nest.describe(_nest.flatten(nest)[1]) == text
 
 
-def test_dataclasses_in_words_are_the_same_in_every_process():
-    text = _nest.describe(_nest.flatten([pair(1, [2]), Point(3, 4)])[1])
-    assert "Pair" in text and "Point(x=*, y=*)" in text and "0x" not in text
+def test_no_two_structures_have_one_description():
+    nests = [
+        *(1, [1], (1,), [[1]], {"a": 1}, {"a, NoneIsLeaf": 1}, {"a, NoneIsLeaf": 1, "b": 2}),
+        *({"a, NoneIsLeaf": 1, "c": 2}, {"'a": 1}, {"a'": 1}, {"a': *, 'b": 1}, {"a": 1, "b": 2}, {1: 2}, {"1": 2}),
+        *([1, 2], (1, 2), Point(1, 2), Keys(a=1), Ordered(a=1), collections.OrderedDict(a=1)),
+    ]
+    assert len({_nest.describe(_nest.flatten(nest)[1]) for nest in nests}) == len(nests)
+
+
+class Key:
+    """Of one repr with others; not sorted, so in the order of insertion."""
+
+    def __init__(self, repr_="k"):
+        self.repr = repr_
+
+    def __repr__(self):
+        return self.repr
+
+
+def test_keys_of_one_repr_are_told_apart():
+    """By a description that no other rank has: nobody knows which of its keys is which of this rank's."""
+    alike = [{Key(): 1, Key(): 2}, [{Key(): 1, Key(): 2}], {Key(): 1, Key(): 2}, Keys({Key(): 1, Key(): 2})]
+    structures = [_nest.flatten(nest)[1] for nest in alike]
+    descriptions = [_nest.describe(structure) for structure in structures]
+    assert len(set(descriptions)) == len(descriptions)
+    assert all("keys of one repr" in text for text in descriptions)
+    assert [_nest.describe(structure) for structure in structures] == descriptions
+    one, other = Key("one"), Key("other")
+    assert _nest.describe(_nest.flatten({one: 1, other: 2})[1]) == "{one: *, other: *}"
+    assert _nest.describe(_nest.flatten({other: 1, one: 2})[1]) == "{other: *, one: *}"
