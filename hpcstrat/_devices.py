@@ -35,6 +35,11 @@ class Device(NamedTuple):
         return f"/job:{task}/device:{self.kind}:{self.ordinal}"
 
     @property
+    def short(self) -> str:
+        """The kind and the number, of which there may be one on each host."""
+        return f"{self.kind}:{self.ordinal}"
+
+    @property
     def array_module(self) -> ModuleType:
         """`numpy`, or `cupy` for a GPU."""
         return np if self.kind == "CPU" else _gpu.load_cupy(str(self))

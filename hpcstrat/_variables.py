@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from hpcstrat._variable_values import (
     shared_out,
     written_array,
 )
+
+if TYPE_CHECKING:
+    from hpcstrat._strategies.base import Strategy
 
 
 class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
@@ -270,6 +273,17 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
 
     def _checked(self, call: str, verb: str, value: Any) -> Array:
         return written_array(call, verb, value, self.shape, self.dtype, self._strategy._stream is not None)
+
+    def _strategy_here(self, call: str) -> Strategy:
+        """The variable's strategy, for an update by it in this line.
+
+        Raises:
+            RuntimeError: this line runs in another strategy.
+        """
+        context = _context.context()
+        if context is not None and context.strategy is not self._strategy:
+            raise RuntimeError(self._foreign(call, context))
+        return self._strategy
 
     def _is_plain_here(self, context: CrossReplicaContext | ReplicaContext) -> bool:
         """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""

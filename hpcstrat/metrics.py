@@ -44,6 +44,9 @@ class Metric:
         """Starts anew. Collective in the cross-replica context; in a replica context for this replica only."""
         self._sums.assign(np.zeros(2))
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r})"
+
     def _add(self, total: Any, count: Any) -> None:
         if self._sums._is_divided():
             raise RuntimeError(

@@ -90,6 +90,13 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """The array module of this rank's device: `numpy` or `cupy`."""
         return self._device.array_module
 
+    def __repr__(self) -> str:
+        replicas = self.num_replicas_in_sync
+        places = ", ".join(dict.fromkeys(device.short for device in self._devices))
+        variables = "" if self._mirrors or replicas == 1 else f", variables on {self._parameter_device.short}"
+        state = ", closed" if self._closed else ""
+        return f"{type(self).__name__}({replicas} replica{'s' * (replicas != 1)} on {places}{variables}{state})"
+
     # ---- life
 
     def scope(self) -> Scope:

@@ -22,14 +22,16 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi et al. 2011): `a += g^2`, then `w -= learning_rate g / sqrt(a + epsilon)`.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
         initial_accumulator_value: what `a` starts from, at least 0.
-        epsilon: keeps the divisor from 0.
+        epsilon: keeps the divisor from 0; at least 0.
         global_clipnorm: the largest norm of the summed gradients, or `None`.
         name: a name.
 
     Raises:
-        ValueError: a negative initial value.
+        ValueError: a number is negative or not finite.
+        TypeError: a number is none.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class Adagrad(Optimizer):
             )
         super().__init__(learning_rate, global_clipnorm, name)
         self.initial_accumulator_value: float = float(initial_accumulator_value)
-        self.epsilon: float = float(epsilon)
+        self.epsilon: float = self._not_negative("epsilon", epsilon)
 
     @property
     def _slot_values(self) -> dict[str, float]:

@@ -41,8 +41,8 @@ class _Adam(Optimizer):
         super().__init__(learning_rate, global_clipnorm, name)
         self.beta_1: float = float(beta_1)
         self.beta_2: float = float(beta_2)
-        self.epsilon: float = float(epsilon)
-        self._decay = float(weight_decay)
+        self.epsilon: float = self._not_negative("epsilon", epsilon)
+        self._decay = self._not_negative("weight_decay", weight_decay)
 
     @property
     def _slot_values(self) -> dict[str, float]:
@@ -88,15 +88,17 @@ class Adam(_Adam):
     `w -= learning_rate sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)`.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
-        epsilon: keeps the divisor from 0.
+        epsilon: keeps the divisor from 0; at least 0.
         global_clipnorm: the largest norm of the summed gradients, or `None`.
         name: a name.
 
     Raises:
-        ValueError: a decay out of range.
+        ValueError: a decay is out of range, another number negative or not finite.
+        TypeError: a number is none.
     """
 
     def __init__(
@@ -117,16 +119,18 @@ class AdamW(_Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): `w -= learning_rate weight_decay w` comes first.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
-        weight_decay: the decay.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
+        weight_decay: the decay, at least 0.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
-        epsilon: keeps the divisor from 0.
+        epsilon: keeps the divisor from 0; at least 0.
         global_clipnorm: the largest norm of the summed gradients, or `None`.
         name: a name.
 
     Raises:
-        ValueError: a decay of a moment out of range.
+        ValueError: a decay of a moment is out of range, another number negative or not finite.
+        TypeError: a number is none.
     """
 
     def __init__(

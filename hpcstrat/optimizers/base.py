@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -31,7 +32,8 @@ class Optimizer(abc.ABC):
     """Changes variables by their gradients.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
         global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together so that their norm,
             over all variables, is at most this.
         name: a name.
@@ -83,9 +85,9 @@ class Optimizer(abc.ABC):
             rate: Any = value
             self._current_rate: Callable[[], float] = (lambda: rate(self._iterations)) if takes_step else rate
         else:
-            constant = float(value)
+            constant = self._not_negative("learning_rate", value)
             self._current_rate = lambda: constant
-        self._constant_rate: float | None = None if callable(value) else float(value)
+        self._constant_rate: float | None = None if callable(value) else self._current_rate()
         self._learning_rate = value
 
     def __repr__(self) -> str:
@@ -107,6 +109,20 @@ class Optimizer(abc.ABC):
                     _copy(strategy._storage, own, copied)
         return other
 
+    def _not_negative(self, argument: str, value: Any) -> float:
+        """The value of an argument as a float.
+
+        Raises:
+            TypeError: it is no number.
+            ValueError: it is negative, infinite or nan.
+        """
+        is_number = hasattr(value, "__float__")
+        if not is_number or not 0 <= float(value) < math.inf:
+            error = ValueError if is_number else TypeError
+            also = ", or a callable" if argument == "learning_rate" else ""
+            raise error(f"{type(self).__name__}: {argument} is {value!r}; it must be a number of at least 0{also}")
+        return float(value)
+
     # ---- the step
 
     def apply_gradients(
@@ -120,12 +136,12 @@ class Optimizer(abc.ABC):
         Args:
             grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any library, of the
                 variable's shape whose dtype casts to the variable's, an `IndexedSlices`, or `None` for a variable that
-                is left as it is.
+                is left as it is. Without any pair nothing happens.
             skip_gradients_aggregation: the gradients are summed over the replicas already.
 
         Raises:
-            ValueError: no gradient at all, a gradient of a wrong shape or dtype, a variable that no optimizer can
-                change, or that occurs twice. Nothing has changed.
+            ValueError: no gradient of any of the variables, a gradient of a wrong shape or dtype, a variable that no
+                optimizer can change, or that occurs twice. Nothing has changed.
             ReplicaMismatchError: the replicas pass gradients of different variables, or different learning rates.
             RuntimeError: the variables belong to another strategy than the one this line runs in.
         """
@@ -133,7 +149,12 @@ class Optimizer(abc.ABC):
         pairs = list(grads_and_vars)
         if not skip_gradients_aggregation and self._apply_as_before(call, pairs):
             return
-        strategy = self._strategy_of(call, pairs)
+        if not pairs:
+            _context.get_strategy()._communicator.exchange(signature(call, "no variable"))
+            return
+        for pair in pairs:
+            _check_pair(call, pair)
+        strategy = pairs[0][1]._strategy_here(f"{call} to {pairs[0][1].name!r}")
         communicator = strategy._communicator
         with communicator.joint(call):
             gradients, dense, sparse = _sorted(call, pairs)
@@ -209,7 +230,9 @@ class Optimizer(abc.ABC):
         """
         call = f"{self.name}.gradient_buffers"
         variables = list(variables)
-        strategy = self._strategy_of(call, [(None, v) for v in variables])
+        if not variables or not all(isinstance(v, Variable) for v in variables):
+            raise ValueError(f"{call}: it takes variables, at least one, and got {variables!r}; pass them in a list")
+        strategy = variables[0]._strategy_here(f"{call} of {variables[0].name!r}")
         with strategy._communicator.joint(call):
             self._check_variables(call, strategy, variables)
             strategy._communicator.exchange(signature(call, *[v._block.number for v in variables]))
@@ -221,17 +244,6 @@ class Optimizer(abc.ABC):
             strategy._storage.make_buffers(call, plan)
         assert plan.buffers is not None
         return list(plan.buffers)
-
-    def _strategy_of(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> Any:
-        if not pairs or not isinstance(pairs[0], (tuple, list)) or not isinstance(pairs[0][-1], Variable):
-            raise ValueError(f"{call}: it takes (gradient, variable) pairs and got {pairs!r}; pass at least one")
-        strategy, context = pairs[0][1]._strategy, _context.context()
-        if context is not None and context.strategy is not strategy:
-            raise RuntimeError(
-                f"{call}: the variable {pairs[0][1].name!r} belongs to another strategy than "
-                f"{type(context.strategy).__name__}, which runs here; make it under `with strategy.scope():`"
-            )
-        return strategy
 
     def _check_variables(self, call: str, strategy: Any, variables: Sequence[Variable]) -> None:
         if len({id(v) for v in variables}) < len(variables):
@@ -341,6 +353,19 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
     return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
 
 
+def _check_pair(call: str, pair: Any) -> None:
+    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if is_pair and isinstance(pair[1], Variable):
+        return
+    if is_pair and isinstance(pair[0], Variable):
+        raise ValueError(
+            f"{call}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} comes first; pass the variable "
+            "second"
+        )
+    kind = f"({', '.join(type(one).__name__ for one in pair)})" if is_pair else type(pair).__name__
+    raise ValueError(f"{call}: it takes (gradient, variable) pairs, and one is {kind}; pass zip(gradients, variables)")
+
+
 def _sorted(
     call: str, pairs: Sequence[tuple[Any, Variable]]
 ) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
@@ -348,10 +373,7 @@ def _sorted(
     gradients: list[Array] = []
     dense: list[Variable] = []
     sparse: list[tuple[IndexedSlices, Variable]] = []
-    for pair in pairs:
-        if len(pair) != 2 or not isinstance(pair[1], Variable):
-            raise ValueError(f"{call}: it takes (gradient, variable) pairs; one is {pair!r}, and must be such a pair")
-        gradient, variable = pair
+    for gradient, variable in pairs:
         if gradient is None:
             continue
         if isinstance(gradient, IndexedSlices):

@@ -31,16 +31,18 @@ class RMSprop(Optimizer):
     `u = learning_rate g / sqrt(r + epsilon)`: `w -= u`, or with momentum `m = momentum m + u` and `w -= m`.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
         rho: the decay of the mean of squares.
         momentum: from 0 to 1.
-        epsilon: keeps the divisor from 0.
+        epsilon: keeps the divisor from 0; at least 0.
         centered: whether to divide by an estimate of the variance.
         global_clipnorm: the largest norm of the summed gradients, or `None`.
         name: a name.
 
     Raises:
-        ValueError: rho or momentum is not from 0 to 1.
+        ValueError: rho or momentum is not from 0 to 1, another number negative or not finite.
+        TypeError: a number is none.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, global_clipnorm, name)
         self.rho: float = float(rho)
         self.momentum: float = float(momentum)
-        self.epsilon: float = float(epsilon)
+        self.epsilon: float = self._not_negative("epsilon", epsilon)
         self.centered: bool = bool(centered)
 
     @property

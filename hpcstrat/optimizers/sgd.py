@@ -29,14 +29,16 @@ class SGD(Optimizer):
     `v = momentum * v - learning_rate * g`, then `w += v`, or `w += momentum * v - learning_rate * g` with `nesterov`.
 
     Args:
-        learning_rate: a number, or a callable that gives one, without arguments or of the number of steps done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
         momentum: from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
         global_clipnorm: the largest norm of the summed gradients, or `None`.
         name: a name.
 
     Raises:
-        ValueError: momentum is not from 0 to 1.
+        ValueError: momentum is not from 0 to 1, the learning rate negative or not finite.
+        TypeError: the learning rate is no number.
     """
 
     def __init__(

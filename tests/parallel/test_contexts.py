@@ -528,3 +528,14 @@ def test_many_strategies_one_communicator(place):
     for one in made:
         assert one.reduce("SUM", one.run(lambda: place.xp.ones(2)), axis=None).tolist() == [N, N]
         one.close()
+
+
+def test_the_repr_tells_the_replicas_and_where_they_are(place):
+    short = ", ".join(dict.fromkeys(place.devices))
+    replicas = f"{N} replica{'s' if N > 1 else ''}"
+    with place.make(hs.MirroredStrategy) as mirrored, place.make(hs.CentralStorageStrategy) as central:
+        assert repr(mirrored) == f"MirroredStrategy({replicas} on {short})"
+        where = "" if N == 1 else f", variables on {place.devices[0]}"
+        assert repr(central) == f"CentralStorageStrategy({replicas} on {short}{where})"
+    assert repr(mirrored) == f"MirroredStrategy({replicas} on {short}, closed)"
+    assert repr(hs.get_strategy()) == "DefaultStrategy(1 replica on CPU:0)"

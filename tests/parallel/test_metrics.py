@@ -170,3 +170,9 @@ def test_the_average_loss_of_the_global_batch(strategy, xp):
     assert float(strategy.reduce("SUM", found, None)) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
     found = strategy.run(lambda: hs.losses.scale_regularization_loss(xp.array([1.0, 5.0])))
     assert float(strategy.reduce("SUM", found, None)) == pytest.approx(6, rel=1e-15)
+
+
+def test_the_repr_is_the_name(strategy):
+    with strategy.scope():
+        metrics = [hs.metrics.Mean("loss"), hs.metrics.Accuracy()]
+    assert repr(metrics) == "[Mean(name='loss'), Accuracy(name='accuracy')]"

@@ -197,3 +197,45 @@ def test_gradients_that_are_other_variables_values(strategy):
         strategy.run(lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)]))
         assert np.array_equal(one.numpy(), before[0] - N * before[1])
         assert np.array_equal(other.numpy(), before[1] - N * before[0])
+
+
+def test_no_variable_at_all_is_no_step(strategy):
+    optimizer = hs.optimizers.SGD(0.5)
+    assert strategy.run(lambda: optimizer.apply_gradients([])) is None
+    with strategy.scope():
+        optimizer.apply_gradients(zip([], [], strict=True))
+    optimizer.apply_gradients(iter([]))
+    assert optimizer.iterations == 0
+
+
+@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+def test_variables_on_one_rank_only_are_a_mismatch(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.ones(2))
+    optimizer = hs.optimizers.SGD(0.5)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"SGD\.apply_gradients\(no variable\)"):
+        strategy.run(lambda: optimizer.apply_gradients([] if RANK else [(strategy.xp.ones(2), v)]))
+    assert v.numpy().tolist() == [1, 1]
+
+
+@pytest.mark.skipif(N == 1, reason="one process is all of them")
+def test_variables_of_no_scope_are_named_as_such(strategy):
+    v = hs.Variable(np.ones(2), name="w")
+    with pytest.raises(
+        RuntimeError, match=r"SGD.apply_gradients to 'w': .* made outside .* `with strategy.scope\(\):`"
+    ):
+        strategy.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(2), v)]))
+
+
+def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.ones(2))
+        optimizer = hs.optimizers.SGD(0.5, momentum=0.9)
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(2), v)]))
+    assert repr(optimizer) == (
+        "SGD(learning_rate=0.5, momentum=0.9, nesterov=False, global_clipnorm=None, name='SGD', iterations=1)"
+    )
+    rate = hs.optimizers.schedules.CosineDecay(0.1, 10)
+    for one in (hs.optimizers.Adam(rate), hs.optimizers.AdamW(rate), hs.optimizers.Adagrad(), hs.optimizers.RMSprop()):
+        assert repr(one).startswith(f"{type(one).__name__}(learning_rate={one.learning_rate!r}, ")
+        assert "epsilon=1e-07" in repr(one)

@@ -19,11 +19,21 @@ from hpcstrat.cluster_resolver import (
 from hpcstrat.data import Dataset
 
 V1 = hs.compat.v1
+VARIABLE = hs.Variable(np.ones(3), name="w")
+PAIRS = r"pass zip\(gradients, variables\)"
 A_DATASET: Any = Dataset.range(4)
 
 
 def simple(tasks):
     return SimpleClusterResolver(ClusterSpec({"worker": tasks}))
+
+
+def sgd(rate: Any):
+    return hs.optimizers.SGD(rate)
+
+
+def applied(pairs: Any, skipping: Any = False):
+    hs.optimizers.SGD().apply_gradients(pairs, skipping)
 
 
 def across(fn):
@@ -131,6 +141,49 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda _: hs.optimizers.SGD(0.1, global_clipnorm=0, name="mine"),
         ValueError,
         "SGD: global_clipnorm is 0; it must",
+    ),
+    "learning rate: negative": (
+        lambda _: hs.optimizers.Adam(-1),
+        ValueError,
+        "Adam: learning_rate is -1; it must be a number of at least 0, or a callable",
+    ),
+    "learning rate: nan": (lambda _: hs.optimizers.SGD(np.nan), ValueError, "SGD: learning_rate is nan"),
+    "learning rate: inf": (lambda _: hs.optimizers.SGD(np.inf), ValueError, "SGD: learning_rate is inf"),
+    "learning rate: text": (lambda _: sgd("0.1"), TypeError, "SGD: learning_rate is '0.1'; it must be a number"),
+    "learning rate: None": (lambda _: sgd(None), TypeError, "SGD: learning_rate is None"),
+    "learning rate: set": (
+        lambda _: setattr(hs.optimizers.SGD(0.1), "learning_rate", -0.1),
+        ValueError,
+        r"SGD: learning_rate is -0\.1",
+    ),
+    "learning rate: set to text": (
+        lambda _: setattr(hs.optimizers.SGD(0.1), "learning_rate", "fast"),
+        TypeError,
+        "SGD: learning_rate is 'fast'",
+    ),
+    "RMSprop: epsilon": (lambda _: hs.optimizers.RMSprop(epsilon=-1), ValueError, "RMSprop: epsilon is -1"),
+    "AdamW: weight_decay": (
+        lambda _: hs.optimizers.AdamW(weight_decay=-0.1),
+        ValueError,
+        r"AdamW: weight_decay is -0\.1; it must be a number of at least 0$",
+    ),
+    "a gradient and a variable": (lambda _: applied([1.0], skipping=[VARIABLE]), ValueError, f"one is float; {PAIRS}"),
+    "gradients and variables": (
+        lambda _: applied([np.ones(3), np.ones(3)]),
+        ValueError,
+        f"SGD.apply_gradients: it takes .* one is ndarray; {PAIRS}",
+    ),
+    "two gradients": (lambda _: applied([(np.ones(3), 1.0)]), ValueError, rf"one is \(ndarray, float\); {PAIRS}"),
+    "the variable first": (
+        lambda _: applied([(VARIABLE, np.ones(3))]),
+        ValueError,
+        "in one 'w' comes first; pass the variable second",
+    ),
+    "no gradient of any": (lambda _: applied([(None, VARIABLE)]), ValueError, "none of the 1 variables has a gradient"),
+    "buffers of nothing": (
+        lambda _: hs.optimizers.SGD().gradient_buffers([]),
+        ValueError,
+        r"SGD.gradient_buffers: it takes variables, at least one, and got \[\]",
     ),
     # datasets
     "slices of None": (lambda _: Dataset.from_tensor_slices(None), TypeError, "Dataset: a leaf of an element is None"),
