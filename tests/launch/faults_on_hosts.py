@@ -48,4 +48,21 @@ ON_HOSTS = {
         missing("rank 2", "loop"),
     ),
 }
+STRANGERS = """
+import socket, struct
+from hpcstrat._communicators.watch import tcp
+
+def addresses(port, addresses=tcp._addresses):
+    global silent
+    silent, reset = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
+    reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    reset.close()
+    return addresses(port)
+
+tcp._addresses = addresses
+"""
+
 ON_HOSTS = {name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fault in ON_HOSTS.items()}
+ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
+    ON_HOSTS["hosts: an endless loop"], begin=STRANGERS + BEGIN_ON_HOSTS
+)

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import math
 import os
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -17,6 +19,7 @@ import pytest
 
 from hpcstrat import _failure, _program, _settings
 from hpcstrat._communicators.calls import Calls
+from hpcstrat._communicators.watch import tcp
 from hpcstrat._communicators.watch.boards import SLOT, Board, SharedBoard
 from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge
 from hpcstrat._communicators.watch.notes import LIMIT, Note, find_place
@@ -254,6 +257,45 @@ def test_no_working_folder(monkeypatch, tmp_path):
 def test_no_patience(seconds):
     with pytest.raises(ValueError, match=r"patience: seconds is .*; it must be a number from 0 up"):
         _program.patience(seconds)
+
+
+def connect(listener, *said):
+    one = socket.create_connection(listener.getsockname())
+    for part in said:
+        one.sendall(part)
+    return one
+
+
+def test_strangers_that_connect_keep_no_rank_out():
+    token, size, accepted, is_over = b"t" * 16, 4, {}, threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        strangers = [connect(listener, *said) for said in ([], [b"GET / HTTP/1.1\r\n" * 9], [token[:5]], [b"x" * 20])]
+        for one in strangers:
+            stack.enter_context(one)
+        reset = connect(listener)
+        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset.close()
+        connect(listener, token).close()
+        thread = threading.Thread(target=tcp._accept, args=(listener, token, size, accepted, is_over))
+        thread.start()
+        for rank in range(1, size):
+            hello = token + struct.pack("<I", rank)
+            stack.enter_context(connect(listener, hello[:9], hello[9:]))
+        thread.join(20)
+        assert not thread.is_alive()
+        assert sorted(accepted) == [1, 2, 3]
+        for one in accepted.values():
+            one.close()
+
+
+def test_ranks_that_do_not_connect_are_not_waited_for():
+    accepted, is_over = {}, threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener, connect(listener):
+        thread = threading.Thread(target=tcp._accept, args=(listener, b"t" * 16, 2, accepted, is_over))
+        thread.start()
+        is_over.set()
+        thread.join(20)
+        assert not thread.is_alive() and accepted == {}
 
 
 def test_the_end_of_a_process_is_seen():

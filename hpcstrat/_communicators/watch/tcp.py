@@ -18,6 +18,8 @@ from hpcstrat._communicators.watch.notes import Note
 _PREFIX = struct.Struct("<I")
 _BEAT = b"b"  # of rank 0: it is alive, and watches
 _CONNECT_SECONDS = 10.0
+_STRANGERS = 64  # connections of others that wait to be accepted
+_LOOK_SECONDS = 0.2  # after which it may be found that the time is over
 
 
 @final
@@ -107,13 +109,16 @@ def connect_by_tcp(comm: Any) -> TcpBoard | None:
     """
     token = secrets.token_bytes(16)
     if comm.rank == 0:
-        listener = socket.create_server(("", 0), backlog=comm.size)
+        listener = socket.create_server(("", 0), backlog=comm.size + _STRANGERS)
         token, addresses = comm.bcast((token, _addresses(listener.getsockname()[1])))
         accepted: dict[int, socket.socket] = {}
-        thread = threading.Thread(target=_accept, args=(listener, token, comm.size, accepted), daemon=True)
+        is_over = threading.Event()
+        thread = threading.Thread(target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True)
         thread.start()
         are_connected = comm.allgather(True)
         thread.join(_CONNECT_SECONDS if all(are_connected) else 0.0)
+        is_over.set()
+        thread.join()
         listener.close()
         is_complete = comm.bcast(len(accepted) == comm.size - 1)
         sockets = accepted
@@ -150,15 +155,41 @@ def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> soc
     return None
 
 
-def _accept(listener: socket.socket, token: bytes, size: int, accepted: dict[int, socket.socket]) -> None:
-    while len(accepted) < size - 1:
-        try:
-            one, _ = listener.accept()
-            one.settimeout(_CONNECT_SECONDS)
-            hello = one.recv(len(token) + _PREFIX.size, socket.MSG_WAITALL)
-        except OSError:  # closed, or not one of ours
-            return
-        if hello[: len(token)] == token and len(hello) == len(token) + _PREFIX.size:
-            accepted[_PREFIX.unpack_from(hello, len(token))[0]] = one
-        else:
-            one.close()
+def _accept(
+    listener: socket.socket, token: bytes, size: int, accepted: dict[int, socket.socket], is_over: threading.Event
+) -> None:
+    """Waits for all other ranks. Whatever else connects meanwhile, and is silent, resets or talks, keeps nobody."""
+    length = len(token) + _PREFIX.size
+    listener.setblocking(False)
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    hellos: dict[int, tuple[socket.socket, bytes]] = {}  # by file: connections that have not said yet who they are
+    while len(accepted) < size - 1 and not is_over.is_set():
+        for file, _ in poll.poll(1000 * _LOOK_SECONDS):
+            if file == listener.fileno():
+                with contextlib.suppress(OSError):  # it has gone already
+                    one, _ = listener.accept()
+                    one.setblocking(False)
+                    hellos[one.fileno()] = one, b""
+                    poll.register(one, select.POLLIN)
+                continue
+            one, hello = hellos.pop(file)
+            part = _receive(one, length - len(hello))
+            hello += part
+            if part and len(hello) < length:
+                hellos[file] = one, hello
+                continue
+            poll.unregister(file)
+            if len(hello) == length and hello.startswith(token):
+                accepted[_PREFIX.unpack_from(hello, len(token))[0]] = one
+            else:
+                one.close()
+    for one, _ in hellos.values():
+        one.close()
+
+
+def _receive(one: socket.socket, nbytes: int) -> bytes:
+    try:
+        return one.recv(nbytes)
+    except OSError:
+        return b""
