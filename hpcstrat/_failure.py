@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
+import faulthandler
 import functools
 import io
 import os
@@ -47,15 +49,18 @@ def end_all_ranks_on_early_error() -> None:
         return
     _rank, _process = launcher.rank, os.getpid()
     _install_hook()
-    leave = sys.exit
+    sys.exit = _noting(sys.exit)
+    for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
+        setattr(builtins, name, _noting(getattr(builtins, name)))
+    atexit.register(_end_after_exit)
 
-    @functools.wraps(leave)
+
+def _noting(leave: Callable[[Any], NoReturn]) -> Callable[..., NoReturn]:
     def exit(status: Any = None, /) -> NoReturn:
         _note_exit(status)
         leave(status)
 
-    sys.exit = exit
-    atexit.register(_end_after_exit)
+    return functools.update_wrapper(exit, leave)
 
 
 def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
@@ -78,6 +83,15 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
         _abort(1)
 
     threading.excepthook = on_exception
+    _show_lines_of_crashes()
+
+
+def _show_lines_of_crashes() -> None:
+    """From now on a segmentation fault prints the lines of Python, unless the user has seen to that, or will."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):  # closed
+            # A file of its own: the number of one that the program closes may become that of its data.
+            faulthandler.enable(os.dup(sys.__stderr__.fileno()))
 
 
 def _install_hook() -> None:

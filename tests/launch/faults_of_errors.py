@@ -11,6 +11,9 @@ def ended(program, *says, **others):
 # What the launcher says where it sees the end before the watch does.
 CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 
+# Python's lines, where the program has not said otherwise.
+CRASHED = r"Fatal Python error: (Segmentation fault|Aborted)\n(.*\n)+.*program_\w+\.py"
+
 ENDS = {
     # MPICH's mpirun kills the others itself, at once, and may exit with status 0.
     "os._exit(0)": ended("if last: os._exit(0)", status=ANY),
@@ -21,8 +24,12 @@ ENDS = {
     "SIGKILL while the others compute": Fault(
         "if last: os.kill(os.getpid(), signal.SIGKILL)\nloop()", [CLOSED_OR_LAUNCHER]
     ),
-    "SIGSEGV": ended("if last: ctypes.string_at(0)", CLOSED_OR_LAUNCHER),
-    "SIGABRT": ended("if last: os.abort()", CLOSED_OR_LAUNCHER),
+    "SIGSEGV": ended("if last: ctypes.string_at(0)", CLOSED_OR_LAUNCHER, CRASHED),
+    "SIGABRT": ended("if last: os.abort()", CLOSED_OR_LAUNCHER, CRASHED),
+    "SIGSEGV where the program writes such faults to a file": ended(
+        "import faulthandler\nfaulthandler.enable(open('faults', 'w'))\nif last: ctypes.string_at(0)",
+        r"\A(?![^\0]*Fatal Python error)",
+    ),
     "SIGTERM": ended("if last: os.kill(os.getpid(), signal.SIGTERM)", CLOSED_OR_LAUNCHER),
     "SIGINT": ended("if last: os.kill(os.getpid(), signal.SIGINT)", r"\[rank 2\] KeyboardInterrupt"),
     "SIGTERM of all": ended("if rank == 0: os.kill(mpirun(), signal.SIGTERM)\ntime.sleep(1000)"),

@@ -51,6 +51,7 @@ EARLY = {
     ),
     "early: sys.exit(3)": left("if rank == 2: sys.exit(3)", 3, status=3),
     "early: sys.exit of a text": left("if rank == 2: sys.exit('no data')", "'no data'", status=1),
+    "early: exit(3)": left("if rank == 2: exit(3)", 3, status=3),
     "early: sys.exit(3) where MPI has started": left("from mpi4py import MPI\nif rank == 2: sys.exit(3)", 3, status=3),
     "early: sys.exit(3) of all": Fault("sys.exit(3)", status=3, begin=IMPORT),
     "early: sys.exit(3), caught": Fault(

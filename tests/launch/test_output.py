@@ -1,5 +1,8 @@
 """Standard output reads as one program's."""
 
+import sys
+import textwrap
+
 import pytest
 
 PROGRAM = """
@@ -70,3 +73,63 @@ def test_lines_arrive_whole(launch):
     assert len(lines) == 1200
     assert {tuple(line[:3]) for line in lines} == {("rank", str(rank), "line") for rank in range(4)}
     assert all(line[4:] == ["x" * 100] for line in lines)
+
+
+SUM = """
+    import sys
+    for name, how in [word.split("=") for word in sys.argv[1:]]:
+        if how == "none":
+            setattr(sys, name, None)
+        else:
+            getattr(sys, name).close()
+    import hpcstrat as hs
+    strategy = hs.MirroredStrategy()
+    total = strategy.reduce("SUM", strategy.run(lambda: hs.rank() + 1), axis=None)
+    with open(f"total_{hs.rank()}", "w") as file:
+        file.write(str(total))
+"""
+CLOSED = ["stderr=none", "stderr=closed", "stdout=none", "stdout=closed", "stdin=closed"]
+
+
+@pytest.mark.parametrize("streams", [*([one] for one in CLOSED), ["stderr=closed", "stdout=closed", "stdin=closed"]])
+def test_streams_that_the_program_has_closed(launch, streams):
+    result = launch(SUM, 2, *streams)
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert [(launch.folder / f"total_{rank}").read_text() for rank in range(2)] == ["3", "3"]
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_from_the_begin(launch, closed):
+    """As daemons have them. What a rank says then goes to the other stream, or nowhere."""
+    program = launch.folder / "sum.py"
+    program.write_text(textwrap.dedent(SUM))
+    start = launch.folder / "start"
+    start.write_text(f"import os\nos.execv('/bin/sh', ['sh', '-c', 'exec {sys.executable} sum.py {closed}'])")
+    result = launch(start, 2)
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert [(launch.folder / f"total_{rank}").read_text() for rank in range(2)] == ["3", "3"]
+    program.write_text("import hpcstrat as hs\nif hs.rank(): raise ValueError('the cause')\nhs.barrier()")
+    result = launch(start, 2)
+    assert result.status != 0 and result.leftovers == []
+    assert ("[rank 1] ValueError: the cause" in result.stdout) == (closed == "2>&-")
+
+
+@pytest.mark.parametrize("seconds", ["1e10", "1e300", "inf"])
+def test_time_outs_of_any_size(launch, seconds):
+    result = launch(SUM, 2, env={"HPCSTRAT_TIMEOUT_SECONDS": seconds, "HPCSTRAT_STALL_SECONDS": seconds})
+    assert (result.status, result.stderr) == (0, "")
+
+
+def test_the_users_own_timer_of_tracebacks_stays(launch):
+    program = """
+    import faulthandler, time
+    import hpcstrat as hs
+
+    faulthandler.dump_traceback_later(3, exit=True)
+    hs.barrier()
+    with hs.patience(100):
+        time.sleep(100)
+    """
+    result = launch(program, 2, timeout=60)
+    assert result.status != 0
+    assert "Timeout (0:00:03)!" in result.stderr
