@@ -49,7 +49,7 @@ class ExportsArray(ReadableAsArray):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
-        if self._interface is None or not in_replica_of(self._strategy):
+        if self._interface is None or self._block.torn or not in_replica_of(self._strategy):
             raise AttributeError(
                 f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
             )

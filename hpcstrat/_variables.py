@@ -249,8 +249,9 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
             if is_sum:
                 new = shared_out(call, new, strategy.num_replicas_in_sync)
         strategy._communicator.require_equal(call, [new])
-        new = strategy._communicator.broadcast_obj(call, _gpu.to_host(new), strategy._root)
-        strategy._replica_storage.write(self._block, new, RULES[verb])
+        with strategy._communicator.change(call):
+            new = strategy._communicator.broadcast_obj(call, _gpu.to_host(new), strategy._root)
+            strategy._replica_storage.write(self._block, new, RULES[verb])
 
     def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
         if self._plan is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import threading
 import traceback
 import zlib
 from collections.abc import Callable, Sequence
@@ -94,24 +95,37 @@ class Communicator(abc.ABC):
         """
         self._count(agreed)
         own = records.pack(self._calls.number, self._calls.faults, records.OK, agreed.digest, nbytes)
-        posted = self._post(own, nbytes, write)
-        for record in posted:
-            if record != own:
-                break
-        else:  # the way of nearly all calls
-            return self._messages([nbytes] * self.size, write)
-        if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
-            self._disagree(posted, str(agreed), None)
-        return self._messages(records.message_sizes(posted), write)
+        try:
+            posted = self._post(own, nbytes, write)
+            for record in posted:
+                if record != own:
+                    break
+            else:  # the way of nearly all calls
+                return self._messages([nbytes] * self.size, write)
+            if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
+                self._disagree(posted, str(agreed), None)
+            return self._messages(records.message_sizes(posted), write)
+        except BaseException as error:
+            self.tear(agreed.call, error)
+            raise
 
     def _count(self, agreed: Signature) -> None:
-        if self._calls.paused is not None:
-            raise RuntimeError(
-                f"{agreed.call} was called inside the function of {self._calls.paused}, an update, which one rank "
-                "runs: nothing may communicate there; call it before or after"
-            )
-        self._calls.number += 1
-        self._calls.agreed = agreed
+        calls = self._calls
+        if calls.barred:
+            calls.refuse(agreed.call)
+        if calls.thread != threading.get_ident():
+            calls.change_thread(agreed.call)
+        calls.number += 1
+        calls.agreed = agreed
+
+    def require_open(self, call: str) -> None:
+        """Refuses `call`, a method of the library that need not communicate, where no call may be made.
+
+        Raises:
+            RuntimeError: in a child of the rank, or the function of an update.
+        """
+        if self._calls.barred:
+            self._calls.refuse(call)
 
     def joint(self, call: str) -> Joint:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
@@ -139,18 +153,42 @@ class Communicator(abc.ABC):
         if self.watch is not None:
             self.watch.work()
 
+    def change(self, call: str) -> Change:
+        """A block that changes what all ranks share, or keep alike: broken off in the middle, it is not gone on with.
+
+        Args:
+            call: the user's name of the method.
+        """
+        return Change(self, call)
+
+    def tear(self, call: str, error: BaseException) -> bool:
+        """Notes that an exception broke `call` off, unless all ranks raised with it: the next call ends the job.
+
+        One replica alone goes on: nobody else waits for it, or believes that the call was done.
+
+        Returns:
+            Whether it did.
+        """
+        if self._calls.settled == self._calls.number:
+            return False
+        if self.size > 1:
+            self._calls.tear(call, error)
+        return True
+
+    def settle(self) -> None:
+        """Notes that all ranks raise now, after what they agreed on last."""
+        self._calls.settled = self._calls.number
+
     def note_fault(self, error: BaseException) -> None:
-        """Notes that an exception leaves `Strategy.run`.
+        """Notes that an exception, of which the others do not know, leaves `Strategy.run` or a collective call.
 
         The program may catch it and go on only where every rank raised after the same calls; the next one compares.
         """
-        calls = self._calls
-        calls.faults = (calls.faults * 1_000_003 + calls.number + 1) & 0x7FFF_FFFF_FFFF
-        calls.fault = error
+        self._calls.note_fault(error)
 
     def pause(self, call: str | None) -> None:
         """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
-        self._calls.paused = call
+        self._calls.pause(call)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
@@ -219,7 +257,7 @@ class Communicator(abc.ABC):
         """
         with self.joint(call):
             message = _message(call, obj)
-        return [objects.load(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)]
+            return [objects.load(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)]
 
     def broadcast_obj(self, call: str, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.
@@ -229,17 +267,22 @@ class Communicator(abc.ABC):
         """
         with self.joint(call):
             message = _message(call, obj if self.rank == root else None)
-        return objects.load(self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root])
+            return objects.load(self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root])
 
     # ---- where ranks disagree
 
     def _fail(self, call: str, error: Exception) -> None:
         """Makes the other ranks raise what this rank raises already."""
         if self.size == 1:
+            self.settle()
             return
         self._calls.number += 1
         own = records.pack(self._calls.number, self._calls.faults, records.FAILED, bytes(16), 0)
-        self._disagree(self._post(own, 0, None), call, error)
+        try:
+            self._disagree(self._post(own, 0, None), call, error)
+        except BaseException as interruption:
+            self._calls.tear(call, interruption)
+            raise
 
     def _disagree(self, posted: Sequence[memoryview], text: str, error: Exception | None) -> None:
         """All ranks come here together, and all raise, or the job ends.
@@ -253,6 +296,7 @@ class Communicator(abc.ABC):
             self._end_after_fault()
         own = (_known_class(error), str(error)) if error is not None else None
         told = self._tell((text, own))
+        self.settle()
         failed = [(rank, problem) for rank, (_, problem) in enumerate(told) if problem is not None]
         if error is not None:
             return
@@ -284,13 +328,13 @@ class Communicator(abc.ABC):
     def _end_after_fault(self) -> NoReturn:
         if self._calls.fault is None:
             _world.end_job(
-                "hpcstrat: an exception left Strategy.run on another rank and was caught there, but not on this one; "
+                "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; "
                 "the ranks no longer make the same calls. What not all ranks raise must not be caught",
                 consequence=True,
             )
         lines = "".join(traceback.format_exception(self._calls.fault))
         _world.end_job(
-            f"{lines}hpcstrat: this exception left Strategy.run on rank {self.rank} and was caught, but other ranks "
+            f"{lines}hpcstrat: this exception was raised in a call on rank {self.rank} and was caught, but other ranks "
             "did not raise there; the ranks no longer make the same calls. What not all ranks raise must not be caught"
         )
 
@@ -305,11 +349,30 @@ class Joint:
         self._call = call
 
     def __enter__(self) -> None:
-        self._number = self._communicator._calls.number
+        calls = self._communicator._calls
+        if calls.barred:
+            calls.refuse(self._call)
+        self._number = calls.number
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is not None and isinstance(error, Exception) and self._communicator._calls.number == self._number:
+        if error is None:
+            return
+        calls = self._communicator._calls
+        if calls.number != self._number:  # the ranks have met: who raises now may be alone
+            if calls.number != calls.settled:
+                calls.note_fault(error)
+        elif isinstance(error, Exception):
             self._communicator._fail(self._call, error)
+
+
+class Change(Joint):
+    """See `Communicator.change`."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._communicator._calls.number != self._number:
+            self._communicator.tear(self._call, error)
 
 
 def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:

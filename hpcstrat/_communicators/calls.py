@@ -1,8 +1,28 @@
-"""What the ranks of a group have called, as this one counts it."""
+"""What the ranks of a group have called, as this one counts it, and what keeps this one from calling more."""
 
 from __future__ import annotations
 
+import os
+import threading
+import traceback
+import weakref
+from typing import NamedTuple, NoReturn
+
+from hpcstrat import _world
 from hpcstrat._communicators.records import Signature
+from hpcstrat._communicators.watch import notes
+
+
+class Torn(NamedTuple):
+    """A call that an exception broke off.
+
+    Attributes:
+        call: the user's name of the method.
+        error: the exception.
+    """
+
+    call: str
+    error: BaseException
 
 
 class Calls:
@@ -11,16 +31,111 @@ class Calls:
     Attributes:
         number: of calls made.
         agreed: the last of them.
+        settled: the number of the last call from which all ranks raised together.
+        thread: the thread that made the last one.
+        barred: whether no call may be made, for one of the next three reasons.
         paused: the call that not all ranks are in, during which none may be made.
-        faults: a number that tells after which calls exceptions left `Strategy.run`.
+        torn: the call that was broken off on this rank alone, or in the middle.
+        forked: whether this process is a child of the rank.
+        faults: a number that tells after which calls exceptions were raised that the ranks do not know of.
         fault: the last of them.
+        faulty: the number of the call after which it was raised.
     """
 
-    __slots__ = ("agreed", "fault", "faults", "number", "paused")
+    __slots__ = (
+        *("__weakref__", "agreed", "barred", "fault", "faults", "faulty", "forked", "number"),
+        *("paused", "settled", "thread", "torn"),
+    )
 
     def __init__(self) -> None:
         self.number: int = 0
         self.agreed: Signature | None = None
+        self.settled: int = 0
+        self.thread: int = threading.get_ident()
+        self.barred: bool = False
         self.paused: str | None = None
+        self.torn: Torn | None = None
+        self.forked: bool = False
         self.faults: int = 0
         self.fault: BaseException | None = None
+        self.faulty: int = 0
+        _all.add(self)
+
+    def pause(self, call: str | None) -> None:
+        """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
+        self.paused = call
+        self.barred = self.forked or self.torn is not None or call is not None
+
+    def tear(self, call: str, error: BaseException) -> None:
+        """Notes that an exception broke `call` off: the next call ends the job."""
+        if self.torn is None:
+            self.torn = Torn(call, error)
+        self.barred = True
+
+    def note_fault(self, error: BaseException) -> None:
+        """Notes an exception that this rank may have alone, once: the next call compares."""
+        if error is not self.fault or self.number != self.faulty:
+            self.faults = (self.faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
+            self.fault, self.faulty = error, self.number
+
+    def refuse(self, call: str) -> NoReturn:
+        """What `barred` says of the call that is to be made.
+
+        Raises:
+            RuntimeError: it may be made later, or by another process.
+        """
+        place = notes.own_place()
+        if self.forked:
+            raise RuntimeError(
+                f"{call} was called at {place}, in process {os.getpid()}, which the program forked: it is no rank and "
+                "must not communicate. Let it compute, and make the call in the rank's own process"
+            )
+        if self.torn is not None:
+            lines = "".join(traceback.format_exception(self.torn.error))
+            where = call if call == place else f"{call}, at {place}"
+            _world.end_job(
+                f"{lines}hpcstrat: this exception broke {self.torn.call} off on this rank and was caught: it may "
+                f"be done in part, or on other ranks only. So the job ends, at {where}. Leave such an exception "
+                "uncaught; to save when a signal comes, use checkpoint.PreemptionHandler"
+            )
+        raise RuntimeError(
+            f"{call} was called inside the function of {self.paused}, an update, which one rank runs: nothing may "
+            "communicate there; call it before or after"
+        )
+
+    def change_thread(self, call: str) -> None:
+        """Lets this thread make calls, if the one that did is in none.
+
+        Raises:
+            RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order to make the two.
+        """
+        with _changing:
+            theirs = notes.place_in_call(self.thread)
+            if theirs is None:
+                self.thread = threading.get_ident()
+                return
+        own, name = notes.own_place(), threading.current_thread().name
+        try:
+            raise RuntimeError(
+                f"{call} was called in the thread {name!r}, at {own}, while another is in "
+                f"{self.agreed.call if self.agreed else 'a call'}, at {theirs}: one thread at a time may be in a "
+                "collective call, because their order must be the same on all ranks; make them in one thread"
+            )
+        except RuntimeError as error:
+            self.tear(call, error)
+            raise
+
+
+_all: weakref.WeakSet[Calls] = weakref.WeakSet()
+_changing = threading.Lock()
+
+
+def _forbid_in_child() -> None:
+    """A forked child has its parent's place in shared memory, and would be taken for it."""
+    global _changing
+    _changing = threading.Lock()
+    for calls in _all:
+        calls.forked = calls.barred = True
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)

@@ -27,6 +27,8 @@ class HostCommunicator(MessageCommunicator):
 
     PIECE = (1 << 31) - 1
     """Bytes that one MPI call moves at most, over all ranks: MPI counts with 32 bits."""
+    AGREED = 1 << 26
+    """Bytes of messages from which on the ranks ask each other whether all have the memory."""
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
@@ -45,11 +47,24 @@ class HostCommunicator(MessageCommunicator):
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         if max(sizes) <= PAYLOAD:
             return [record[HEADER:] for record in self._records]
-        own = np.empty(sizes[self.rank], np.uint8)
+        messages = self._empty(sizes)
         if write is not None:
-            write(own)
-        messages = [own if rank == self.rank else np.empty(size, np.uint8) for rank, size in enumerate(sizes)]
+            write(messages[self.rank])
         self._all_gather(messages)
+        return messages
+
+    def _empty(self, sizes: Sequence[int]) -> list[Bytes]:
+        """Memory for messages of these sizes, the same on all ranks."""
+        if sum(sizes) < self.AGREED:
+            return [np.empty(size, np.uint8) for size in sizes]
+        messages, problem = [], ""
+        try:
+            messages = [np.empty(size, np.uint8) for size in sizes]
+        except MemoryError as error:
+            problem = f"rank {self.rank}: {error}"
+        if problems := [one for one in self._comm.allgather(problem) if one]:
+            self.settle()
+            raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
         return messages
 
     def _all_gather(self, parts: Sequence[Bytes]) -> None:
@@ -71,9 +86,9 @@ class HostCommunicator(MessageCommunicator):
         if form.nbytes <= SUMMED_BY_ALL:
             self._reduce_by_all(self.exchange(agreed, form.nbytes, write), form, op, out)
             return
-        self.exchange(agreed)
         message = np.empty(form.nbytes, np.uint8)
         write(message)
+        self.exchange(agreed)
         for group in form.groups:
             values, result = group.of(message), group.of(out)
             slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]

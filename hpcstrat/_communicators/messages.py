@@ -32,7 +32,11 @@ class MessageCommunicator(Communicator):
             call, facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
         )
         out = np.empty(form.nbytes, np.uint8)
-        self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+        try:
+            self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+        except BaseException as error:  # a signal's, say: the others may wait for this rank's part
+            self.tear(call, error)
+            raise
         return form.views(out)
 
     def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:

@@ -304,7 +304,9 @@ class _Guard:
         communicator = self._communicator
         if error is None:
             communicator._done.record(communicator.stream.raw)
-        elif isinstance(error, Exception):  # CuPy has no name for NCCL's newer results: they are a KeyError
+        elif not isinstance(error, Exception):
+            communicator.tear(self._call, error)
+        else:  # CuPy has no name for NCCL's newer results: they are a KeyError
             communicator._abort()
             raise RuntimeError(
                 f"{self._call}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "

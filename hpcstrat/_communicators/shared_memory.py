@@ -117,6 +117,7 @@ class SharedMemoryCommunicator(MessageCommunicator):
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
         if problems := [one for one in self._comm.allgather(problem) if one]:
+            self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
         self._capacity = capacity
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]

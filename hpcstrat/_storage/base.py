@@ -29,7 +29,6 @@ class Storage(abc.ABC):
     def communicator(self) -> Communicator:
         """The ranks that share the variables."""
 
-    @abc.abstractmethod
     def create(self, call: str, initial: Array) -> Block:
         """A new block with the value that the parameter rank passes; the shapes and dtypes of all ranks are equal.
 
@@ -37,8 +36,12 @@ class Storage(abc.ABC):
             MemoryError: there is no room for it.
             ReplicaMismatchError: shapes or dtypes differ.
         """
+        with self.communicator.change(call):
+            return self._create(call, initial)
 
     @abc.abstractmethod
+    def _create(self, call: str, initial: Array) -> Block: ...
+
     def create_slot(self, call: str, variable: Block, value: float) -> Block:
         """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
 
@@ -47,6 +50,11 @@ class Storage(abc.ABC):
         Raises:
             MemoryError: there is no room for it.
         """
+        with self.communicator.change(call):
+            return self._create_slot(call, variable, value)
+
+    def _create_slot(self, call: str, variable: Block, value: float) -> Block:
+        return self._create(call, slot_values(variable, value))
 
     @abc.abstractmethod
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
@@ -74,13 +82,32 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
-        if self.communicator.checks:
+        communicator = self.communicator
+        if communicator.checks:
             self._check_copies(call, plan)
+        if self._has_torn:
+            plan.require_whole()
         in_buffers = plan.are_in_buffers(values)
         agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers)
-        # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
-        with np.errstate(all="ignore"):
-            self._update(agreed, plan, None if in_buffers else values, op, rule)
+        try:
+            # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
+            with np.errstate(all="ignore"):
+                self._update(agreed, plan, None if in_buffers else values, op, rule)
+        except BaseException as error:  # a signal's, say, at any moment
+            self.tear(call, error, plan.blocks)
+            raise
+
+    _has_torn: bool = False
+
+    def tear(self, call: str, error: BaseException, blocks: Sequence[Block]) -> None:
+        """Forbids the use of blocks that `call`, which an exception broke off, may have changed in part.
+
+        Not where all ranks raised alike, which they do before anything changes.
+        """
+        if self.communicator.tear(call, error):
+            self._has_torn = True
+            for block in blocks:
+                block.tear(call)
 
     def _check_copies(self, call: str, plan: Plan) -> None:  # noqa: B027 (most storages have none)
         """Checks, where the program can write to them, that what the ranks read of the variables is the same.
@@ -127,9 +154,14 @@ class Storage(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
-        self.communicator.exchange(signature(call, variable.number, rows.shape).with_numbers(numbers))
-        with np.errstate(all="ignore"):
-            self._update_rows((variable, *slots), rows, gradient, rule)
+        communicator, blocks = self.communicator, (variable, *slots)
+        try:
+            communicator.exchange(signature(call, variable.number, rows.shape).with_numbers(numbers))
+            with np.errstate(all="ignore"):
+                self._update_rows(blocks, rows, gradient, rule)
+        except BaseException as error:
+            self.tear(call, error, blocks)
+            raise
 
     @abc.abstractmethod
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None: ...

@@ -24,7 +24,7 @@ class BroadcastStorage(DeviceStorage):
     for nothing, unless the master copy is in host memory.
     """
 
-    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+    def _create_slot(self, call: str, variable: Block, value: float) -> Block:
         """See `Storage.create_slot`. On the other ranks the block has no numbers."""
         communicator = self._communicator
         with communicator.joint(call), self._current():
@@ -66,7 +66,7 @@ class BroadcastStorage(DeviceStorage):
         """
         read = plan.read
         if self._is_apart:
-            for block in plan.variables:
+            for block in plan.blocks:
                 fill(block.view, block.array)
         for index, group in enumerate(read.form.groups):
             chunks = [chunk for chunk in read.chunks if chunk.group == index]

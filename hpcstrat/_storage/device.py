@@ -42,7 +42,6 @@ class DevicePlan(Plan):
     ) -> None:
         super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
         self.message: Array = None
-        self.variables: list[Block] = self.in_order(variables)
         self.read: Plan = self
         if copies is not None:
             read = [block.copy or block for block in variables]
@@ -88,8 +87,7 @@ class DeviceStorage(Storage):
 
     # ---- variables
 
-    def create(self, call: str, initial: Array) -> Block:
-        """See `Storage.create`."""
+    def _create(self, call: str, initial: Array) -> Block:
         communicator = self._communicator
         with communicator.joint(call), self._current():
             block = self._place(initial)
@@ -164,7 +162,7 @@ class DeviceStorage(Storage):
         """See `Storage._check_copies`. CuPy cannot forbid writing."""
         assert isinstance(plan, DevicePlan)
         with self._current():
-            copies = [block.view for block in plan.variables]
+            copies = [block.view for block in plan.blocks]
             self._communicator.require_equal(f"{call}: the copies that the ranks read", copies)
 
     def make_buffers(self, call: str, plan: Plan) -> None:

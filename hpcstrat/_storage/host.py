@@ -15,7 +15,7 @@ from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.segment import Segment
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Rule, slot_values, update_rows
+from hpcstrat._storage.base import Array, Rule, update_rows
 from hpcstrat._storage.memory import Block, block_of, size_of
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.segment import SegmentStorage
@@ -31,7 +31,8 @@ class HostStorage(SegmentStorage):
     different moments on different ranks.
 
     An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each reduces and updates
-    its slice of the elements, chunk by chunk while they are in cache; after another all read the new values.
+    its slice of the elements, chunk by chunk while they are in cache; after another all read the new values. A rank
+    that an exception stops in between does not come to that one, so that nobody reads what is changed in part.
     """
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
@@ -52,8 +53,7 @@ class HostStorage(SegmentStorage):
     def _segment(self) -> Segment:
         return self._communicator.segment
 
-    def create(self, call: str, initial: Array) -> Block:
-        """See `Storage.create`."""
+    def _create(self, call: str, initial: Array) -> Block:
         communicator = self._communicator
         told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
         shape, dtype = initial.shape, initial.dtype
@@ -71,7 +71,8 @@ class HostStorage(SegmentStorage):
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
         nbytes = size_of(shape, dtype)
-        start = communicator.heap.allocate(nbytes, dtype.itemsize)
+        with communicator.joint(call):
+            start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
             with communicator.joint(call):
                 if communicator.rank == 0:
@@ -87,10 +88,6 @@ class HostStorage(SegmentStorage):
         self._places[self._created] = (start, nbytes)
         weakref.finalize(block, self._dead.append, self._created).atexit = False
         return block
-
-    def create_slot(self, call: str, variable: Block, value: float) -> Block:
-        """See `Storage.create_slot`."""
-        return self.create(call, slot_values(variable, value))
 
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -128,21 +125,17 @@ class HostStorage(SegmentStorage):
         pieces = plan.pieces(messages if op else messages[:1], self._scratch)
         if op is not None and values is not None:
             pieces = plan.with_own(pieces, messages, values)
-        try:
-            for value, slots, parts, gradient, work in pieces:
-                reduce_chunk(gradient, parts, op or ReduceOp.SUM)
-                rule.apply(value, gradient, slots, work)
-        finally:
-            communicator.sync()
+        for value, slots, parts, gradient, work in pieces:
+            reduce_chunk(gradient, parts, op or ReduceOp.SUM)
+            rule.apply(value, gradient, slots, work)
+        communicator.sync()
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         """Each rank updates its share of the rows."""
         communicator = self._communicator
         share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
-        try:
-            update_rows(blocks, rows[share], gradient[share], rule)
-        finally:
-            communicator.sync()
+        update_rows(blocks, rows[share], gradient[share], rule)
+        communicator.sync()
 
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. All ranks read what was written."""

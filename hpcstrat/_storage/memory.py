@@ -25,9 +25,10 @@ class Block:
         stop: the byte after their last one.
         number: how many its storage had made, with it; equal on all ranks.
         copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
+        torn: the update that was broken off while it changed them; they are gone then. Empty as long as all is well.
     """
 
-    __slots__ = ("__weakref__", "array", "copy", "number", "start", "stop", "view")
+    __slots__ = ("__weakref__", "array", "copy", "number", "start", "stop", "torn", "view")
 
     def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
         self.array: Array = array
@@ -36,6 +37,23 @@ class Block:
         self.stop: int = stop
         self.number: int = number
         self.copy: Block | None = None
+        self.torn: str = ""
+
+    def tear(self, call: str) -> None:
+        """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""
+        if not self.torn:
+            self.torn = call
+            del self.array, self.view
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what is not there, so it costs a read nothing.
+        if name in ("array", "view") and self.torn:
+            raise RuntimeError(
+                f"Variable: {self.torn}, which changed it, was broken off by an exception, and so its numbers may be "
+                "partly old and partly new; make it again, and restore a checkpoint. To save when a signal comes, use "
+                "checkpoint.PreemptionHandler"
+            )
+        raise AttributeError(f"a block has no {name}")
 
 
 def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:

@@ -12,7 +12,7 @@ import numpy as np
 from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.segment import Segment
-from hpcstrat._storage.base import Array, Rule, slot_values, update_rows
+from hpcstrat._storage.base import Array, Rule, update_rows
 from hpcstrat._storage.memory import Block, private_memory
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.segment import SegmentStorage
@@ -41,8 +41,7 @@ class MirroredStorage(SegmentStorage):
     def _segment(self) -> Segment:
         return private_memory().segment
 
-    def create(self, call: str, initial: Array) -> Block:
-        """See `Storage.create`."""
+    def _create(self, call: str, initial: Array) -> Block:
         communicator = self._communicator
         with communicator.joint(call):
             block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
@@ -59,10 +58,6 @@ class MirroredStorage(SegmentStorage):
             flat[...] = communicator.exchange(agreed)[0][: flat.size]
         self._created += 1
         return block
-
-    def create_slot(self, call: str, variable: Block, value: float) -> Block:
-        """See `Storage.create_slot`."""
-        return self.create(call, slot_values(variable, value))
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """See `Storage.plan`. Each rank's has all elements."""

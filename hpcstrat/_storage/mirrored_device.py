@@ -7,7 +7,7 @@ from typing import final
 
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.records import Signature
-from hpcstrat._storage.base import Rule, slot_values, update_rows
+from hpcstrat._storage.base import Rule, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
@@ -17,10 +17,6 @@ from hpcstrat._types import ReduceOp
 @final
 class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
-
-    def create_slot(self, call: str, variable: Block, value: float) -> Block:
-        """See `Storage.create_slot`."""
-        return self.create(call, slot_values(variable, value))
 
     def _update(
         self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule

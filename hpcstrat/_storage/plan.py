@@ -104,6 +104,7 @@ class Plan:
             tuple([block.array.dtype for block in variables]),
             alignment,
         )
+        self.blocks: list[Block] = variables
         self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
@@ -135,6 +136,15 @@ class Plan:
                 found = found.with_numbers(numbers)
             self._signatures[call, op] = found
         return found
+
+    def require_whole(self) -> None:
+        """Raises where an update of one of the variables was broken off.
+
+        Raises:
+            RuntimeError: it was.
+        """
+        for block in self.blocks:
+            _ = block.view
 
     def arranged(self, message: Array) -> list[Array]:
         """The variables' parts of a message, as views, in the order of the call."""

@@ -182,15 +182,15 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        token = _context.current.set(self._replica_context)
-        try:
-            result = fn(*args, **kwargs)
+        before = _context.current.get()
+        try:  # in which the context is set: a signal's exception may come right behind that
+            _context.current.set(self._replica_context)
+            return regroup(self, fn(*args, **kwargs))
         except BaseException as error:
             self._communicator.note_fault(error)
             raise
         finally:
-            _context.current.reset(token)
-        return regroup(self, result)
+            _context.current.set(before)
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -203,11 +203,12 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         leaves, structure = _nest.flatten((args, kwargs))
         self._communicator.exchange(signature("ReplicaContext.merge_call", _nest.describe(structure)))
         merged_args, merged_kwargs = regroup(self, (args, kwargs)) if leaves else (args, kwargs)
-        token = _context.current.set(self._cross_context)
+        before = _context.current.get()
         try:
+            _context.current.set(self._cross_context)
             result = merge_fn(self, *merged_args, **merged_kwargs)
         finally:
-            _context.current.reset(token)
+            _context.current.set(before)
         return select(result)
 
     # ---- values of several replicas
@@ -314,10 +315,10 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             with self._on_stream():
                 with self._communicator.joint(call):
                     packed = travel.to_send(call, own)
-                everyones = self._communicator.all_gather_obj(
-                    call, packed, _nest.describe(structure), f"distributed at {places}"
-                )
-                everyones = [travel.received(everyones[rank], self._stream) for rank in self._workers.peers]
+                    everyones = self._communicator.all_gather_obj(
+                        call, packed, _nest.describe(structure), f"distributed at {places}"
+                    )
+                    everyones = [travel.received(everyones[rank], self._stream) for rank in self._workers.peers]
         else:
             everyones = [own] * len(self._workers.peers)
         results = []
@@ -395,6 +396,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
         context = _context.context()
         if context is None or context is self._cross_context:
+            self._communicator.require_open(call)
             return
         if isinstance(context, UpdateContext):
             raise RuntimeError(

@@ -120,8 +120,8 @@ class StrategyExtended:
             with strategy._communicator.joint(call):
                 self._check_destinations(call, destinations)
                 packed = travel.to_send(call, tensor)
-            sent = strategy._communicator.broadcast_obj(call, packed, strategy._root)
-            return self._sent(travel.received(sent, strategy._stream), destinations)
+                sent = strategy._communicator.broadcast_obj(call, packed, strategy._root)
+                return self._sent(travel.received(sent, strategy._stream), destinations)
 
     def _check_destinations(self, call: str, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
@@ -197,6 +197,12 @@ class StrategyExtended:
     def _run_update(
         self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
     ) -> Any:
+        with self._strategy._communicator.change(call):
+            return self._changed(call, fn, args, kwargs, group)
+
+    def _changed(
+        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+    ) -> Any:
         strategy, communicator = self._strategy, self._strategy._communicator
         leaves, structure = _nest.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
@@ -218,6 +224,7 @@ class StrategyExtended:
                 result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
             except Exception:  # which all ranks raise: they see how far the update came
                 strategy._storage.publish(call, written)
+                communicator.settle()
                 raise
             strategy._storage.publish(call, written)
             results, form = _nest.flatten(result)
@@ -229,14 +236,15 @@ class StrategyExtended:
     ) -> tuple[list[Any], _nest.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         strategy = self._strategy
-        token = _context.current.set(UpdateContext(strategy, variables))
-        strategy._communicator.pause(call)
+        before = _context.current.get()
         try:
+            _context.current.set(UpdateContext(strategy, variables))
+            strategy._communicator.pause(call)
             with strategy._on_stream():
                 return _nest.flatten(fn())
         finally:
             strategy._communicator.pause(None)
-            _context.current.reset(token)
+            _context.current.set(before)
 
     def _updated_by_root(self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
@@ -252,8 +260,8 @@ class StrategyExtended:
         with strategy._on_stream():
             with communicator.joint(call):
                 packed = travel.to_send(call, sent)
-            sent = communicator.broadcast_obj(call, packed, strategy._root)
-            return travel.received(sent, strategy._stream)[0]
+                sent = communicator.broadcast_obj(call, packed, strategy._root)
+                return travel.received(sent, strategy._stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for what belongs to several variables: the parameter device."""

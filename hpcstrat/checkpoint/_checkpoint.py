@@ -181,6 +181,14 @@ class _Restoring:
 
     def run(self) -> None:
         """Makes what is missing first, which can fail; then writes. Collective."""
+        try:
+            self._run()
+        except BaseException as error:  # which not all ranks raise: a signal's, say
+            for v in self._contents.variables.values():
+                storage_of(v).tear(self._call, error, [v._block])
+            raise
+
+    def _run(self) -> None:
         contents, names = self._contents, sorted(self._fit.common)
         for name in names:
             if (optimizer := contents.optimizers.get(name)) is not None:

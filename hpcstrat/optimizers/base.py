@@ -160,6 +160,7 @@ class Optimizer(abc.ABC):
             gradients, dense, sparse = _sorted(call, pairs)
             if not gradients and not sparse:
                 communicator.exchange(signature(call, "no gradient"))
+                communicator.settle()
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
             key = tuple([id(v) for v in dense])
             if sparse or key not in self._plans:
@@ -176,15 +177,19 @@ class Optimizer(abc.ABC):
             with strategy._on_stream():
                 gradients, rows = _clipped(strategy.xp, self.global_clipnorm, gradients, rows)
         rule, numbers = self._rule(rate, self._iterations + 1)
-        if dense:
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = self._plan(strategy, dense)
-            strategy._storage.update(call, plan, gradients, op, rule, numbers)
-        for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-            slots = self._slots_of(strategy, [v])[0]
-            strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
-        self._iterations += 1
+        try:  # all variables and the number of steps change, or none
+            if dense:
+                plan = self._plans.get(key)
+                if plan is None:
+                    plan = self._plans[key] = self._plan(strategy, dense)
+                strategy._storage.update(call, plan, gradients, op, rule, numbers)
+            for (_, v), (indices, values) in zip(sparse, rows, strict=True):
+                slots = self._slots_of(strategy, [v])[0]
+                strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
+            self._iterations += 1
+        except BaseException as error:
+            strategy._storage.tear(call, error, [v._block for v in (*dense, *(v for _, v in sparse))])
+            raise
 
     def _apply_as_before(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """The way of nearly all steps: a replica's arrays for variables that were seen, by a rate that cannot fail.
@@ -205,8 +210,12 @@ class Optimizer(abc.ABC):
         if not plan.fits(gradients):
             return False
         rule, numbers = self._rule(self._constant_rate, self._iterations + 1)
-        strategy._storage.update(call, plan, gradients, ReduceOp.SUM, rule, numbers)
-        self._iterations += 1
+        try:
+            strategy._storage.update(call, plan, gradients, ReduceOp.SUM, rule, numbers)
+            self._iterations += 1
+        except BaseException as error:  # a signal's may come between the two
+            strategy._storage.tear(call, error, plan.blocks)
+            raise
         return True
 
     def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:

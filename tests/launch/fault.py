@@ -15,7 +15,7 @@ rank, last = hs.rank(), hs.rank() == hs.size() - 1
 """
 BEGIN_ON_HOSTS = BEGIN.replace("strategy = hs.CentralStorageStrategy()", "hs.barrier()")
 HELPERS = """
-import os, re, signal
+import os, re, signal, sys
 
 def loop():
     while True:
@@ -26,6 +26,14 @@ def hold_python():
 
 def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
+
+def interrupt(function, error=KeyboardInterrupt):
+    "The library's next call of this function raises, as the handler of a signal may at any moment."
+    def look(frame, event, argument):
+        if event == "call" and frame.f_code.co_name == function and "hpcstrat" in frame.f_code.co_filename:
+            sys.setprofile(None)
+            raise error
+    sys.setprofile(look)
 
 def mpirun():
     "The process that the test started: the farthest ancestor with the job's mark."

@@ -3,6 +3,7 @@
 import textwrap
 
 from fault import WAIT, Fault
+from faults_of_broken_calls import BROKEN, CAUGHT, TWICE
 from faults_of_errors import ENDS, ERRORS, MISMATCHES
 from faults_of_the_start import EARLY
 from faults_of_waiting import STALLS, STARTS
@@ -59,6 +60,53 @@ HARMLESS = {
         time.sleep(2)
         """
     ),
+    "a forked child that computes": harmless(
+        """
+        with strategy.scope(): v = hs.Variable(np.arange(3.0))
+        if last:
+            child = os.fork()
+            if child == 0: os._exit(0 if v.numpy().sum() == 3 and hs.rank() == rank else 1)
+            assert os.waitpid(child, 0)[1] == 0
+        v.assign_add(np.ones(3))
+        print(v.numpy())
+        """,
+        r"\[1\. 2\. 3\.\]",
+    ),
+    "worker processes": harmless(
+        """
+        import multiprocessing
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            print(pool.map(abs, [-1, -2]))
+        """,
+        r"\[1, 2\]",
+    ),
+    "calls in one thread after the other": harmless(
+        """
+        found = []
+        def work(): found.append(strategy.reduce("SUM", strategy.run(lambda: rank + 1.0), None))
+        for _ in range(3):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+            work()
+        print(*found)
+        """,
+        "6.0 6.0 6.0 6.0 6.0 6.0",
+    ),
+    "a thread makes the calls of a replica function": harmless(
+        """
+        import contextvars
+        def step():
+            context, found = contextvars.copy_context(), []
+            sum_up = hs.get_replica_context().all_reduce
+            thread = threading.Thread(target=context.run, args=(lambda: found.append(sum_up("SUM", 1.0)),))
+            thread.start()
+            thread.join()
+            return found[0]
+        print(strategy.reduce("MEAN", strategy.run(step), None))
+        """,
+        "3.0",
+    ),
     "a forked child that exits": harmless(
         """
         if last:
@@ -76,4 +124,4 @@ HARMLESS = {
     "an exit within a thread": harmless("threading.Thread(target=sys.exit).start()\ntime.sleep(0.5)"),
 }
 
-FAULTS = STALLS | STARTS | EARLY | ENDS | ERRORS | MISMATCHES | ON_HOSTS | HARMLESS
+FAULTS = STALLS | STARTS | EARLY | ENDS | ERRORS | MISMATCHES | BROKEN | CAUGHT | TWICE | ON_HOSTS | HARMLESS

@@ -14,6 +14,7 @@ from typing import NamedTuple
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _CALLS = os.path.join(_PACKAGE, "_communicators") + os.sep
 _WATCH = os.path.join(_CALLS, "watch") + os.sep
+_OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions stand in the place of Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a note, the first that fits
 
 LIMIT = 2000
@@ -88,6 +89,22 @@ def find_place() -> tuple[str, bool]:
 def own_place() -> str:
     """Where this thread is in the user's program."""
     return _place(sys._getframe())
+
+
+def place_in_call(thread: int) -> str | None:
+    """Where another thread is in the user's program, if it is there in a call of the library; else `None`.
+
+    In a replica function it is not: that is the program's own.
+    """
+    innermost = frame = sys._current_frames().get(thread)
+    while frame is not None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if path.startswith(_PACKAGE) and path != _OUTPUT:
+            return None if name == "_run" else _place(innermost)
+        if not path.startswith((_OUTPUT, *_installed())):
+            return None
+        frame = frame.f_back  # of a function that the program, or the library, is in
+    return None
 
 
 def _is_in_a_call(frame: FrameType | None) -> bool:

@@ -1,0 +1,174 @@
+"""Faults in the middle of a call: signals that break it off, exceptions of one rank, two callers at once."""
+
+from fault import ANY, BEGIN, HERE, WAIT, Fault
+
+SAVE = """
+hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).save("saved")
+"""
+
+
+def broken(
+    setting,
+    call,
+    named,
+    strategy="CentralStorageStrategy",
+    of="if last: ",
+    error="KeyboardInterrupt",
+    end=SAVE,
+    ends=rf"Checkpoint\.save, at {HERE}<module>",
+):
+    """A call that an exception breaks off on some ranks, and that they catch: they must not save what it has left."""
+    program = f"""
+numbers = np.full(100_000, rank, np.float32)
+with strategy.scope():
+    v = hs.Variable(numbers, aggregation="SUM")
+    own = hs.Variable(numbers, synchronization="ON_READ", aggregation="SUM")
+    optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+rows = hs.IndexedSlices(numbers[:50], np.arange(50), numbers.shape)
+def apply(gradient): strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+apply(numbers)
+try:
+    {of}interrupt({setting})
+    {call}
+except {error}:
+    pass
+{end}"""
+    return Fault(
+        program,
+        [rf"\[rank \d\] {error}", rf"this exception broke {named} off on this rank .* the job ends, at {ends}"],
+        r"\[rank \d\] Traceback",
+        begin=BEGIN.replace("CentralStorageStrategy", strategy),
+    )
+
+
+def on_both(name, *arguments, **others):
+    """With central storage, and with mirrored."""
+    return {
+        f"{name}, {kind}": broken(*arguments, strategy=f"{kind}Strategy", **others)
+        for kind in ("CentralStorage", "Mirrored")
+    }
+
+
+APPLY = r"SGD\.apply_gradients"
+BROKEN = {
+    **on_both("an update broken off", "'descend'", "apply(numbers)", APPLY),
+    **on_both("an update broken off on all ranks", "'descend' if last else 'pieces'", "apply(numbers)", APPLY, of=""),
+    **on_both("an update broken off while it waits", "'_post'", "apply(numbers)", APPLY),
+    **on_both("an update of rows broken off", "'update_rows'", "apply(rows)", APPLY),
+    **on_both(
+        "an assignment broken off", "'_assign_add'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"
+    ),
+    "a new variable broken off": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),
+    "an update broken off by an alarm": broken(
+        "'descend', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
+    ),
+    "an update broken off at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
+    "a reduction broken off": broken(
+        "'reduce_flat'", "strategy.reduce('SUM', strategy.run(lambda: numbers), None)", r"Strategy\.reduce"
+    ),
+    "a barrier broken off": broken("'_post'", "hs.barrier()", "barrier"),
+    "an own value broken off": broken("'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"),
+    "an update broken off before the end of the program": broken(
+        "'descend'", "apply(numbers)", APPLY, end="", ends="the end of the program"
+    ),
+    "a restoring broken off": broken(
+        "'_load'",
+        "hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).restore('before')",
+        r"Checkpoint\.restore",
+        of="hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).save('before')\n    if last: ",
+    ),
+}
+
+
+def caught(program, error, *says):
+    """An exception that comes to one rank after the ranks have met, and that it catches."""
+    return Fault(
+        program + WAIT,
+        [rf"\[rank 2\] {error}", r"\[rank 2\] .* on rank 2 and was caught, but other ranks did not raise there", *says],
+        r"\[rank 2\] Traceback",
+    )
+
+
+CAUGHT = {
+    "caught by one rank: what it was sent": caught(
+        """
+class Sent:
+    def __getstate__(self): return 1
+    def __setstate__(self, state):
+        if last: raise ValueError("only here")
+with contextlib.suppress(ValueError): hs.broadcast_object(Sent())
+""",
+        "ValueError: only here",
+    ),
+    "caught by one rank: a floating-point error": caught(
+        """
+np.seterr(all="raise" if last else "ignore")
+own = np.full(3, 200 + 100 * rank, np.float16) * np.float16(64)
+with contextlib.suppress(FloatingPointError):
+    strategy.reduce("SUM", strategy.run(lambda: own), axis=0)
+""",
+        "FloatingPointError: overflow",
+    ),
+    "caught by one rank: want of memory": caught(
+        """
+whole, concatenate = strategy.run(lambda: np.ones(3)), np.concatenate
+def full(*_): raise MemoryError("full")
+if last: np.concatenate = full
+with contextlib.suppress(MemoryError): strategy.gather(whole, 0)
+np.concatenate = concatenate
+""",
+        "MemoryError: full",
+    ),
+    "caught by one rank: a result that is no array": caught(
+        """
+class Result:
+    __dlpack__ = None
+    __dlpack_device__ = lambda self: (1, 0)
+    def __array__(self, *_, **__):
+        if last: raise KeyError("no such result")
+        return np.ones(1)
+with contextlib.suppress(KeyError): strategy.run(Result)
+""",
+        "KeyError: 'no such result'",
+    ),
+}
+
+TWICE = {
+    "two threads at once": Fault(
+        """
+def work(own):
+    for _ in range(100000): strategy.reduce("SUM", strategy.run(lambda: np.full(3, own)), None)
+threads = [threading.Thread(target=work, args=(own,)) for own in (1.0, 10.0)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("went on")
+""",
+        [rf"RuntimeError: Strategy\.\w+ was called in the thread '.*', at {HERE}work, while .*: one thread at a time"],
+    ),
+    "two threads at once, and nobody looks": Fault(
+        """
+from concurrent.futures import ThreadPoolExecutor
+with strategy.scope(): v = hs.Variable(np.zeros(100_000))
+def work():
+    for _ in range(100000): v.assign_add(np.ones(100_000))
+with ThreadPoolExecutor(2) as pool: pool.submit(work), pool.submit(work)
+print("went on")
+""",
+        [rf"was called in the thread '.*', at {HERE}work, while .*: one thread at a time", "the job ends, at Variable"],
+    ),
+    "a forked child in its parent's place": Fault(
+        """
+if last:
+    child = os.fork()
+    if child == 0:
+        try: hs.barrier()
+        except RuntimeError as error: print(error, file=sys.stderr, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+print(strategy.reduce("SUM", strategy.run(lambda: 1.0), None))
+""",
+        [rf"barrier was called at {HERE}<module>, in process \d+, which the program forked"],
+        prints=[r"\A3.0\n\Z"],
+        status=ANY,
+    ),
+}

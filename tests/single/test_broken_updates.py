@@ -1,0 +1,116 @@
+"""An exception at any moment of an update, as a signal's handler raises it: nobody reads, or saves, half of one."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+
+START = np.arange(100_000, dtype=np.float32)
+STEP = np.ones_like(START)
+
+
+class Stop(BaseException):
+    pass
+
+
+class Model:
+    def __init__(self):
+        self.strategy = hs.CentralStorageStrategy()
+        with self.strategy.scope():
+            self.v = hs.Variable(START, name="v", aggregation="SUM")
+            self.optimizer = hs.optimizers.SGD(-1.0, momentum=0.5)
+        self.apply(0 * STEP)
+        self.checkpoint = hs.checkpoint.Checkpoint(v=self.v, optimizer=self.optimizer)
+
+    def apply(self, gradient):
+        self.strategy.run(lambda: self.optimizer.apply_gradients([(gradient, self.v)]))
+
+
+def rows(model):
+    model.apply(hs.IndexedSlices(STEP[:10], np.arange(10), START.shape))
+
+
+def restore(model):
+    model.checkpoint.restore("saved")
+
+
+CALLS = {
+    "apply_gradients": (lambda model: model.apply(STEP), START + 1, 2),
+    "rows": (rows, START + (np.arange(len(START)) < 10), 2),
+    "assign": (lambda model: model.v.assign(-START), -START, 1),
+    "assign_add": (lambda model: model.v.assign_add(STEP), START + 1, 1),
+    "restore": (restore, START + 2, 2),
+}
+
+
+def interrupted(moment, call):
+    """Whether `call` was still going on at its `moment`-th event, and so broken off there."""
+    left = moment
+
+    def look(frame, event, argument):
+        nonlocal left
+        left -= event != "c_call"  # where Python looks for signals: as functions begin, and behind calls
+        if left == 0:
+            raise Stop
+
+    try:
+        sys.setprofile(look)
+        call()
+    except Stop:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")  # of what an exception stops midway
+@pytest.mark.parametrize("name", CALLS)
+def test_an_update_is_whole_or_torn(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, after, steps = CALLS[name]
+    model = Model()
+    model.apply(2 * STEP)
+    model.checkpoint.save("saved")
+    found, moment = set(), 1
+    while True:
+        outcome, is_interrupted = outcome_of(moment, Model(), call, after, steps)
+        found.add(outcome)
+        if not is_interrupted:
+            break
+        moment += 1
+    assert outcome == "after" and found == {"torn", "before", "after"}
+
+
+def outcome_of(moment, model, call, after, steps):
+    """What an interruption at this moment leaves, and whether it came."""
+    is_interrupted = interrupted(moment, lambda: call(model))
+    try:
+        values, done = model.v.numpy(), model.optimizer.iterations
+    except RuntimeError as error:
+        assert "was broken off by an exception" in str(error)
+        reads = (model.v.value, lambda: model.v + 1, lambda: model.v[0], lambda: model.v.assign(START))
+        for use in (*reads, lambda: model.apply(STEP), lambda: model.checkpoint.save("torn")):
+            with pytest.raises(RuntimeError, match="was broken off by an exception"):
+                use()
+        return "torn", is_interrupted
+    if (values == START).all() and done == 1:
+        return "before", is_interrupted
+    assert (values == after).all() and done == steps
+    return "after", is_interrupted
+
+
+def test_what_is_torn_is_made_again():
+    model = Model()
+    with pytest.raises(Stop):
+        moment = 1
+        while interrupted(moment, lambda: model.apply(STEP)):
+            moment += 1
+            try:
+                model.v.value()
+            except RuntimeError:
+                raise Stop from None
+    other = Model()
+    other.apply(STEP)
+    assert (other.v.numpy() == START + 1).all()
