@@ -355,9 +355,9 @@ class Joint:
         self._number = calls.number
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is None:
-            return
         calls = self._communicator._calls
+        if error is None or calls.torn is not None:  # then the next call ends the job, and nobody is told by this one
+            return
         if calls.number != self._number:  # the ranks have met: who raises now may be alone
             if calls.number != calls.settled:
                 calls.note_fault(error)
