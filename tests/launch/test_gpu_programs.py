@@ -43,6 +43,7 @@ folder=$CUDA_MPS_PIPE_DIRECTORY
 case ${1-} in
 -d)
     echo "started in $folder" >>"$RECORD"
+    [ -z "${CUDA_VISIBLE_DEVICES-}" ] || echo "sees $CUDA_VISIBLE_DEVICES" >>"$RECORD"
     [ -z "${BROKEN-}" ] || { echo "no device" >"$CUDA_MPS_LOG_DIRECTORY/control.log"; exit 1; }
     test -d "$CUDA_MPS_LOG_DIRECTORY"
     "$0" daemon >/dev/null 2>&1 &
@@ -526,6 +527,19 @@ def test_share_sets_variables(bench):
     ]
     result = bench.finish(share(bench, "env", env={"NCCL_MAX_CTAS": "4"}))
     assert "NCCL_MAX_CTAS=4" in result.stdout.splitlines()
+    assert result.stderr == ""
+
+
+def test_share_of_some_gpus(bench):
+    """The daemon gives all GPUs numbers; the ranks choose from these. Chosen twice, 1 would be none."""
+    result = bench.finish(share(bench, "env", env={"CUDA_VISIBLE_DEVICES": "1"}))
+    assert "CUDA_VISIBLE_DEVICES=1" in result.stdout.splitlines()
+    check_that_mps_ended(bench)  # and saw nothing of the choice
+
+
+def test_share_warns_of_what_nccl_may_hang_with(bench):
+    result = bench.finish(share(bench, "true", env={"NCCL_MAX_CTAS": "32"}))
+    assert (result.returncode, result.stderr.count("NCCL_MAX_CTAS=32")) == (0, 1)
 
 
 @pytest.mark.parametrize("option", [["--nccl", "my/libnccl.so.2"], ["--nccl=my/libnccl.so.2"]])

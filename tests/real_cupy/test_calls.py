@@ -2,6 +2,7 @@
 
 import functools
 
+import ml_dtypes
 import numpy as np
 import pytest
 from on_host import array, cupy, reaches_cuda
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.filterwarnings(  # of a stream that could not be made, 
 )
 RUNTIME, CUDA = cupy.cuda.runtime, cupy.cuda
 NCCL = load_nccl()
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 def stream():
@@ -99,6 +101,7 @@ METHODS = {
     "get on a stream": lambda: array(3).get(out=np.empty(3, np.float32), blocking=False, stream=stream()),
     "get of what is not contiguous": lambda: array((3, 4))[:, 0].get(out=np.empty(3, np.float32)),
     "set": lambda: array(3).set(np.ones(3, np.float32)),
+    "bfloat16": lambda: [array(3, BFLOAT16).set(np.ones(3, BFLOAT16)), array(3, BFLOAT16) * array(3, BFLOAT16)],
     "set on a stream": lambda: array(3, np.uint8).set(np.ones(3, np.uint8), stream=stream()),
     "views": lambda: array(64, np.uint8)[16:32].view(np.float32).reshape(2, 2),
     "views without elements": lambda: array(64, np.uint8)[16:16].view(np.float32).reshape(0, 2),

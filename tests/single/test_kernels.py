@@ -30,9 +30,9 @@ class Kernel(ElementwiseKernel):
     def __init__(self, *arguments, no_return):
         super().__init__(*arguments)
 
-    def __call__(self, *arguments):
+    def __call__(self, *arguments, size=None):
         if Kernel.wanted is None:
-            super().__call__(*arguments)
+            super().__call__(*arguments, size=size)
         else:
             Kernel.wanted.append((self, self.dtypes([getattr(argument, "dtype", None) for argument in arguments])))
 
@@ -41,7 +41,7 @@ class OnHost(np.ndarray):
     """An array that tells its address as CuPy's do."""
 
     @property
-    def data(self):
+    def data(self) -> Any:
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
 
