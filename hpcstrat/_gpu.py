@@ -6,6 +6,8 @@ import ctypes
 import functools
 import importlib.util
 import sys
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, final
 
@@ -62,9 +64,6 @@ def array_module(*arrays: Any) -> Any:
     return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
 
 
-_held: list[Any] = []
-
-
 @functools.cache
 def visible() -> tuple[str, ...]:
     """The unique id of each GPU that this process may use, in CUDA's order; none without a driver.
@@ -113,6 +112,7 @@ class Stream:
         self.raw: Any = self._cuda.Stream(non_blocking=True)
         self._entered = self._cuda.Event(disable_timing=True)
         self._left = self._cuda.Event(disable_timing=True)
+        self._read: deque[tuple[Any, list[Any]]] = deque()
 
     def current(self) -> _Current:
         """A context manager in which this stream, and its GPU, is the current one of this thread."""
@@ -131,6 +131,16 @@ class Stream:
         if outer.ptr != self.raw.ptr:
             self._left.record(self.raw)
             outer.wait_event(self._left)
+
+    def let_go(self) -> None:
+        """Lets go of the memory that `hold` kept, as far as this stream has read it."""
+        dead = _dead[self.ordinal]
+        if dead:
+            event = self._cuda.Event(disable_timing=True)
+            event.record(self.raw)
+            self._read.append((event, [dead.popleft() for _ in range(len(dead))]))
+        while self._read and self._read[0][0].done:
+            self._read.popleft()
 
     def synchronize(self) -> None:
         """Waits until all work on this stream is done."""
@@ -157,9 +167,10 @@ class _Current:
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
+        if _dead or stream._read:
+            stream.let_go()
         if self._outer.ptr != stream.raw.ptr:
             stream.let_wait(self._outer)
-            _held.clear()
             stream.raw.__exit__(None, None, None)
             if stream._cuda.get_current_stream().ptr != self._outer.ptr:
                 self._outer.use()  # that is what made it current, and CuPy forgets it here
@@ -184,11 +195,17 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def hold(array: Any) -> None:
-    """Keeps memory of another library, which may be read on a stream, until another stream waits for that one.
+    """Keeps the memory of a CuPy array, which is another library's, until a strategy's stream has read it.
 
-    Its library orders the memory's next use with its own streams only.
+    Its library orders the memory's next use with its own streams only. When the array itself dies, whatever reads it is
+    on the stream.
     """
-    _held.append(array)
+    memory = array.data
+    weakref.finalize(array, _dead[memory.device_id].append, memory).atexit = False
+
+
+_dead: defaultdict[int, deque[Any]] = defaultdict(deque)
+"""Memory of arrays that were held and are no more, by GPU. A finalizer may run at any moment."""
 
 
 def to_host(array: Any) -> Any:

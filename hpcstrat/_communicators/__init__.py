@@ -7,6 +7,7 @@ import contextlib
 import functools
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -172,5 +173,11 @@ def _leave(communicator: MessageCommunicator, process: int) -> None:
         communicator.leave()
         for end in when_left:
             end(communicator)
-        for device in _users:
-            device.close()
+        try:
+            for device in _users:
+                device.close()
+        except Exception:  # of what the GPU had still to do: Python would print it, and exit with status 0
+            _world.end_job(
+                f"{traceback.format_exc()}hpcstrat: the job ends: what the program had put on the GPU of rank "
+                f"{communicator.rank} failed, which its end found out; set CUDA_LAUNCH_BLOCKING=1 to see where"
+            )

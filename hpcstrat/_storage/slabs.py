@@ -16,23 +16,36 @@ from hpcstrat._storage.memory import Block, size_of
 
 ALIGNMENT = 256
 """Bytes to whose multiples every variable starts, as matrix products want it."""
-_SLAB = 1 << 24
+_SMALLEST, _LARGEST = 1 << 26, 1 << 30  # of a slab, but for one variable alone
+_UNIT = 1 << 21  # a slab's size is a multiple of this
 _APART = 1 << 44  # so that no two slabs touch in the addresses that blocks have
+
+
+class _Slab:
+    """A slab, and how many blocks there are in it."""
+
+    __slots__ = ("array", "blocks", "heap")
+
+    def __init__(self, array: Array, start: int) -> None:
+        self.array = array
+        self.heap = Heap(start, start + array.size)
+        self.blocks = 0
 
 
 class SlabMemory:
     """Slabs of memory of this process, in which variables made one after another lie in a row.
 
-    A block's address is its slab's number times a constant plus its place in the slab.
+    Each is as large as all before it together, within limits, and has room for two variables like its first, so that a
+    network lies in few. A block's address is its slab's number times a constant plus its place in the slab.
 
     Args:
-        allocate: makes a flat array of so many bytes, or raises `MemoryError`.
+        allocate: makes a flat array of so many bytes, or of more, or raises `MemoryError`.
     """
 
     def __init__(self, allocate: Callable[[int], Array]) -> None:
         self._allocate = allocate
-        self._slabs: list[Array] = []
-        self._heaps: list[Heap] = []
+        self._slabs: dict[int, _Slab] = {}
+        self._made = 0
         self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment
 
     def place(self, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Block:
@@ -43,9 +56,12 @@ class SlabMemory:
         """
         while self._dead:
             start, nbytes = self._dead.popleft()
-            self._heaps[start // _APART].free(start, nbytes)
+            slab = self._slabs[start // _APART]
+            slab.heap.free(start, nbytes)
+            slab.blocks -= 1
         nbytes = size_of(shape, dtype)
         start = self._find(nbytes)
+        self._slabs[start // _APART].blocks += 1
         array = self.part(start, start + nbytes).view(dtype).reshape(shape)
         view = array.view()
         if isinstance(view, np.ndarray):
@@ -55,30 +71,39 @@ class SlabMemory:
         return block
 
     def _find(self, nbytes: int) -> int:
-        for heap in self._heaps:
+        for slab in reversed(self._slabs.values()):  # in a hole of an older one it would be in nobody's row
             try:
-                return heap.allocate(nbytes, ALIGNMENT)
+                return slab.heap.allocate(nbytes, ALIGNMENT)
             except MemoryError:  # not in this slab
                 continue
-        size = max(_SLAB, -(-nbytes // _SLAB) * _SLAB)
-        self._slabs.append(self._allocate(size))
-        start = len(self._heaps) * _APART
-        self._heaps.append(Heap(start, start + size))
-        return self._heaps[-1].allocate(nbytes, ALIGNMENT)
+        self._slabs = {number: slab for number, slab in self._slabs.items() if slab.blocks}
+        slab = _Slab(self._new_slab(nbytes), self._made * _APART)
+        self._slabs[self._made] = slab
+        self._made += 1
+        return slab.heap.allocate(nbytes, ALIGNMENT)
+
+    def _new_slab(self, nbytes: int) -> Array:
+        least = max(-(-nbytes // _UNIT), 1) * _UNIT
+        size = min(max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least), _LARGEST)
+        if size > least:
+            try:
+                return self._allocate(size)
+            except MemoryError:  # then without room for more
+                pass
+        return self._allocate(least)
 
     def part(self, start: int, stop: int) -> Array:
         """The bytes between two addresses of one slab, a flat array."""
         base = start // _APART * _APART
-        return self._slabs[start // _APART][start - base : stop - base]
+        return self._slabs[start // _APART].array[start - base : stop - base]
 
     def has(self, array: Array) -> bool:
         """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
+        slabs = [slab.array for slab in self._slabs.values()]
         if not _gpu.is_on_gpu(array):
-            return any(not _gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in self._slabs)
+            return any(not _gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs)
         place = array.data.ptr
-        return any(
-            _gpu.is_on_gpu(slab) and slab.data.ptr <= place < slab.data.ptr + slab.nbytes for slab in self._slabs
-        )
+        return any(_gpu.is_on_gpu(slab) and slab.data.ptr <= place < slab.data.ptr + slab.nbytes for slab in slabs)
 
 
 _by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabMemory] = weakref.WeakKeyDictionary()
@@ -116,4 +141,7 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
 
 def host_memory(is_pinned: bool) -> SlabMemory:
     """Host memory for variables of this process, pinned where a GPU copies from it."""
-    return SlabMemory(_gpu.pinned if is_pinned else lambda nbytes: np.empty(nbytes, np.uint8))
+    if is_pinned:
+        # CuPy has powers of two only, and what a slab left of one would be lost.
+        return SlabMemory(lambda nbytes: _gpu.pinned(1 << (nbytes - 1).bit_length()))
+    return SlabMemory(lambda nbytes: np.empty(nbytes, np.uint8))

@@ -66,6 +66,16 @@ ERRORS = {
         "if rank == 0: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=0
     ),
     "an exception while the others compute": raised("if last: 1 / 0\nloop()", "ZeroDivisionError"),
+    "an error of a GPU that is found as the program ends": raised(
+        """
+        class Gpu:
+            def close(self):  # by which the others wait for this one
+                if last: raise RuntimeError("an illegal address")
+                time.sleep(1000)
+        hs._communicators._users[Gpu()] = 1
+        """,
+        "RuntimeError: an illegal address",
+    ),
     "an exception of all": raised("raise ValueError('the cause')", "ValueError: the cause", rank=0),
     "an exception in a thread": raised(
         "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(5)" + WAIT, "ZeroDivisionError"

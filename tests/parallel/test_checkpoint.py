@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from transports import has, kind
 
 import hpcstrat as hs
 from hpcstrat import _devices

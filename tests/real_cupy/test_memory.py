@@ -1,0 +1,76 @@
+"""How long memory of another library, over which CuPy has an array, is kept."""
+
+import collections
+import gc
+import types
+import weakref
+
+import numpy as np
+from on_host import cupy
+
+from hpcstrat import _gpu
+
+
+class Event:
+    """A stream's event; `reached` says how many of those that were recorded the GPU has come to."""
+
+    reached = recorded = 0
+
+    def __init__(self, disable_timing):
+        assert disable_timing
+
+    def record(self, stream):
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    @property
+    def done(self):
+        return self.number <= Event.reached
+
+
+class Owner:
+    """Another library's memory."""
+
+    def __init__(self):
+        self.host = np.zeros(3)
+
+
+def stream():
+    """One on the GPU 0, without CUDA."""
+    made = _gpu.Stream.__new__(_gpu.Stream)
+    made.ordinal, made.raw, made._cuda = 0, None, types.SimpleNamespace(Event=Event)
+    made._read = collections.deque()
+    return made
+
+
+def held():
+    """An array over memory of an owner, which is held, and what tells whether that lives."""
+    owner = Owner()
+    memory = cupy.cuda.UnownedMemory(owner.host.ctypes.data, owner.host.nbytes, owner, 0)
+    array = cupy.ndarray(3, np.float64, cupy.cuda.MemoryPointer(memory, 0))
+    _gpu.hold(array)
+    return array, weakref.ref(owner)
+
+
+def test_memory_is_kept_until_the_stream_has_read_it():
+    """In a long run, too: what earlier steps have read goes while later ones are on their way."""
+    made = stream()
+    owners = []
+    for step in range(1, 6):
+        array, owner = held()
+        owners.append(owner)
+        view = array.reshape(3, 1)[1:]
+        del array
+        before = Event.recorded
+        made.let_go()  # as within a call, in which the view is yet to be read
+        assert Event.recorded == before
+        del view
+        gc.collect()
+        made.let_go()
+        Event.reached = step - 2  # the GPU is two steps behind
+        made.let_go()
+        assert [one() is not None for one in owners] == [n > step - 2 for n in range(1, step + 1)]
+    Event.reached = 5
+    made.let_go()
+    assert not any(one() for one in owners)
+    assert not made._read

@@ -1,0 +1,97 @@
+"""Memory for variables in slabs: what lies in a row, and when a slab goes."""
+
+import itertools
+import sys
+import weakref
+
+import numpy as np
+import pytest
+
+from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory
+
+MIB = 1 << 20
+
+
+class Device:
+    """Memory of so many bytes, whose slabs are not touched and so cost nothing.
+
+    Attributes:
+        used: bytes that are given out.
+        slabs: how many were.
+    """
+
+    def __init__(self, nbytes):
+        self.nbytes = nbytes
+        self.used = self.slabs = 0
+
+    def allocate(self, nbytes):
+        if self.used + nbytes > self.nbytes:
+            raise MemoryError(f"no {nbytes} bytes")
+        array = np.empty(nbytes, np.uint8)
+        self.used += nbytes
+        self.slabs += 1
+        weakref.finalize(array, self.give_back, nbytes)
+        return array
+
+    def give_back(self, nbytes):
+        self.used -= nbytes
+
+
+def network(memory, sizes, slots=0):
+    """Blocks of a network's matrices and vectors, and of the slots of each."""
+    shapes = [shape for rows, columns in itertools.pairwise(sizes) for shape in ((rows, columns), (columns,))]
+    made = [memory.place(shape, np.dtype(np.float32), number) for number, shape in enumerate(shapes)]
+    kinds = [[memory.place(block.array.shape, block.array.dtype, block.number) for block in made] for _ in range(slots)]
+    return made, [tuple(kind[i] for kind in kinds) for i in range(len(made))]
+
+
+def ranges(memory, variables, slots):
+    return len(Plan(memory, variables, slots, chunk=sys.maxsize, alignment=ALIGNMENT).chunks)
+
+
+@pytest.mark.parametrize("sizes", [(1024, 2048, 2048, 1024), (4096, 4096, 4096), (30_000, 4000, 4000, 100)], ids=str)
+def test_a_network_lies_in_few_ranges(sizes):
+    memory = SlabMemory(Device(1 << 40).allocate)
+    variables, slots = network(memory, sizes, slots=2)
+    assert ranges(memory, variables, [()] * len(variables)) <= 2  # by which new values are sent
+    assert ranges(memory, variables, slots) <= 4  # by which all is updated
+
+
+def test_networks_made_and_dropped_in_turn():
+    """Larger ones, for which no hole of the ones before is large enough."""
+    device = Device(1100 * MIB)
+    memory = SlabMemory(device.allocate)
+    for width in range(1000, 8000, 500):
+        made = network(memory, (width, width, width))
+        del made
+    kept, _ = network(memory, (100, 100))
+    again = network(memory, (8000, 8000, 8000))
+    del again
+    for block in kept:  # a slab that is in use has stayed
+        assert memory.has(block.array)
+
+
+def test_variables_that_are_made_and_die_use_their_memory_again():
+    device = Device(1 << 40)
+    memory = SlabMemory(device.allocate)
+    for _ in range(100):
+        memory.place((MIB,), np.dtype(np.float32), 1)
+    assert device.slabs == 1
+
+
+def test_a_slab_may_be_as_small_as_there_is_room():
+    device = Device(100 * MIB)
+    memory = SlabMemory(device.allocate)
+    blocks = [memory.place((4 * MIB,), np.dtype(np.float32), number) for number in range(6)]
+    assert [block.array.nbytes for block in blocks] == [16 * MIB] * 6
+    with pytest.raises(MemoryError):
+        memory.place((4 * MIB,), np.dtype(np.float32), 7)
+
+
+def test_blocks_without_elements_keep_their_slab():
+    memory = SlabMemory(Device(1 << 40).allocate)
+    empty = memory.place((0, 3), np.dtype(np.float32), 1)
+    large = memory.place((200 * MIB,), np.dtype(np.float32), 2)
+    assert ranges(memory, [empty, large], [(), ()]) <= 2
+    assert memory.part(empty.start, empty.stop).size == 0
