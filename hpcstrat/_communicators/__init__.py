@@ -177,7 +177,8 @@ def _leave(communicator: MessageCommunicator, process: int) -> None:
             for device in _users:
                 device.close()
         except Exception:  # of what the GPU had still to do: Python would print it, and exit with status 0
+            lines = traceback.format_exc()
             _world.end_job(
-                f"{traceback.format_exc()}hpcstrat: the job ends: what the program had put on the GPU of rank "
-                f"{communicator.rank} failed, which its end found out; set CUDA_LAUNCH_BLOCKING=1 to see where"
+                f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
+                f"{communicator.rank} failed, which its end found out; start with CUDA_LAUNCH_BLOCKING=1 to see where"
             )
