@@ -77,6 +77,7 @@ NAME_NO_CALL = PARTS | {
     "starting NCCL: ": "of the first strategy on these GPUs, whose constructor the traceback shows",
     "the ranks must make the same call": "each rank's call follows, a line each",
     "{lines}hpcstrat: this exception ": "the traceback of the exception comes first",
+    "{lines}hpcstrat: the job ends: what the program had put ": "likewise",
     "{path} is no timeline": COMMAND,
     "{nbytes} bytes are wanted": MEMORY,
     "{nbytes} bytes cannot be had": MEMORY,
