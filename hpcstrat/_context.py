@@ -126,8 +126,10 @@ class ReplicaContext:
 
         Raises:
             RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
+            TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
         """
         self._require("merge_call")
+        check_arguments("ReplicaContext.merge_call", merge_fn, args)
         return self._strategy._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
 
     def random_generator(self, seed: int) -> Any:
@@ -155,6 +157,20 @@ class ReplicaContext:
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
+
+
+def check_arguments(call: str, fn: Any, args: Any) -> None:
+    """Checks what is to be called as `fn(*args)`.
+
+    Raises:
+        TypeError: `fn` cannot be called, or `args` is no tuple or list, whose elements would be taken for arguments.
+    """
+    if not callable(fn):
+        raise TypeError(f"{call}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"{call}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one argument x"
+        )
 
 
 current: ContextVar[CrossReplicaContext | ReplicaContext | None] = ContextVar("hpcstrat_context", default=None)

@@ -15,7 +15,7 @@ from hpcstrat._array_protocols import as_array
 from hpcstrat._communicators import Communicator, disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
-from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
+from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext, check_arguments
 from hpcstrat._storage.base import Storage
 from hpcstrat._strategies import reduction, travel
 from hpcstrat._strategies.arguments import require_equal_arguments
@@ -144,7 +144,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
         Args:
             fn: the replica function.
-            args: positional arguments, nests. Distributed values in them are replaced by this replica's component.
+            args: positional arguments, a tuple of nests. Distributed values in them are replaced by this replica's
+                component.
             kwargs: keyword arguments, likewise.
             options: taken for TensorFlow's sake.
 
@@ -154,6 +155,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
+            TypeError: `fn` cannot be called, or `args` is no tuple or list.
             ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers of `args` or `kwargs` that are no
                 distributed values differ between ranks. Every rank must make the call then.
             Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
@@ -174,16 +176,17 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         self._require_cross_replica("Strategy.run")
         if self._communicator.checks:
             require_equal_arguments(self._communicator, args, kwargs or {})
-        args = [select(one) for one in args]
-        kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
         if self._stream is None:
             return self._run(fn, args, kwargs)
         with self._stream.current():
             return self._run(fn, args, kwargs)
 
-    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         before = _context.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
+            check_arguments("Strategy.run", fn, args)
+            args = [select(one) for one in args]
+            kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
             _context.current.set(self._replica_context)
             return regroup(self, fn(*args, **kwargs))
         except BaseException as error:

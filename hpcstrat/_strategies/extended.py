@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from hpcstrat import _context, _devices, _nest
-from hpcstrat._context import UpdateContext
+from hpcstrat._context import UpdateContext, check_arguments
 from hpcstrat._strategies import reduction, travel
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica
@@ -167,6 +167,7 @@ class StrategyExtended:
 
         Raises:
             ValueError: `var` is not a variable of this strategy.
+            TypeError: `fn` cannot be called, or `args` is no tuple or list.
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: what `fn` raised, on every rank.
         """
@@ -178,6 +179,7 @@ class StrategyExtended:
                 raise ValueError(
                     f"{call}: {var!r} is not a variable of this strategy; pass one made under `with strategy.scope():`"
                 )
+            check_arguments(call, fn, args)
         return self._run_update(call, fn, (var, *args), dict(kwargs or {}), group)
 
     def update_non_slot(
@@ -192,6 +194,8 @@ class StrategyExtended:
         del colocate_with
         call = "StrategyExtended.update_non_slot"
         self._strategy._require_cross_replica(call)
+        with self._strategy._communicator.joint(call):
+            check_arguments(call, fn, args)
         return self._run_update(call, fn, tuple(args), dict(kwargs or {}), group)
 
     def _run_update(

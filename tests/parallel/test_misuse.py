@@ -116,7 +116,26 @@ ACROSS = {
         lambda e: in_scope(e.s, lambda: hs.experimental_set_strategy(None)), RuntimeError, "inside a strategy's scope"
     ),
     # run
-    "run: not callable": Case(lambda e: e.s.run(5), TypeError, "not callable"),
+    "run: what the function returned": Case(
+        lambda e: e.s.run(5), TypeError, "Strategy.run: fn is 5; pass the function"
+    ),
+    "run: None": Case(lambda e: e.s.run(None), TypeError, "Strategy.run: fn is None; pass the function itself"),
+    "run: args is the one argument": Case(
+        lambda e: e.s.run(lambda x: 0, args=e.each(ONES)),
+        TypeError,
+        r"args is of type \w+; it must be a tuple: args=\(x,\)",
+    ),
+    "run: args is a number": Case(
+        lambda e: e.s.run(lambda x: 0, (5)), TypeError, "Strategy.run: args is of type int; it must be a tuple"
+    ),
+    "run: args is of type dict": Case(
+        lambda e: e.s.run(lambda x: 0, {"x": 1}), TypeError, "Strategy.run: args is of type dict; it must be a tuple"
+    ),
+    "update: args is the one argument": Case(
+        lambda e: e.s.extended.update(e.v, lambda v, x: 0, args=ONES),
+        TypeError,
+        "StrategyExtended.update: args is of type ndarray; it must be a tuple",
+    ),
     # reduce
     "reduce: no operation": Case(
         reduced("TOTAL", ONES),
@@ -468,7 +487,14 @@ INSIDE = {
         "ReplicaContext.all_gather: IndexedSlices",
         gathered_inside(ONES, 0),
     ),
-    "merge_call: no function": Case(lambda e: context().merge_call(5), TypeError, "not callable"),
+    "merge_call: no function": Case(
+        lambda e: context().merge_call(5), TypeError, "merge_call: fn is 5; pass the function"
+    ),
+    "merge_call: args is the one argument": Case(
+        lambda e: context().merge_call(lambda s, x: 0, args=ONES),
+        TypeError,
+        "merge_call: args is of type ndarray; it must be",
+    ),
     "assign: no aggregation": Case(
         assigned("none", ONES),
         ValueError,
@@ -532,9 +558,7 @@ def _nothing_has_changed(env):
 
 
 NOT_OURS = {
-    "merge_call: no function": "Python calls it",
     "random_generator": "NumPy makes it",
-    "run: not callable": "Python calls it",
     "values from function: fails": "the function's own",
     "values from function: not callable": "Python calls it",
     "variable of a ragged list": "NumPy reads it",
