@@ -24,6 +24,7 @@ _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
 _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
 
+_PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
 _MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
 
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
@@ -118,6 +119,7 @@ def _meet(text: str) -> None:
     Only where the launcher does not look at the status of a process that has not started MPI: MPICH's does not.
     """
     global _mpi
+    _mpi = _mpi or _started_mpi()
     if _mpi is None and "PMI_FD" in os.environ:
         with contextlib.suppress(Exception), _guard.guarded([_guard.Step(_MEET_SECONDS, tagged(text), True)]):
             mpi = _mpi_library.load()
@@ -221,7 +223,17 @@ def tagged(text: str) -> str:
 
 
 def _print_tagged(text: str) -> None:
-    lines = tagged(text)
+    """Prints it, unless nobody reads: where the launcher's output stands still, so would this rank."""
+    printing = threading.Thread(target=_print, args=(tagged(text),), name="hpcstrat-print", daemon=True)
+    try:
+        printing.start()
+    except RuntimeError:  # no more threads, or Python ends
+        _print(tagged(text))
+    else:
+        printing.join(_PRINT_SECONDS)
+
+
+def _print(lines: str) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     for stream in (sys.stderr, sys.__stderr__):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_LONGEST_WAIT = 86_400.0  # seconds, of which the system's calls take only so many
+_LOOK_SECONDS = 0.2
 
 
 class Step(NamedTuple):
@@ -41,8 +41,9 @@ def guarded(steps: Sequence[Step]) -> Iterator[None]:
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
+        # A session of its own: the launcher, and Ctrl-C, end the rank's, and the guard cleans up after it.
         command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())]
-        guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0)
+        guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
         if guard.stdin is not None:
             guard.stdin.write(json.dumps(steps).encode() + b"\n")
     try:
@@ -58,24 +59,46 @@ def unlink_segments(process: int, prefix: str = "/dev/shm/mpich_shm_") -> None:
 
     By default MPICH's; only where every rank of the host has mapped it, or none will any more.
     """
+    _unlink(_segments(process, prefix))
+
+
+def _segments(process: int, prefix: str = "/dev/shm/mpich_shm_") -> set[tuple[str, ...]]:
+    """Inode and path of each segment that this process has mapped, and whether it is unlinked."""
     try:
         with open(f"/proc/{process}/maps") as maps:
-            segments = {tuple(line.split()[4:]) for line in maps if f" {prefix}" in line}
+            return {tuple(line.split()[4:]) for line in maps if f" {prefix}" in line}
     except OSError:  # no /proc
-        return
+        return set()
+
+
+def _unlink(segments: set[tuple[str, ...]]) -> None:
     for inode, path, *deleted in segments:
         with contextlib.suppress(OSError):
             if not deleted and os.stat(path).st_ino == int(inode):
                 os.unlink(path)
 
 
+def _is_stopped(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:
+        return False
+
+
 def _main(process: int) -> None:
     steps = [Step(*step) for step in json.loads(sys.stdin.buffer.readline())]
-    begin = time.monotonic()
+    segments: set[tuple[str, ...]] = set()
+    begin = looked = time.monotonic()
     for step in steps:
-        while (left := begin + step.seconds - time.monotonic()) > 0:
-            if select.select([sys.stdin], [], [], min(left, _LONGEST_WAIT))[0]:
-                return  # the process has ended
+        while (left := begin + step.seconds - looked) > 0:
+            if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
+                _unlink(segments)  # the process was killed: at the block's end it kills this one
+                return
+            segments |= _segments(process)
+            before, looked = looked, time.monotonic()
+            if _is_stopped(process):  # a suspended job's time does not count
+                begin += looked - before
         if os.getppid() != process:
             return
         for file in (2, 1):  # the first that is not closed

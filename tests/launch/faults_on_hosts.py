@@ -16,6 +16,7 @@ from fault import (
     waits,
 )
 from faults_of_errors import CLOSED_OR_LAUNCHER, ended, raised
+from faults_of_the_start import EARLY
 
 ON_HOSTS = {
     "hosts: an endless loop": stalled("if last: loop()" + WAIT, BARRIER, missing("rank 2", "loop")),
@@ -65,4 +66,11 @@ tcp._addresses = addresses
 ON_HOSTS = {name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fault in ON_HOSTS.items()}
 ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
     ON_HOSTS["hosts: an endless loop"], begin=STRANGERS + BEGIN_ON_HOSTS
+)
+ON_HOSTS["hosts: an exception before the first strategy"] = replace(EARLY["early: an exception"], hosts=True, ranks=4)
+ON_HOSTS["hosts: an exception while some wait"] = replace(
+    EARLY["early: an exception"],
+    program="if rank == 2: raise ValueError('the cause')\nif rank == 3: time.sleep(1000)" + WAIT,
+    hosts=True,
+    ranks=4,
 )

@@ -1,4 +1,6 @@
 import os
+import sys
+import threading
 import types
 
 import pytest
@@ -186,6 +188,19 @@ def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
     monkeypatch.setattr(_failure, "_rank", 3)
     _failure._print_tagged("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
+
+
+def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
+    class Full:
+        def write(self, text):
+            threading.Event().wait()
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    monkeypatch.setattr(_failure, "_PRINT_SECONDS", 0.1, raising=False)
+    printing = threading.Thread(target=_failure.say, args=("it ends",), daemon=True)
+    printing.start()
+    printing.join(20)
+    assert not printing.is_alive()
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):

@@ -1,5 +1,6 @@
-"""The launcher is killed, so it can end no rank: each ends by itself."""
+"""The launcher is killed, or stands still, so it can end no rank: each ends by itself."""
 
+import contextlib
 import os
 import pathlib
 import re
@@ -11,13 +12,22 @@ import time
 import pytest
 
 PROGRAM = """
-import os, sys, time
+import os, sys, threading, time
 import hpcstrat as hs
 
 hs.barrier()
 with open(f"started_{hs.rank()}.part", "w") as file:
     file.write(str(os.getpid()))
 os.rename(file.name, f"started_{hs.rank()}")
+def print_on():
+    while True:
+        print(1000 * "x")
+
+if sys.argv[1] == "print":
+    threading.Thread(target=print_on, daemon=True).start()
+    time.sleep(2)
+    if hs.rank() == 0:
+        hs.barrier()
 while True:
     if sys.argv[1] == "call":
         hs.barrier()
@@ -47,6 +57,21 @@ def wait_for(condition):
     assert condition()
 
 
+@contextlib.contextmanager
+def ended_by_itself(mpirun, folder, ranks):
+    """A block that the ranks' processes outlive, but not by long."""
+    processes = []
+    try:
+        wait_for(lambda: all((folder / f"started_{rank}").exists() for rank in range(ranks)))
+        processes = [int((folder / f"started_{rank}").read_text()) for rank in range(ranks)]
+        yield processes
+        wait_for(lambda: not any(map(lives, processes)))
+    finally:
+        for process in filter(lives, [mpirun.pid, *processes]):
+            os.kill(process, signal.SIGKILL)
+        mpirun.wait()
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("does", ["call", "compute"])
 @pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["direct", "in a shell"])
@@ -56,18 +81,29 @@ def test_ranks_end_with_their_launcher(launch, tmp_path, ranks, does, wrapper):
     command = [*launch.mpirun, "-n", str(ranks), *wrapper, sys.executable, str(program), does]
     with open(tmp_path / "stderr", "w") as stderr:
         mpirun = subprocess.Popen(command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True)
-    processes = []
-    try:
-        wait_for(lambda: all((tmp_path / f"started_{rank}").exists() for rank in range(ranks)))
-        processes = [int((tmp_path / f"started_{rank}").read_text()) for rank in range(ranks)]
+    with ended_by_itself(mpirun, tmp_path, ranks) as processes:
         launchers = [int(field(processes[0], "PPid"))]  # MPICH's proxy; Open MPI's mpirun itself, on one host
         if wrapper:
             launchers = [int(field(launchers[0], "PPid"))]
         for process in {*launchers, mpirun.pid}:
             os.kill(process, signal.SIGKILL)
         mpirun.wait()
-        wait_for(lambda: not any(map(lives, processes)))
-    finally:
-        for process in filter(lives, [mpirun.pid, *processes]):
-            os.kill(process, signal.SIGKILL)
-        mpirun.wait()
+
+
+def test_ranks_end_where_nobody_reads_what_they_print(launch, tmp_path):
+    """Rank 1 does not come; the others' pipes are full, and so the report of that goes nowhere."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    patience = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "all"}
+    mpirun = subprocess.Popen(
+        [*launch.mpirun, "-n", "2", sys.executable, str(program), "print"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | patience,
+    )
+    with ended_by_itself(mpirun, tmp_path, 2):
+        pass
+    assert mpirun.stdout is not None
+    mpirun.stdout.close()
