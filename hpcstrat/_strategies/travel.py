@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcstrat import _gpu, _nest
 from hpcstrat._array_protocols import converted, is_foreign
+from hpcstrat._values import DistributedValues, refuse
 
 
 class _FromGpu:
@@ -23,10 +24,12 @@ def to_send(call: str, nest: Any) -> Any:
     """`nest` with host copies of its arrays that are on the GPU, and other libraries' arrays as NumPy's.
 
     Raises:
-        TypeError: an array has no values in memory, such as a sparse tensor.
+        TypeError: an array has no values in memory, such as a sparse tensor, or a leaf is a distributed value.
     """
 
     def packed(leaf: Any) -> Any:
+        if isinstance(leaf, DistributedValues):  # it would come as another replica's
+            refuse(call)
         array = converted(call, leaf) if is_foreign(leaf) else leaf
         return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
 

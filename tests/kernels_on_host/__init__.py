@@ -49,7 +49,7 @@ class RawKernel:
         self._library = compiled(
             f"{code}\n"
             'extern "C" void on_host_launch(const unsigned* grid, const unsigned* block, void** arguments)\n'
-            f"{{ on_host::launch({name}, grid, block, arguments); }}\n"
+            f"{{ on_host::launch<{name}>({name}, grid, block, arguments); }}\n"
             f'extern "C" long on_host_sizes(long* found) {{ return on_host::sizes({name}, found); }}\n'
         )
         found = (ctypes.c_long * 64)()
@@ -103,9 +103,7 @@ class ElementwiseKernel:
             array if raw else np.broadcast_to(array, shape)
             for (raw, _, _), array in zip(parameters, arrays, strict=True)
         ]
-        if dtypes not in self._compiled:
-            compile_together([(self, dtypes)])
-        self._compiled[dtypes](
+        self.compile(dtypes)(
             (_View * len(views))(*map(_View.of, views)),
             (ctypes.c_ssize_t * len(shape))(*shape),
             ctypes.c_ssize_t(len(shape)),
@@ -118,6 +116,12 @@ class ElementwiseKernel:
             if len(kind) == 1 and dtype is not None and meant.setdefault(kind, dtype) != dtype:
                 raise TypeError(f"{self.name}: {kind} is {meant[kind]}, and {name} is {dtype}")
         return tuple(meant[kind] if len(kind) == 1 else np.dtype(kind) for _, kind, _ in [*self.inputs, *self.outputs])
+
+    def compile(self, dtypes):
+        """The loop over elements, for parameters of these dtypes."""
+        if dtypes not in self._compiled:
+            compile_together([(self, dtypes)])
+        return self._compiled[dtypes]
 
     def source(self, dtypes, function):
         """The text of a function of this name that applies the kernel to arrays of these dtypes."""

@@ -109,13 +109,13 @@ inline void loop(Operation operation, const bool* is_raw, const View* views, con
     }
 }
 
-template <class... Arguments, size_t... Index>
-inline void call(void (*kernel)(Arguments...), void** arguments, std::index_sequence<Index...>) {
-    kernel(*(std::remove_cv_t<std::remove_reference_t<Arguments>>*)arguments[Index]...);
+template <auto Kernel, class... Arguments, size_t... Index>
+inline void call(void (*)(Arguments...), void** arguments, std::index_sequence<Index...>) {
+    Kernel(*(std::remove_cv_t<std::remove_reference_t<Arguments>>*)arguments[Index]...);
 }
 
 // All threads of all blocks, one after another.
-template <class... Arguments>
+template <auto Kernel, class... Arguments>
 inline void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, void** arguments) {
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
@@ -125,7 +125,7 @@ inline void launch(void (*kernel)(Arguments...), const unsigned* grid, const uns
     for (threadIdx.z = 0; threadIdx.z < block[2]; ++threadIdx.z)
     for (threadIdx.y = 0; threadIdx.y < block[1]; ++threadIdx.y)
     for (threadIdx.x = 0; threadIdx.x < block[0]; ++threadIdx.x)
-        call(kernel, arguments, std::index_sequence_for<Arguments...>());
+        call<Kernel>(kernel, arguments, std::index_sequence_for<Arguments...>());
 }
 
 // The number of arguments that a kernel takes, and the size of each.

@@ -15,9 +15,13 @@ import zlib
 
 import numpy as np
 import pytest
+import simulated_gpu
 
 import hpcstrat as hs
 from hpcstrat import _gpu
+
+if simulated_gpu.is_wanted():
+    simulated_gpu.enter()
 
 _HERE = pathlib.Path(__file__).parent
 _GRACE = 1.0  # seconds that a rank which failed gives the others to report
@@ -64,7 +68,8 @@ class Place:
 def place(request):
     """Runs a test on the CPU, and again on GPUs: the same lines for both.
 
-    A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it fails.
+    A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it fails. Under
+    HPCSTRAT_TEST_GPU=simulated there are simulated ones, whatever the machine has.
     """
     from mpi4py import MPI
 

@@ -78,6 +78,7 @@ def in_scope(strategy, fn):
 
 INT_RANGE = "a value of dtype int64 does not go into a variable of int32"
 NO_ARRAY = "is no array of numbers"
+ONE_EACH = "one value a replica; reduce it first"
 
 ACROSS = {
     # strategies
@@ -345,6 +346,12 @@ ACROSS = {
     ),
     "broadcast_to: nowhere": Case(
         lambda e: e.s.extended.broadcast_to(1, None), ValueError, "StrategyExtended.broadcast_to: destinations"
+    ),
+    "broadcast_to: a distributed value": Case(
+        lambda e: e.s.extended.broadcast_to({"a": hs.PerReplica(1, RANK, N)}, HERE),
+        TypeError,
+        f"StrategyExtended.broadcast_to: this is {ONE_EACH}",
+        lambda e: e.s.extended.broadcast_to({"a": 1}, HERE),
     ),
     "update: no variable": Case(
         lambda e: e.s.extended.update(5, lambda v: 0),

@@ -1,0 +1,41 @@
+"""Entering the simulation: for this process, or for programs that it starts. See README.md."""
+
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import sys
+
+_HERE = pathlib.Path(__file__).parent
+
+
+def is_wanted():
+    """Whether HPCSTRAT_TEST_GPU asks for it."""
+    return os.environ.get("HPCSTRAT_TEST_GPU") == "simulated"
+
+
+def enter():
+    """From now on `import cupy` finds the simulation, and the package its GPUs."""
+    sys.path.insert(0, os.fspath(_HERE))
+    ctypes.CDLL(os.fspath(_driver()))  # which `dlopen` finds by its name where the package asks for it
+
+
+def environment():
+    """Variables with which a program finds both."""
+    paths = [os.fspath(_HERE), os.fspath(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    folders = [os.fspath(_driver().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
+    return {"PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+
+
+@functools.cache
+def _driver():
+    import kernels_on_host
+
+    source = (_HERE / "libcuda.cpp").read_text()
+    folder = kernels_on_host.cache() / f"driver-{hashlib.sha256(source.encode()).hexdigest()[:16]}"
+    folder.mkdir(exist_ok=True)
+    path = folder / "libcuda.so.1"
+    if not path.exists():
+        kernels_on_host.build(source, path, ("-O2", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"))
+    return path

@@ -1,0 +1,237 @@
+"""Which work precedes which: vector clocks of streams and host threads, and the error where order is missing.
+
+Work on a stream has a time: the stream's number of pieces of work so far. A clock says for each stream up to which time
+its work has been done before whoever has the clock goes on. Streams' clocks grow by what the host knows when it puts
+work on them, and by events they wait for; the host's by what it waits for.
+"""
+
+import itertools
+import os
+import sys
+import threading
+from concurrent import futures
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_MOST_ACCESSES = 2000  # of one block, before those that everybody knows of are dropped
+
+
+class SimulatedGpuError(AssertionError):
+    """Something that a GPU does not report, and that makes results wrong on it, at least sometimes."""
+
+
+found: list[SimulatedGpuError] = []
+"""Every error that was raised, for whoever wants to be sure that none was caught."""
+
+
+def report(text):
+    """The error to raise. It is kept in `found`."""
+    error = SimulatedGpuError(text)
+    found.append(error)
+    return error
+
+
+_overdue: list[SimulatedGpuError] = []
+
+
+def report_later(text):
+    """An error that cannot be raised where it is found: the next work on any stream raises it."""
+    error = report(text)
+    print(error, file=sys.__stderr__)
+    _overdue.append(error)
+
+
+def place():
+    """(file, line) of the caller outside of the simulation."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def shown(where):
+    """A place as a message shows it."""
+    file, line = where
+    return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{line}"
+
+
+def join(clock, other):
+    """Adds what `other` knows to `clock`."""
+    for stream, time in other.items():
+        if clock.get(stream, 0) < time:
+            clock[stream] = time
+    if len(clock) > _MANY:
+        for stream in retired & clock.keys():
+            del clock[stream]
+
+
+retired: "set[int]" = set()
+"""Streams that are gone, for whose last work the host has waited: everything that comes now is ordered with them."""
+_dying: "dict[int, int]" = {}
+_MANY = 32
+
+
+def retire(lane):
+    """The stream is gone; clocks need not tell of it once the host has waited for its last work."""
+    _dying[lane.number] = lane.time
+
+
+def _bury(clock):
+    for stream in [stream for stream, time in list(_dying.items()) if clock.get(stream, 0) >= time]:
+        retired.add(stream)
+        _dying.pop(stream, None)
+
+
+# ---- the host's threads
+
+
+class Host:
+    """What one thread of the host has waited for. `version` grows with it."""
+
+    __slots__ = ("__weakref__", "clock", "version")
+
+    def __init__(self, clock):
+        self.clock = dict(clock)
+        self.version = 0
+
+    def learn(self, clock):
+        """The thread has waited for what has this clock."""
+        join(self.clock, clock)
+        self.version += 1
+        if _dying:
+            _bury(self.clock)
+        for hear in when_learnt:
+            hear(self)
+
+
+when_learnt = []
+"""Called with a host thread that has waited."""
+_threads = threading.local()
+
+
+def host():
+    """This thread's."""
+    try:
+        return _threads.host
+    except AttributeError:
+        made = _threads.host = Host(getattr(threading.current_thread(), "simulated_clock", {}))
+        return made
+
+
+def _pass_clocks_on():
+    """A thread knows what its starter knew; a pool's, who gave it its work; who takes a result, who made it."""
+    start, submit = threading.Thread.start, futures.ThreadPoolExecutor.submit
+    result, set_result, set_exception = futures.Future.result, futures.Future.set_result, futures.Future.set_exception
+
+    def start_with_clock(thread):
+        thread.simulated_clock = dict(host().clock)
+        start(thread)
+
+    def submit_with_clock(pool, fn, /, *args, **kwargs):
+        clock = dict(host().clock)
+
+        def run(*args, **kwargs):
+            host().learn(clock)
+            return fn(*args, **kwargs)
+
+        return submit(pool, run, *args, **kwargs)
+
+    def set_with_clock(how):
+        def set_it(future, value):
+            future.simulated_clock = dict(host().clock)
+            how(future, value)
+
+        return set_it
+
+    def result_with_clock(future, timeout=None):
+        try:
+            return result(future, timeout)
+        finally:
+            if future.done() and (clock := getattr(future, "simulated_clock", None)):
+                host().learn(clock)
+
+    threading.Thread.start = start_with_clock
+    futures.ThreadPoolExecutor.submit = submit_with_clock
+    futures.Future.result = result_with_clock
+    futures.Future.set_result = set_with_clock(set_result)
+    futures.Future.set_exception = set_with_clock(set_exception)
+
+
+_pass_clocks_on()
+
+# ---- streams
+
+_numbers = itertools.count(1)
+
+
+class Lane:
+    """A stream as the checker sees it.
+
+    Attributes:
+        number: its key in clocks.
+        name: for messages.
+        time: how many pieces of work it was given.
+        clock: of its last piece.
+    """
+
+    def __init__(self, name):
+        self.number = next(_numbers)
+        self.name = name
+        self.time = 0
+        self.clock = {}
+        self._heard = None
+
+    def begin(self):
+        """One more piece of work, which the calling thread puts on the stream."""
+        if _overdue:
+            raise _overdue.pop()
+        thread = host()
+        if self._heard != (id(thread), thread.version):
+            join(self.clock, thread.clock)
+            self._heard = (id(thread), thread.version)
+        self.time += 1
+        self.clock[self.number] = self.time
+
+
+class History:
+    """Who has read and written one block of memory."""
+
+    __slots__ = ("_accesses", "_latest")
+
+    def __init__(self):
+        self._latest = {}  # stream -> time of its last access, of any part
+        self._accesses = {}  # (start, stop, whether it writes, stream) -> (time, place, name of the stream)
+
+    def access(self, lane, start, stop, writes):
+        """Work that `lane` has just begun touches these bytes.
+
+        Raises:
+            SimulatedGpuError: an access before is not ordered with it, and one of the two writes.
+        """
+        clock = lane.clock
+        for stream, time in self._latest.items():
+            if clock.get(stream, 0) < time and stream not in retired:
+                self._compare(lane, start, stop, writes)
+                break
+        if len(self._latest) > _MANY:
+            self._latest = {stream: time for stream, time in self._latest.items() if stream not in retired}
+        self._latest[lane.number] = lane.time
+        self._accesses[start, stop, writes, lane.number] = (lane.time, place(), lane.name)
+        if len(self._accesses) > _MOST_ACCESSES:
+            known = host().clock
+            self._accesses = {key: one for key, one in self._accesses.items() if known.get(key[3], 0) < one[0]}
+
+    def _compare(self, lane, start, stop, writes):
+        for (first, last, wrote, stream), (time, where, name) in self._accesses.items():
+            if (
+                (writes or wrote)
+                and first < stop
+                and start < last
+                and lane.clock.get(stream, 0) < time
+                and stream not in retired
+            ):
+                now, before = ("write" if one else "read" for one in (writes, wrote))
+                raise report(
+                    f"the simulated GPU: a {now} at {shown(place())} on {lane.name} is not ordered with the {before} "
+                    f"at {shown(where)} on {name}, of the same memory (bytes {max(start, first)} to {min(stop, last)} "
+                    "of its block); let the stream wait for an event that is recorded after the first of them"
+                )

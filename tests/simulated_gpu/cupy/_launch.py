@@ -1,0 +1,165 @@
+"""One piece of work on the current stream: checked, and computed by NumPy, now or when what is before it is done."""
+
+import numpy as np
+
+from . import _memory, _streams
+from ._arrays import DlpackCapsule, check_dtype, ndarray
+
+_SCALARS = (bool, int, float, complex, np.generic)
+
+
+def operand(value):
+    """What CuPy's elementwise functions make of an argument: an array, or a number as it is.
+
+    Raises:
+        TypeError: anything else, NumPy's arrays among them.
+    """
+    if isinstance(value, (ndarray, *_SCALARS)):
+        return value
+    if is_exported(value):
+        return imported(value)
+    raise TypeError(f"Unsupported type {type(value)}")
+
+
+def launch(function, *operands, out=None, reads_out=False, also_writes=()):
+    """Does `function` with the operands' elements, for which it takes NumPy arrays, on the current stream.
+
+    Args:
+        function: gives an array or a number, or a tuple of them; with `out` it writes to its argument `out`.
+        operands: arrays.
+        out: the array that is written to; it is returned.
+        reads_out: whether that is also read.
+        also_writes: which of the operands are written to as well.
+    """
+    queue = _streams.current_queue()
+    queue.begin()
+    for one in operands:
+        one.touch(queue, writes=False)
+    for one in also_writes:
+        one.touch(queue, writes=True)
+    hosts = [one.host for one in operands]
+    if out is not None:
+        if reads_out:
+            out.touch(queue, writes=False)
+        out.touch(queue, writes=True)
+        if not queue.is_free():  # what is wrong with the call shows here, and not later
+            if not also_writes:
+                _tried(function, *map(_like, hosts), out=np.empty(out.shape, out.dtype))
+        queue.put(lambda: _quietly(function, *hosts, out=out.host))
+        return out
+    if queue.is_free():
+        return _stored(queue, _quietly(function, *hosts))
+    formed = _tried(function, *map(_like, hosts))
+    if formed is None:  # zeros do not tell the form of the result
+        queue.synchronize()
+        return _stored(queue, _quietly(function, *hosts))
+    made = _stored(queue, formed, copies=False)
+    several = isinstance(made, tuple)
+
+    def work():
+        results = _quietly(function, *hosts)
+        for one, result in zip(made, results, strict=True) if several else [(made, results)]:
+            np.copyto(one.host, result, casting="unsafe")
+
+    queue.put(work)
+    return made
+
+
+def launch_and_wait(function, *operands):
+    """`launch` of what CuPy waits for, because the form of the result depends on the elements."""
+    _streams.current_queue().synchronize()
+    return launch(function, *operands)
+
+
+def _quietly(function, *hosts, **kwargs):
+    with np.errstate(all="ignore"):
+        result = function(*hosts, **kwargs)
+    return None if kwargs else result
+
+
+def _tried(function, *hosts, **kwargs):
+    try:
+        with np.errstate(all="ignore"):
+            return function(*hosts, **kwargs)
+    except IndexError:
+        return None
+
+
+def _like(host):
+    return np.broadcast_to(np.zeros((), host.dtype), host.shape)
+
+
+def _stored(queue, results, copies=True):
+    if isinstance(results, (tuple, list)):
+        return tuple(_stored(queue, one, copies) for one in results)
+    results = np.asarray(results)
+    flags = results.flags
+    made = ndarray(results.shape, results.dtype, order="F" if flags.f_contiguous and not flags.c_contiguous else "C")
+    made.touch(queue, writes=True)
+    if copies:
+        queue.put(lambda: np.copyto(made.host, results))
+    return made
+
+
+def from_host(value, dtype=None, order="K"):
+    """A new array of what NumPy makes of a value. CuPy copies it to pinned memory of its own first."""
+    host = np.array(value, dtype=dtype, order=order, copy=True)
+    check_dtype(host.dtype)
+    if not host.flags.c_contiguous and not host.flags.f_contiguous:
+        host = np.ascontiguousarray(host)
+    host = host.astype(host.dtype.newbyteorder("<"), copy=False)
+    return launch(lambda: host)
+
+
+def to_current_device(source, order="K"):
+    """A copy of an array on another GPU, by the current stream of this one."""
+    queue = _streams.current_queue()
+    queue.begin()
+    source.data.mem.block.history.access(queue, 0, source.data.mem.block.size, writes=False)
+    made = ndarray(source.shape, source.dtype, order="F" if order in "KAF" and source.flags.f_contiguous else "C")
+    made.touch(queue, writes=True)
+    host = source.host
+    queue.put(lambda: np.copyto(made.host, host))
+    return made
+
+
+def is_exported(value):
+    """Whether an object that is no array gives one: by memory that it describes, or by an array that it makes."""
+    return hasattr(value, "__cuda_array_interface__") or hasattr(value, "__cupy_get_ndarray__")
+
+
+def imported(value):
+    """That array."""
+    if hasattr(value, "__cuda_array_interface__"):
+        return from_interface(value)
+    return value.__cupy_get_ndarray__()
+
+
+def from_interface(value):
+    """The array that an object with `__cuda_array_interface__` describes, on its memory."""
+    described = value.__cuda_array_interface__
+    address, shape, dtype = described["data"][0], described["shape"], check_dtype(described["typestr"])
+    strides = described.get("strides")
+    spans = [] if strides is None else [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    contiguous = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    before = -sum(span for span in spans if span < 0)
+    nbytes = 0 if contiguous == 0 else contiguous if strides is None else sum(map(abs, spans)) + dtype.itemsize
+    memory = _memory.UnownedMemory(address - before, nbytes, value)
+    pointer = _memory.MemoryPointer(memory, before)
+    if (stream := described.get("stream")) is not None:
+        queue = next((one for one in _streams.queues() if one.address == stream), None)
+        (_streams.null_queue(memory.device_id) if queue is None else queue).synchronize()
+    return ndarray(shape, dtype, pointer, strides)
+
+
+def from_dlpack(value, *, device=None, copy=None):
+    """CuPy's: arrays of GPUs only."""
+    if not hasattr(value, "__dlpack_device__"):
+        raise TypeError(f"Unsupported type {type(value)}")
+    kind, _ = value.__dlpack_device__()
+    if kind not in (2, 13):
+        raise TypeError("Unsupported array type: it must be a CUDA or ROCm array")
+    capsule = value.__dlpack__(stream=_streams.get_current_stream().ptr or 1)
+    if not isinstance(capsule, DlpackCapsule):
+        raise TypeError("the simulated GPU takes its own tensors only")
+    return capsule.array.view()

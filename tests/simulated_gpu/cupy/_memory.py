@@ -1,0 +1,235 @@
+"""Device memory: blocks with a history of who touched them, and the pool that hands freed ones out again at once."""
+
+import bisect
+import os
+
+import numpy as np
+
+from . import _checker, _faults, _streams
+
+ALIGNMENT = 512
+_POISON = 0xFF  # NaN in every float, -1 or the largest in integers
+
+_starts: "list[int]" = []
+_blocks: "list[Block]" = []
+
+
+class Block:
+    """Memory of a GPU, as CUDA gives it.
+
+    Attributes:
+        buffer: its bytes.
+        is_free: whether the pool has it back.
+        lives: how often the pool handed it out.
+    """
+
+    def __init__(self, size, device):
+        whole = np.empty(size + ALIGNMENT, np.uint8)
+        start = -whole.ctypes.data % ALIGNMENT
+        self.buffer = whole[start : start + size]
+        self.ptr = self.buffer.ctypes.data
+        self.size = size
+        self.device = device
+        self.history = _checker.History()
+        self.is_free = False
+        place = bisect.bisect(_starts, self.ptr)
+        _starts.insert(place, self.ptr)
+        _blocks.insert(place, self)
+
+    def forget(self):
+        """Gives it back to CUDA."""
+        place = bisect.bisect(_starts, self.ptr) - 1
+        assert _blocks[place] is self
+        del _starts[place], _blocks[place]
+
+
+def block_at(address):
+    """The block that an address is in, or None."""
+    place = bisect.bisect(_starts, address) - 1
+    if place >= 0 and address < _starts[place] + _blocks[place].size:
+        return _blocks[place]
+    return None
+
+
+CAPACITY = int(os.environ.get("SIMULATED_GPU_MEMORY", "4")) << 30
+"""Bytes of each GPU."""
+
+
+def used(device):
+    """Bytes of a GPU that are given out, or in the pool."""
+    return sum(block.size for block in list(_blocks) if block.device == device)
+
+
+def _allocated(size, device):
+    is_full = size > CAPACITY >> 8 and size > CAPACITY - used(device)  # small ones are not counted, which takes time
+    if is_full or _faults.value("out-of-memory", "allocations", lasts=True) is not None:
+        from .cuda.runtime import CUDARuntimeError
+
+        raise CUDARuntimeError(2)
+    return Block(size, device)
+
+
+def span():
+    """From which address to which there are blocks."""
+    return (_starts[0], _starts[-1] + _blocks[-1].size) if _starts else (0, 0)
+
+
+class Memory:
+    """CuPy's: what `cudaMalloc` gives."""
+
+    def __init__(self, size):
+        _faults.counted["allocations"] += 1
+        self.size = size
+        self.device_id = _streams.state().device
+        self.block = _allocated(max(size, 1), self.device_id)
+        self.block.buffer.fill(_POISON)
+
+    @property
+    def ptr(self):
+        """CuPy's."""
+        return self.block.ptr
+
+    @property
+    def device(self):
+        """CuPy's."""
+        return _streams.Device(self.device_id)
+
+    def __del__(self):
+        if "block" in self.__dict__:
+            self._give_back()
+
+    def _give_back(self):
+        self.block.forget()
+
+
+class PooledMemory(Memory):
+    """What the pool gives: a block of the arena of the stream that was current."""
+
+    def __init__(self, block, arena, size):
+        self.block, self._arena, self.size = block, arena, size
+        self.device_id = block.device
+
+    def _give_back(self):
+        self.block.is_free = True
+        self._arena.append(self.block)
+
+
+class UnownedMemory:
+    """CuPy's: memory that another object owns."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        block = block_at(ptr) if size else _EMPTY
+        if block is None or block.is_free:
+            raise _checker.report(
+                f"the simulated GPU: {size:,} bytes at address {ptr:#x} are "
+                f"{'not on a GPU' if block is None else 'free'}, and are used as device memory"
+            )
+        self.block, self.size, self.owner = block, size, owner
+        self.ptr, self.device_id = ptr, block.device
+
+
+class MemoryPointer:
+    """CuPy's."""
+
+    __slots__ = ("mem", "offset")
+
+    def __init__(self, mem, offset):
+        self.mem = mem
+        self.offset = offset
+
+    @property
+    def ptr(self):
+        """CuPy's."""
+        return self.mem.ptr + self.offset
+
+    @property
+    def device_id(self):
+        """CuPy's."""
+        return self.mem.device_id
+
+    @property
+    def device(self):
+        """CuPy's."""
+        return _streams.Device(self.mem.device_id)
+
+    def __add__(self, offset):
+        return MemoryPointer(self.mem, self.offset + offset)
+
+    def __int__(self):
+        return self.ptr
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have MemoryPointer.{name}")
+
+
+class _EmptyBlock:
+    """Of arrays without elements: CuPy gives them no memory, and the address 0."""
+
+    buffer = np.empty(0, np.uint8)
+    ptr = size = device = 0
+    is_free = False
+
+
+_EMPTY = _EmptyBlock()
+
+
+class _EmptyMemory:
+    ptr = size = 0
+
+    def __init__(self, device):
+        self.block = _EMPTY
+        self.device_id = device
+
+
+class OutOfMemoryError(MemoryError):
+    """CuPy's."""
+
+
+class MemoryPool:
+    """CuPy's: freed blocks go to the arena of the stream for which they were made, and it takes the last one first."""
+
+    def __init__(self):
+        self._arenas = {}
+
+    def malloc(self, size):
+        """CuPy's."""
+        queue = _streams.current_queue()
+        if not size:
+            return MemoryPointer(_EmptyMemory(queue.device), 0)
+        _faults.counted["allocations"] += 1
+        arena = self._arenas.setdefault(queue.number, [])
+        need = -(-size // ALIGNMENT) * ALIGNMENT
+        block = self._found(arena, need)
+        if block is None:
+            block = self._made(need, queue.device)
+        block.is_free = False
+        queue.put(lambda: block.buffer.fill(_POISON))
+        return MemoryPointer(PooledMemory(block, arena, size), 0)
+
+    def _found(self, arena, need):
+        if _faults.value("out-of-memory", "allocations", lasts=True) is not None:
+            return None
+        for i in range(len(arena) - 1, -1, -1):
+            if need <= arena[i].size <= 4 * need + 4096:
+                return arena.pop(i)
+        return None
+
+    def _made(self, need, device):
+        from .cuda.runtime import CUDARuntimeError
+
+        try:
+            return _allocated(need, device)
+        except CUDARuntimeError as error:
+            raise OutOfMemoryError(f"Out of memory allocating {need:,} bytes (allocated so far: unknown).") from error
+
+    def free_all_blocks(self, stream=None):
+        """CuPy's."""
+        for arena in self._arenas.values():
+            while arena:
+                arena.pop().forget()
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have MemoryPool.{name}")
+
+
+pool = MemoryPool()

@@ -1,0 +1,408 @@
+"""Devices, streams and events, and the work on streams: done at once, or in order once what is before it is done."""
+
+import collections
+import itertools
+import os
+import threading
+import time
+
+from . import _checker, _faults
+
+PATIENCE = 0.002
+"""Seconds that the host waits for NCCL when it puts work behind it, before it leaves the work for later."""
+
+lock = threading.RLock()
+_thread = threading.local()
+_addresses = itertools.count(0x7E0000000000, 64)
+
+
+def count():
+    """How many GPUs this process sees."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    installed = int(os.environ.get("SIMULATED_GPUS", "4"))
+    return installed if visible is None else min(installed, len([one for one in visible.split(",") if one.strip()]))
+
+
+# ---- work
+
+
+class Queue(_checker.Lane):
+    """A stream's work.
+
+    Each item of `later` is called until it returns something else than False; then the next.
+    """
+
+    def __init__(self, device, name, blocking):
+        super().__init__(f"{name} of GPU {device}")
+        self.device = device
+        self.is_blocking = blocking
+        self.address = next(_addresses)
+        self.later = collections.deque()
+
+    def begin(self):
+        """See `Lane`. The null stream and the blocking ones are ordered with one another."""
+        if self.is_blocking and len(_blocking[self.device]) > 1:
+            null = null_queue(self.device)
+            for other in _blocking[self.device] if self is null else [null]:
+                if other is not self:
+                    _checker.join(self.clock, other.clock)
+                    self._wait(other.marker())
+        super().begin()
+
+    def marker(self):
+        """An object whose `done` says whether the work that is on the stream now is done; None where it is."""
+        with lock:
+            if not self.later:
+                return None
+            marker = _Marker()
+            self.later.append(marker.set)
+            return marker
+
+    def _wait(self, marker):
+        if marker is not None and not marker.done:
+            with lock:
+                self.later.append(lambda: marker.done)
+
+    def wait(self, clock, marker):
+        """What comes after waits for work elsewhere."""
+        self.begin()
+        _checker.join(self.clock, clock)
+        self._wait(marker)
+
+    def put(self, work):
+        """Does `work()` after what is on the stream. Returns whether it is done already."""
+        with lock:
+            if self.later and not self._settles():
+                self.later.append(work)
+                return False
+            if work() is not False:
+                return True
+            self.later.append(work)
+            return False
+
+    def is_free(self):
+        """Whether what is put on it now is done at once; it may wait for a moment to find out."""
+        with lock:
+            return not self.later or self._settles()
+
+    def _settles(self):
+        end = time.monotonic() + PATIENCE
+        while True:
+            progress()
+            if not self.later:
+                return True
+            if time.monotonic() > end:
+                return False
+            os.sched_yield()
+
+    def synchronize(self):
+        """The host waits."""
+        clock = dict(self.clock)
+        until(self.marker())
+        _checker.host().learn(clock)
+
+
+class _Marker:
+    __slots__ = ("at", "done")
+
+    def __init__(self):
+        self.done = False
+        self.at = 0.0
+
+    def set(self):
+        self.done, self.at = True, time.perf_counter()
+
+
+def until(marker):
+    """Waits for a marker, and lets streams get on."""
+    _faults.check_context()
+    pause = 0.0
+    while marker is not None and not marker.done:
+        with lock:
+            progress()
+        if marker.done:
+            return
+        time.sleep(pause)
+        pause = min(pause + 2e-5, 1e-3)
+
+
+def progress():
+    """Does what can be done now of all that is waiting."""
+    again = True
+    while again:
+        again = False
+        for queue in list(_queues.values()):
+            while queue.later and queue.later[0]() is not False:
+                queue.later.popleft()
+                again = True
+
+
+_queues = {}
+_blocking = collections.defaultdict(list)
+_nulls = {}
+
+
+def queues():
+    """All streams' work."""
+    return list(_queues.values())
+
+
+def null_queue(device):
+    """The null stream's work on a device."""
+    if device not in _nulls:
+        queue = _nulls[device] = Queue(device, "the null stream", blocking=True)
+        queue.address = 0
+        _blocking[device].append(queue)
+        _queues[id(queue)] = queue
+    return _nulls[device]
+
+
+# ---- the current device and stream
+
+
+class _State:
+    """One thread's. `current` and the stacks are CuPy's: `with` pushes, `use` does not."""
+
+    def __init__(self):
+        self.device = 0
+        self.current = collections.defaultdict(lambda: Stream.null)
+        self.stacks = collections.defaultdict(lambda: [Stream.null])
+        self.pushed = []
+        self.devices = []
+
+
+def state():
+    """This thread's."""
+    try:
+        return _thread.state
+    except AttributeError:
+        made = _thread.state = _State()
+        return made
+
+
+def get_current_stream(device_id=-1):
+    """CuPy's."""
+    own = state()
+    return own.current[own.device if device_id == -1 else device_id]
+
+
+def current_queue():
+    """The work of the current stream of the current device."""
+    own = state()
+    return own.current[own.device].queue
+
+
+class Device:
+    """CuPy's."""
+
+    def __init__(self, device=None):
+        self.id = state().device if device is None else int(device)
+        if not 0 <= self.id < max(count(), 1):
+            from .cuda.runtime import CUDARuntimeError
+
+            raise CUDARuntimeError(101)
+
+    def use(self):
+        """CuPy's."""
+        state().device = self.id
+
+    def __enter__(self):
+        state().devices.append(state().device)
+        self.use()
+        return self
+
+    def __exit__(self, *_):
+        own = state()
+        own.device = own.devices.pop()
+
+    def __int__(self):
+        return self.id
+
+    def __eq__(self, other):
+        return isinstance(other, Device) and other.id == self.id
+
+    def __hash__(self):
+        return hash(self.id)
+
+    def __repr__(self):
+        return f"<CUDA Device {self.id}>"
+
+    def synchronize(self):
+        """CuPy's."""
+        for queue in list(_queues.values()):
+            if queue.device == self.id:
+                queue.synchronize()
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have Device.{name}")
+
+
+class Stream:
+    """CuPy's."""
+
+    null: "Stream"
+
+    def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
+        if ptds or priority is not None:
+            raise AttributeError("the simulated GPU does not have streams with ptds or priority")
+        self._queue = None
+        self.device_id = -1
+        self.ptr = 0
+        if not null:
+            self.device_id = state().device
+            kind = "a non-blocking stream" if non_blocking else "a blocking stream"
+            self._queue = Queue(self.device_id, f"{kind} made at {_checker.shown(_checker.place())}", not non_blocking)
+            self.ptr = self._queue.address
+            with lock:
+                _queues[id(self._queue)] = self._queue
+                if not non_blocking:
+                    _blocking[self.device_id].append(self._queue)
+
+    def __del__(self):
+        queue = getattr(self, "_queue", None)
+        if queue is not None and not queue.later:
+            _queues.pop(id(queue), None)
+            _checker.retire(queue)
+            if queue.is_blocking:
+                _blocking[self.device_id].remove(queue)
+
+    @property
+    def queue(self):
+        """The stream's work. Of the simulation, not of CuPy."""
+        return null_queue(state().device) if self._queue is None else self._queue
+
+    def _checked_device(self):
+        device = state().device
+        if self.device_id not in (-1, device):
+            raise RuntimeError(
+                f"The device that the stream is created on ({self.device_id}) does not match with the current device "
+                f"({device})"
+            )
+        return device
+
+    def __enter__(self):
+        own, device = state(), self._checked_device()
+        own.stacks[device].append(self)
+        own.pushed.append(device)
+        own.current[device] = self
+        return self
+
+    def __exit__(self, *_):
+        own = state()
+        device = own.pushed.pop()
+        own.stacks[device].pop()
+        own.current[device] = own.stacks[device][-1]
+
+    def use(self):
+        """CuPy's, which from 15 on refuses it inside `with stream:`, because the end of that block undoes it."""
+        own, device = state(), self._checked_device()
+        if len(own.stacks[device]) > 1:
+            raise _checker.report(
+                f"the simulated GPU: Stream.use() at {_checker.shown(_checker.place())} inside `with stream:`, whose "
+                "end makes yet another stream the current one; write `with stream:`"
+            )
+        own.current[device] = self
+        return self
+
+    @property
+    def done(self):
+        """CuPy's."""
+        with lock:
+            progress()
+        return not self.queue.later
+
+    @property
+    def is_non_blocking(self):
+        """CuPy's."""
+        return not self.queue.is_blocking
+
+    def synchronize(self):
+        """CuPy's."""
+        self.queue.synchronize()
+
+    def wait_event(self, event):
+        """CuPy's."""
+        event.let_wait(self.queue)
+
+    def record(self, event=None):
+        """CuPy's."""
+        event = Event() if event is None else event
+        event.record(self)
+        return event
+
+    def __eq__(self, other):
+        return isinstance(other, Stream) and other.ptr == self.ptr
+
+    def __hash__(self):
+        return self.ptr
+
+    def __repr__(self):
+        return f"<Stream {self.ptr} (device {self.device_id})>"
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have Stream.{name}")
+
+
+Stream.null = Stream(null=True)
+
+
+class Event:
+    """CuPy's."""
+
+    def __init__(self, block=False, disable_timing=False, interprocess=False):
+        if interprocess:
+            raise AttributeError("the simulated GPU does not have events of several processes")
+        self._is_timed = not disable_timing
+        self._clock = {}
+        self._marker = None
+        self._at = None
+        self._device = state().device
+
+    def record(self, stream=None):
+        """CuPy's."""
+        queue = (get_current_stream() if stream is None else stream).queue
+        if queue.device != self._device:
+            from .cuda.runtime import CUDARuntimeError
+
+            raise CUDARuntimeError(400)
+        queue.begin()
+        self._clock = dict(queue.clock)
+        self._marker = queue.marker()
+        self._at = time.perf_counter()
+
+    def let_wait(self, queue):
+        """Of the simulation: what comes after on the queue waits for the event."""
+        queue.wait(self._clock, self._marker)
+
+    @property
+    def done(self):
+        """CuPy's. The host learns from it that the work is done."""
+        if self._marker is not None and not self._marker.done:
+            with lock:
+                progress()
+        if self._marker is not None and not self._marker.done:
+            return False
+        _checker.host().learn(self._clock)
+        return True
+
+    def synchronize(self):
+        """CuPy's."""
+        until(self._marker)
+        _checker.host().learn(self._clock)
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have Event.{name}")
+
+
+def get_elapsed_time(start_event, end_event):
+    """CuPy's: milliseconds."""
+    from .cuda.runtime import CUDARuntimeError
+
+    times = []
+    for event in (start_event, end_event):
+        if not event._is_timed or event._at is None:
+            raise CUDARuntimeError(400)
+        if event._marker is not None and not event._marker.done:
+            raise CUDARuntimeError(600)
+        times.append(event._marker.at if event._marker is not None else event._at)
+    return 1e3 * (times[1] - times[0])

@@ -1,0 +1,55 @@
+"""CUDA's runtime, as CuPy has it."""
+
+from cupy import _memory, _streams
+
+_ERRORS = {
+    2: ("cudaErrorMemoryAllocation", "out of memory"),
+    101: ("cudaErrorInvalidDevice", "invalid device ordinal"),
+    400: ("cudaErrorInvalidResourceHandle", "invalid resource handle"),
+    600: ("cudaErrorNotReady", "device not ready"),
+    700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
+}
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's."""
+
+    def __init__(self, status):
+        self.status = status
+        super().__init__(": ".join(_ERRORS[status]))
+
+
+def getDeviceCount():
+    """CUDA's."""
+    return _streams.count()
+
+
+def getDevice():
+    """CUDA's."""
+    return _streams.state().device
+
+
+def setDevice(device):
+    """CUDA's."""
+    _streams.Device(device).use()
+
+
+def runtimeGetVersion():
+    """CUDA's."""
+    return 13000
+
+
+def driverGetVersion():
+    """CUDA's."""
+    return 13000
+
+
+def memGetInfo():
+    """CUDA's: bytes that are free, and all."""
+    return _memory.CAPACITY - _memory.used(getDevice()), _memory.CAPACITY
+
+
+def getDeviceProperties(device):
+    """CUDA's: the name alone."""
+    _streams.Device(device)
+    return {"name": b"simulated GPU", "uuid": bytes([device]) * 16}
