@@ -4,6 +4,7 @@ import os
 import shutil
 
 import pytest
+import simulated_gpu
 from launcher import Launcher
 
 from hpcstrat import _gpu
@@ -21,9 +22,14 @@ def launch(tmp_path):
 
 @pytest.fixture(params=["CPU", "GPU"])
 def gpus(request):
-    """Whether programs see the GPUs, and on how many ranks they then run: `None`, for without mpirun, and more."""
+    """Whether programs see the GPUs, and on how many ranks they then run: `None`, for without mpirun, and more.
+
+    Under HPCSTRAT_TEST_GPU=simulated these are simulated ones.
+    """
     if request.param == "CPU":
         return False, _RANKS
+    if simulated_gpu.is_wanted():
+        return True, _RANKS
     count = len(_gpu.visible()) if _gpu.has_cupy() else 0
     if count == 0:
         missing = "there is no GPU, or no CuPy"

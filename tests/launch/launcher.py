@@ -13,6 +13,7 @@ import uuid
 from dataclasses import dataclass
 
 import pytest
+import simulated_gpu
 
 _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
@@ -71,8 +72,11 @@ class Launcher:
             timeout: seconds; a job that takes longer is killed, and the test fails.
             env: more variables; None takes one away.
             options: of mpirun.
-            gpus: whether it sees the host's GPUs.
+            gpus: whether it sees the host's GPUs, or under HPCSTRAT_TEST_GPU=simulated those that are simulated.
         """
+        changes = {"CUDA_VISIBLE_DEVICES": ""} if not gpus else {}
+        if gpus and simulated_gpu.is_wanted():
+            changes = simulated_gpu.environment()
         if isinstance(program, str):
             path = self.folder / f"program_{uuid.uuid4().hex[:8]}.py"
             path.write_text(textwrap.dedent(program))
@@ -89,7 +93,7 @@ class Launcher:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=_environment(({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}) | (env or {})) | {_MARK: job.mark},
+                env=_environment(changes | (env or {})) | {_MARK: job.mark},
                 cwd=self.folder,
                 start_new_session=True,
             )

@@ -70,6 +70,11 @@ _dying: "dict[int, int]" = {}
 _MANY = 32
 
 
+def is_known(clock, stream, time):
+    """Whether what a stream did at a time precedes who has this clock."""
+    return clock.get(stream, 0) >= time or stream in retired
+
+
 def retire(lane):
     """The stream is gone; clocks need not tell of it once the host has waited for its last work."""
     _dying[lane.number] = lane.time
@@ -209,7 +214,7 @@ class History:
         """
         clock = lane.clock
         for stream, time in self._latest.items():
-            if clock.get(stream, 0) < time and stream not in retired:
+            if not is_known(clock, stream, time):
                 self._compare(lane, start, stop, writes)
                 break
         if len(self._latest) > _MANY:

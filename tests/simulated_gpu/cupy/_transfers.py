@@ -44,10 +44,10 @@ def alloc_pinned_memory(size):
     return made
 
 
-def _forget(start, dead):
+def _forget(start, _):
     place = bisect.bisect(_starts, start) - 1
     del _starts[place], _regions[place]
-    for transfer in [one for one in _under_way if one.memory is dead or one.start == start]:
+    for transfer in [one for one in _under_way if one.start == start]:
         _under_way.remove(transfer)
         transfer.end_guard()
         if transfer.is_awaited():
@@ -152,7 +152,7 @@ def _hear(thread):
     if not _under_way:
         return
     with _streams.lock:  # what another thread finishes is finished before this one goes on
-        for transfer in [one for one in _under_way if thread.clock.get(one.stream, 0) >= one.time]:
+        for transfer in [one for one in _under_way if _checker.is_known(thread.clock, one.stream, one.time)]:
             transfer.finish()
             _under_way.remove(transfer)
 
@@ -166,7 +166,7 @@ def _compiled():
     path = kernels_on_host.cache() / f"guard-{hash_of(source)}.so"
     if not path.exists():
         kernels_on_host.build(source, path, ("-std=c++17", "-O2", "-fPIC", "-shared"))
-    library = ctypes.CDLL(str(path))
+    library = ctypes.PyDLL(str(path))  # which keeps the interpreter's lock: one thread at a time
     library.guard_begin.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     library.guard_install.argtypes = [ctypes.c_void_p, ctypes.c_int]
     signal.signal(signal.SIGURG, _raise)
