@@ -182,6 +182,7 @@ def end_rank(message: str) -> NoReturn:
     """Ends this rank, where there is no launcher any more that could end the others."""
     _print_tagged(message)
     _end_well()
+    _guard.unlink_segments(os.getpid(), "/dev/shm/sm_segment.")  # Open MPI's, else its launcher's to unlink
     os._exit(1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -92,7 +91,6 @@ def _connect() -> World:
     if launcher is not None:
         _check_process()
         _launcher.mark_children()
-    _check_shared_memory(launcher)
     mpi = _load_mpi(launcher)
     if mpi is None:
         return _world_of_one(launcher)
@@ -179,27 +177,6 @@ def _check_process() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
     raise RuntimeError(text)
-
-
-def _check_shared_memory(launcher: _launcher.Launcher | None) -> None:
-    """Refuses a `/dev/shm` in which MPI, when it starts, would end in a bus error or a segmentation fault.
-
-    What it needs is measured: with 24 MiB for 2 ranks, 32 for 4 and 8, MPICH 5 always starts; with less it depends.
-    """
-    ranks = launcher.local_size if launcher is not None else None
-    if ranks is None or ranks < 2 or "mpi4py.MPI" in sys.modules:
-        return
-    try:
-        there = os.statvfs("/dev/shm")
-    except OSError:  # no such folder: MPI uses another
-        return
-    free, needed = there.f_bavail * there.f_frsize / 2**20, 16 + 4 * ranks
-    if free < needed:
-        raise RuntimeError(
-            f"/dev/shm has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks of this "
-            "host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
-            "lies there (`ls -l /dev/shm`)"
-        )
 
 
 def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:

@@ -92,5 +92,6 @@ EARLY = {
         [CHILD],
         CHILD,
         begin=IMPORT,
+        env={"HPCSTRAT_STALL_SECONDS": "12", "HPCSTRAT_TIMEOUT_SECONDS": "15"},
     ),
 }
