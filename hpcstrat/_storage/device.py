@@ -191,6 +191,8 @@ class DeviceStorage(Storage):
         self._make_message(plan)
         if values is None:
             return
+        if plan.buffers is not None:  # which are the message: those that are passed in another order lie in it
+            values = [value.copy() if _lies_in(value, plan.message) else value for value in values]
         if stream is None:
             plan.write(plan.message, values)
             return
@@ -220,6 +222,13 @@ class DeviceStorage(Storage):
             self._pinned = _gpu.pinned(plan.form.nbytes)
         plan.message.get(out=self._pinned)  # waits for what the stream does before
         return self._pinned
+
+
+def _lies_in(array: Array, memory: Array) -> bool:
+    """Whether an array may share memory with another one; on a GPU and on the host it does not."""
+    return _gpu.is_on_gpu(array) is _gpu.is_on_gpu(memory) and bool(
+        _gpu.array_module(array).may_share_memory(array, memory)
+    )
 
 
 def fill(array: Array, value: Array) -> None:

@@ -1,0 +1,27 @@
+"""Storage for GPUs as a replica on the CPU has it, which computes beside others that have GPUs."""
+
+import numpy as np
+
+from hpcstrat import ReduceOp, optimizers
+from hpcstrat._communicators import SoloCommunicator
+from hpcstrat._communicators.staged import StagedCommunicator
+from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
+
+
+def test_buffers_may_be_passed_in_another_order():
+    """Each gradient is then copied to where another one lies."""
+    storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
+    blocks = [storage.create("test", np.zeros(3, np.float32)) for _ in range(3)]
+    plan = storage.plan(blocks, [()] * 3)
+    storage.make_buffers("test", plan)
+    assert plan.buffers is not None
+    rule, numbers = optimizers.SGD(1.0)._rule(1.0, 1)
+    for turn in range(3):
+        for number, buffer in enumerate(plan.buffers):
+            buffer[...] = number + 1
+        values = [plan.buffers[(i + turn) % 3] for i in range(3)]
+        values[2] = values[2][::-1]  # a view
+        before = [block.array.copy() for block in blocks]
+        storage.update("test", plan, values, ReduceOp.SUM, rule, numbers)
+        changes = [(old - block.array).tolist() for old, block in zip(before, blocks, strict=True)]
+        assert changes == [[(i + turn) % 3 + 1] * 3 for i in range(3)]
