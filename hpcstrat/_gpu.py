@@ -132,6 +132,15 @@ class Stream:
             self._left.record(self.raw)
             outer.wait_event(self._left)
 
+    def here(self, array: Any) -> Any:
+        """`array` on this stream's GPU, copied where it is on the host or on another GPU. The stream is current."""
+        if is_on_gpu(array):
+            ordinal = array.data.device_id
+            if ordinal == self.ordinal:
+                return array
+            self._cuda.Device(ordinal).synchronize()  # with whatever stream it is computed on there
+        return self.xp.asarray(array)
+
     def let_go(self) -> None:
         """Lets go of the memory that `hold` kept, as far as this stream has read it."""
         dead = _dead[self.ordinal]

@@ -16,7 +16,7 @@ class DeviceCommunicator(Communicator):
     """Ranks of which some, or all, compute on GPUs.
 
     Besides the calls of every communicator it has three for storage: they move flat arrays that lie on each rank's own
-    device, in place, after the ranks have agreed on what they do by a call of their own.
+    device, after the ranks have agreed on what they do by a call of their own.
 
     Args:
         control: moves records, objects and host arrays of the same ranks.
@@ -36,12 +36,15 @@ class DeviceCommunicator(Communicator):
         return self._control._messages(sizes, write)
 
     @abc.abstractmethod
-    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
-        """Reduces the ranks' arrays elementwise, in place on every rank."""
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
+        """Reduces the ranks' arrays elementwise into `out`, which may be the array, on every rank."""
 
     @abc.abstractmethod
-    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' arrays elementwise, in place on rank `root`; what the others hold then is undefined."""
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
+        """Reduces the ranks' arrays elementwise into rank `root`'s `out`, which may be the array.
+
+        What `out` is on the others is undefined then.
+        """
 
     @abc.abstractmethod
     def broadcast_flat(self, array: Array, root: int) -> None:

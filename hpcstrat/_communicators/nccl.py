@@ -13,7 +13,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.dtypes import accumulator
 from hpcstrat._communicators.messages import MessageCommunicator, pack_shapes, unpack_shapes
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
-from hpcstrat._communicators.pack import pack
+from hpcstrat._communicators.pack import Packing
 from hpcstrat._communicators.packing import layout
 from hpcstrat._communicators.records import signature
 from hpcstrat._types import ReduceOp
@@ -61,7 +61,7 @@ class NcclCommunicator(DeviceCommunicator):
             self._done: Any = stream.xp.cuda.Event(disable_timing=True)  # what NCCL was last asked for
         if self.watch is not None:
             self.watch.add_check(self._failure, self._is_pending)
-        self._types = {name: getattr(self._nccl, constant) for name, constant in _TYPES.items()}
+        self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
         self._operations = {op: getattr(self._nccl, constant) for op, constant in _OPERATIONS.items()}
 
     # ---- arrays
@@ -70,13 +70,14 @@ class NcclCommunicator(DeviceCommunicator):
         def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
             form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             with self.stream.current():
+                arrays = [self.stream.here(array) for array in arrays]
                 out = self.stream.xp.empty(form.nbytes, np.uint8)
                 parts = []
                 for group in form.groups:
                     if len(group.members) == 1:  # NCCL takes it from where it is
                         parts.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
                     else:
-                        pack(form, group, arrays, out)
+                        Packing(form, group, out)(arrays)
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
                 self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
@@ -101,6 +102,7 @@ class NcclCommunicator(DeviceCommunicator):
                 check_gatherable(call, [shapes[i] for shapes in everyones], axis)
             with self.stream.current():
                 with self.joint(call):
+                    arrays = [self.stream.here(array) for array in arrays]
                     parts = [_Parts.of(self.stream.xp, a, [one[i] for one in everyones]) for i, a in enumerate(arrays)]
                     self.exchange(signature(call, "memory"))  # a rank that lacks it stops those that would wait for it
                 return self._gather(call, parts, axis)
@@ -154,9 +156,9 @@ class NcclCommunicator(DeviceCommunicator):
 
     # ---- for storage
 
-    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
-        self._all_reduce("the sum of gradients", array, array, op)
+        self._all_reduce("the sum of gradients", array, out, op)
 
     def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
         if op is ReduceOp.MEAN and _is_short(out):
@@ -171,18 +173,18 @@ class NcclCommunicator(DeviceCommunicator):
                 self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
             self._divide(out, op)
 
-    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         if op is ReduceOp.MEAN and _is_short(array):
-            wide = array.astype(np.float32)
-            self.reduce_flat(wide, op, root)
-            array[...] = wide
-        elif array.size:
-            place, count, kind = self._parts(array)
+            wide = array.reshape(-1).astype(np.float32)
+            self.reduce_flat(wide, wide, op, root)
+            out[...] = wide
+        elif out.size:
+            place, count, kind = self._parts(out)
             with self._guarded("the sum of gradients"):
-                self._comm.reduce(place, place, count, kind, self._operations[op], root, self.stream.raw.ptr)
+                self._comm.reduce(array.data.ptr, place, count, kind, self._operations[op], root, self.stream.raw.ptr)
             if self.rank == root:
-                self._divide(array, op)
+                self._divide(out, op)
 
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
@@ -193,8 +195,11 @@ class NcclCommunicator(DeviceCommunicator):
 
     def _parts(self, array: Array) -> tuple[int, int, int]:
         """Address, number of elements and NCCL's type of a flat array."""
-        count = 2 * array.size if array.dtype.kind == "c" else array.size
-        return array.data.ptr, count, self._types[array.dtype.name]
+        dtype = array.dtype
+        kind = self._types.get(dtype)
+        if kind is None:
+            kind = self._types[dtype] = getattr(self._nccl, _TYPES[dtype.name])
+        return array.data.ptr, 2 * array.size if dtype.kind == "c" else array.size, kind
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
         if op is ReduceOp.MEAN:

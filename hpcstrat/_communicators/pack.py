@@ -14,7 +14,8 @@ from hpcstrat._communicators.packing import Group, Layout
 ENTRIES = 128
 """Arrays that one launch copies. The table of them is passed by value, and a kernel's arguments have 4 KiB."""
 
-_TABLE = np.dtype([*((name, np.uint64, ENTRIES) for name in ("source", "start", "size")), ("count", np.int64)])
+_WORDS_OF_TABLE = 3 * ENTRIES + 1
+_TABLE = np.dtype((np.void, 8 * _WORDS_OF_TABLE))  # without fields, of which NumPy tells CuPy at length, each time
 _WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "ulonglong2"}
 _BLOCK = 256
 _LARGEST_GRID = 4096
@@ -41,27 +42,35 @@ extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
 """
 
 
-def pack(form: Layout, group: Group, arrays: Sequence[Any], message: Any) -> None:
-    """Copies CuPy arrays into a flat one of bytes, on the current stream; the host does not wait.
+class Packing:
+    """Copies CuPy arrays of a group of a layout into a message, on the current stream; the host does not wait.
 
-    Six copies one by one take the host longer than the communication that they prepare.
+    Six copies one by one take the host longer than the communication that they prepare. It is made once for many
+    copies of arrays of the same shapes.
 
     Args:
-        form: where each goes.
-        group: which of its groups is to be copied.
-        arrays: of the shapes and dtypes of `form`, in any layout; those of other groups are not looked at.
-        message: at least `form.nbytes` bytes, C-contiguous, on the same GPU.
+        form: where each array goes.
+        group: which of the layout's groups is copied.
+        message: at least `form.nbytes` bytes, C-contiguous, on the arrays' GPU.
     """
-    ascontiguous = _gpu.load_cupy("packing").ascontiguousarray
-    for launch in _launches(form, group):
-        sources = [
-            array if array.flags.c_contiguous else ascontiguous(array)  # kept until the launch
-            for array in [arrays[i] for i in launch.members]
-        ]
-        table = launch.table.copy()
-        table["source"][: len(sources)] = [source.data.ptr for source in sources]
-        target = message[launch.start : launch.stop]
-        _kernel(group.dtype.itemsize)((launch.grid,), (_BLOCK,), (table, target))
+
+    def __init__(self, form: Layout, group: Group, message: Any) -> None:
+        self._ascontiguous = _gpu.load_cupy("packing").ascontiguousarray
+        self._kernel = _kernel(group.dtype.itemsize)
+        self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
+        for launch in _launches(form, group):
+            words = launch.words.copy()
+            self._launches.append((launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop]))
+
+    def __call__(self, arrays: Sequence[Any]) -> None:
+        """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
+        for launch, words, table, target in self._launches:
+            sources = [
+                array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch
+                for array in [arrays[i] for i in launch.members]
+            ]
+            words[: len(sources)] = [source.data.ptr for source in sources]
+            self._kernel(launch.grid, (_BLOCK,), (table, target))
 
 
 class _Launch(NamedTuple):
@@ -69,16 +78,16 @@ class _Launch(NamedTuple):
 
     Attributes:
         members: the indices of the arrays that it copies.
-        table: its argument.
+        words: its argument, in words of 8 bytes, of which the addresses are the first.
         start, stop: the bytes of the message that it writes.
         grid: blocks of threads.
     """
 
     members: list[int]
-    table: np.ndarray[Any, Any]
+    words: np.ndarray[Any, Any]
     start: int
     stop: int
-    grid: int
+    grid: tuple[int]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -90,12 +99,12 @@ def _launches(form: Layout, group: Group) -> list[_Launch]:
         some = members[first : first + ENTRIES]
         start = form.starts[some[0]]
         stop = form.starts[some[-1]] + form.sizes[some[-1]] * item
-        table = np.zeros((), _TABLE)
-        table["start"][: len(some)] = [(form.starts[i] - start) // item for i in some]
-        table["size"][: len(some)] = [form.sizes[i] for i in some]
-        table["count"] = len(some)
+        words = np.zeros(_WORDS_OF_TABLE, np.uint64)
+        words[ENTRIES : ENTRIES + len(some)] = [(form.starts[i] - start) // item for i in some]
+        words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [form.sizes[i] for i in some]
+        words[-1] = len(some)
         grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
-        launches.append(_Launch(some, table, start, stop, max(grid, 1)))
+        launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))
     return launches
 
 

@@ -42,6 +42,7 @@ class StagedCommunicator(DeviceCommunicator):
         if self.stream is None:
             return move(arrays)
         with self.stream.current():
+            arrays = [self.stream.here(array) if _gpu.is_on_gpu(array) else array for array in arrays]
             if self.size == 1:
                 # No way through the host for what nobody else wants. The control communicator copies host arrays.
                 return [array.copy() if _gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
@@ -65,14 +66,17 @@ class StagedCommunicator(DeviceCommunicator):
         self.stream.synchronize()
         return copies
 
-    def all_reduce_flat(self, array: Array, op: ReduceOp) -> None:
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
         if self.size > 1:
-            _fill(array, self._control._reduce_arrays("the sum of gradients", (op.name,), self._on_host(array), op)[0])
+            hosts = self._on_host(array.reshape(-1))
+            _fill(out, self._control._reduce_arrays("the sum of gradients", (op.name,), hosts, op)[0])
+        elif array is not out:
+            out[...] = array.reshape(-1)
 
-    def reduce_flat(self, array: Array, op: ReduceOp, root: int) -> None:
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        self.all_reduce_flat(array, op)
+        self.all_reduce_flat(array, out, op)
 
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""

@@ -48,12 +48,12 @@ class BroadcastStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            self._begin(agreed, plan, values)
-            for group in plan.form.groups:
+            sources = self._begin(agreed, plan, values, op is not None)
+            for source, gradient in zip(sources, plan.gradients, strict=True):
                 if op is not None:
-                    communicator.reduce_flat(group.of(plan.message), op, self._root)
+                    communicator.reduce_flat(source, gradient, op, self._root)
                 elif self._root:
-                    communicator.broadcast_flat(group.of(plan.message), 0)
+                    communicator.broadcast_flat(gradient, 0)
             if self._is_root:
                 self._apply(plan, rule)
             self._broadcast(plan)
@@ -64,21 +64,17 @@ class BroadcastStorage(DeviceStorage):
         Where a rank's variables lie in a row, they are sent, or received, in place. Whether they do may differ from
         rank to rank, because memory is given back at different moments; what is sent may not.
         """
-        read = plan.read
         if self._is_apart:
             for block in plan.blocks:
                 fill(block.view, block.array)
-        for index, group in enumerate(read.form.groups):
-            chunks = [chunk for chunk in read.chunks if chunk.group == index]
-            is_in_a_row = len(chunks) == 1
-            flat = chunks[0].value if is_in_a_row else group.of(plan.message)
-            if self._is_root and not is_in_a_row:
-                for chunk in chunks:
-                    flat[chunk.start : chunk.stop] = chunk.value
+        for flat, parts in plan.moved:
+            if self._is_root:
+                for value, part in parts:
+                    part[...] = value
             self._communicator.broadcast_flat(flat, self._root)
-            if not self._is_root and not is_in_a_row:
-                for chunk in chunks:
-                    chunk.value[...] = flat[chunk.start : chunk.stop]
+            if not self._is_root:
+                for value, part in parts:
+                    value[...] = part
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
         variable = blocks[0]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.pack import pack
+from hpcstrat._communicators.pack import Packing
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._storage.base import PART, Bytes, Rule, Storage, flat, host_parts
@@ -21,8 +21,27 @@ from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory, gpu_memory, host_memory
 
 
+class Moved(NamedTuple):
+    """What one broadcast brings to the ranks: the variables of one dtype.
+
+    Attributes:
+        flat: what is sent or received: the variables in place where they lie in a row, else a part of the message.
+        parts: in the latter case, each range of the variables and its part of `flat`.
+    """
+
+    flat: Array
+    parts: list[tuple[Array, Array]]
+
+
 class DevicePlan(Plan):
-    """A plan with the flat message of its updates, which lies on this rank's device and is kept.
+    """A plan and the flat message of its updates, on this rank's device, with all parts of it that updates use.
+
+    Attributes:
+        message: its bytes, of which there may be more than the plan needs.
+        gradients: the message by dtype.
+        packings: what copies to each of these.
+        updates: each range of the variables, the message's part for it, and the range of each slot.
+        moved: how new values get to the other ranks.
 
     Args:
         memory: where the variables are that this rank updates.
@@ -42,10 +61,31 @@ class DevicePlan(Plan):
     ) -> None:
         super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
         self.message: Array = None
+        self.gradients: list[Array] = []
+        self.packings: list[Packing] = []
+        self.updates: list[tuple[Array, Array, tuple[Array, ...]]] = []
+        self.moved: list[Moved] = []
         self.read: Plan = self
         if copies is not None:
             read = [block.copy or block for block in variables]
             self.read = Plan(copies, read, [()] * len(read), chunk=sys.maxsize, alignment=ALIGNMENT)
+
+    def take(self, message: Array) -> None:
+        """Makes this the message."""
+        self.message = message
+        self.gradients = [group.of(message) for group in self.form.groups]
+        if _gpu.is_on_gpu(message):
+            self.packings = [Packing(self.form, group, message) for group in self.form.groups]
+        self.updates = [
+            (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots) for chunk in self.chunks
+        ]
+        self.moved = []
+        for index, part in enumerate(self.gradients):
+            chunks = [chunk for chunk in self.read.chunks if chunk.group == index]
+            if len(chunks) == 1:
+                self.moved.append(Moved(chunks[0].value, []))
+            else:
+                self.moved.append(Moved(part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks]))
 
 
 class DeviceStorage(Storage):
@@ -67,6 +107,7 @@ class DeviceStorage(Storage):
         self._is_apart = on_host  # what this rank updates is not what it reads
         self._updates_on_gpu = stream is not None and not on_host
         self._scratch = Scratch()
+        self._message: Array = None  # of all plans but those with buffers: one update comes after the other
         self._pinned: Array = np.empty(0, np.uint8)
         self._created = 0
 
@@ -83,7 +124,7 @@ class DeviceStorage(Storage):
     def on_device(self, array: Array) -> Array:
         """`array` on this rank's device, copied there if it is elsewhere."""
         stream = self._communicator.stream
-        return _gpu.to_host(array) if stream is None else stream.xp.asarray(array)
+        return _gpu.to_host(array) if stream is None else stream.here(array)
 
     # ---- variables
 
@@ -166,49 +207,68 @@ class DeviceStorage(Storage):
             self._communicator.require_equal(f"{call}: the copies that the ranks read", copies)
 
     def make_buffers(self, call: str, plan: Plan) -> None:
-        """See `Storage.make_buffers`. They are the plan's message, which is written nowhere else."""
+        """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)
         with self._communicator.joint(call), self._current():
-            self._make_message(plan)
+            message = self._zeros(plan.form.nbytes)
             self._communicator.exchange(plan.signature(call, None, ()))
-        plan.buffers = plan.arranged(plan.message)
+            plan.take(message)
+        plan.buffers = plan.arranged(message)
 
-    def _make_message(self, plan: DevicePlan) -> None:
-        if plan.message is None:
-            stream = self._communicator.stream
-            # The padding between variables is updated with them: it holds zeros, which stay finite.
-            plan.message = (np if stream is None else stream.xp).zeros(plan.form.nbytes, np.uint8)
-
-    def _begin(self, agreed: Signature, plan: DevicePlan, values: Sequence[Array] | None) -> None:
-        """Packs the values, and agrees on the update: what fails here on one rank, all ranks raise."""
-        with self._communicator.joint(agreed.call):
-            self._pack(plan, values)
-            self._communicator.exchange(agreed)
-
-    def _pack(self, plan: DevicePlan, values: Sequence[Array] | None) -> None:
-        """Copies the values to the plan's message, cast where they are of another dtype."""
+    def _zeros(self, nbytes: int) -> Array:
         stream = self._communicator.stream
-        self._make_message(plan)
-        if values is None:
+        return (np if stream is None else stream.xp).zeros(nbytes, np.uint8)
+
+    def _require_message(self, plan: DevicePlan) -> None:
+        if plan.buffers is not None:
             return
+        if self._message is None or self._message.size < plan.form.nbytes:
+            self._message = self._zeros(plan.form.nbytes)
+        if plan.message is not self._message:
+            plan.take(self._message)
+
+    def _begin(
+        self, agreed: Signature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
+    ) -> list[Array]:
+        """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
+
+        Returns:
+            For each dtype where this rank's numbers are, one behind the other: a part of the message or, where they
+            are reduced, what was passed.
+        """
+        with self._communicator.joint(agreed.call):
+            sources = self._packed(plan, values, is_reduced)
+            self._communicator.exchange(agreed)
+        return sources
+
+    def _packed(self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool) -> list[Array]:
+        stream = self._communicator.stream
+        self._require_message(plan)
+        if values is None:
+            return plan.gradients
         if plan.buffers is not None:  # which are the message: those that are passed in another order lie in it
             values = [value.copy() if _lies_in(value, plan.message) else value for value in values]
         if stream is None:
             plan.write(plan.message, values)
-            return
-        arrays = plan.in_order(values)
-        for group in plan.form.groups:
+            return plan.gradients
+        arrays = [stream.here(array) for array in plan.in_order(values)]
+        sources = list(plan.gradients)
+        for index, group in enumerate(plan.form.groups):
             for i in group.members:
-                if arrays[i].dtype != group.dtype or not _gpu.is_on_gpu(arrays[i]):
-                    arrays[i] = self.on_device(arrays[i]).astype(group.dtype, copy=False)
-            pack(plan.form, group, arrays, plan.message)
+                if arrays[i].dtype != group.dtype:
+                    arrays[i] = arrays[i].astype(group.dtype)
+            first = arrays[group.members[0]]
+            if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
+                sources[index] = first
+            else:
+                plan.packings[index](arrays)
+        return sources
 
     def _apply(self, plan: DevicePlan, rule: Rule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""
         if self._updates_on_gpu:
-            flat = [group.of(plan.message) for group in plan.form.groups]
-            for chunk in plan.chunks:
-                rule.on_gpu(chunk.value, flat[chunk.group][chunk.start : chunk.stop], chunk.slots)
+            for value, gradient, slots in plan.updates:
+                rule.on_gpu(value, gradient, slots)
             return
         message = self._host_message(plan)
         for value, slots, (part,), gradient, work in plan.pieces([message], self._scratch):
@@ -218,9 +278,10 @@ class DeviceStorage(Storage):
     def _host_message(self, plan: DevicePlan) -> Any:
         if not self._is_apart:
             return plan.message
-        if self._pinned.size != plan.form.nbytes:
-            self._pinned = _gpu.pinned(plan.form.nbytes)
-        plan.message.get(out=self._pinned)  # waits for what the stream does before
+        nbytes = plan.form.nbytes
+        if self._pinned.size < nbytes:
+            self._pinned = _gpu.pinned(nbytes)
+        plan.message[:nbytes].get(out=self._pinned[:nbytes])  # waits for what the stream does before
         return self._pinned
 
 

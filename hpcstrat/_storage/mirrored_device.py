@@ -24,12 +24,12 @@ class MirroredDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            self._begin(agreed, plan, values)
-            for group in plan.form.groups:
+            sources = self._begin(agreed, plan, values, op is not None)
+            for source, gradient in zip(sources, plan.gradients, strict=True):
                 if op is None:
-                    communicator.broadcast_flat(group.of(plan.message), 0)
+                    communicator.broadcast_flat(gradient, 0)
                 else:
-                    communicator.all_reduce_flat(group.of(plan.message), op)
+                    communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array
-from hpcstrat._communicators.dtypes import accumulator
 
 Apply: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
 """`apply(value, gradient, slots, work)` updates `value` and `slots` in place, flat arrays of one length and dtype.
@@ -23,14 +22,14 @@ class Kernel(NamedTuple):
     Attributes:
         name: of the kernel, for profilers.
         slots: the names of the slots in `body`.
-        numbers: the names of further numbers in `body`, and their values.
+        numbers: the names of further numbers in `body`.
         body: statements of CUDA C++ that change `value` and the slots by `gradient`, one element of each. All are of
             the variable's dtype, but of `float` where that has 16 bits.
     """
 
     name: str
     slots: tuple[str, ...]
-    numbers: dict[str, float]
+    numbers: tuple[str, ...]
     body: str
 
 
@@ -39,32 +38,32 @@ class Rule(NamedTuple):
 
     Attributes:
         apply: as array operations, for either.
-        kernel: gives the same as one kernel; `None` where `apply` is one operation anyway.
+        kernel: the same as one kernel; `None` where `apply` is one operation anyway.
+        numbers: those of the kernel.
     """
 
     apply: Apply
-    kernel: Callable[[], Kernel] | None = None
+    kernel: Kernel | None = None
+    numbers: tuple[float, ...] = ()
 
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
         if self.kernel is None:
             self.apply(value, gradient, slots, gradient)
         else:
-            name, slot_names, numbers, body = self.kernel()
-            kernel = _compiled(name, slot_names, tuple(numbers), body, accumulator(value.dtype) != value.dtype)
-            kernel(gradient, *numbers.values(), value, *slots)
+            _compiled(self.kernel, value.dtype.itemsize == 2)(gradient, *self.numbers, value, *slots)
 
 
 @functools.cache
-def _compiled(name: str, slots: tuple[str, ...], numbers: tuple[str, ...], body: str, is_short: bool) -> Any:
+def _compiled(kernel: Kernel, is_short: bool) -> Any:
     computed = "float" if is_short else "T"
-    changed = ("value", *slots)
-    before = [f"{computed} {one} = ({computed})given_{one};" for one in ("gradient", *numbers, *changed)]
+    changed = ("value", *kernel.slots)
+    before = [f"{computed} {one} = ({computed})given_{one};" for one in ("gradient", *kernel.numbers, *changed)]
     after = [f"given_{one} = (T){one};" for one in changed]
     return _gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in numbers)]),
+        ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in kernel.numbers)]),
         ", ".join(f"T given_{one}" for one in changed),
-        "\n".join([*before, body, *after]),
-        f"hpcstrat_{name}",
+        "\n".join([*before, kernel.body, *after]),
+        f"hpcstrat_{kernel.name}",
         no_return=True,
     )

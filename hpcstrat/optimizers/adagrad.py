@@ -11,10 +11,15 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_BODY = """
-accumulator += gradient * gradient;
-value -= learning_rate * gradient / sqrt(accumulator + epsilon);
-"""
+_KERNEL = Kernel(
+    "adagrad",
+    ("accumulator",),
+    ("learning_rate", "epsilon"),
+    """
+    accumulator += gradient * gradient;
+    value -= learning_rate * gradient / sqrt(accumulator + epsilon);
+    """,
+)
 
 
 @final
@@ -69,7 +74,4 @@ class Adagrad(Optimizer):
             np.multiply(work, number(learning_rate), out=work)
             np.subtract(value, work, out=value)
 
-        def kernel() -> Kernel:
-            return Kernel("adagrad", ("accumulator",), {"learning_rate": learning_rate, "epsilon": epsilon}, _BODY)
-
-        return Rule(descend, kernel), (learning_rate, epsilon)
+        return Rule(descend, _KERNEL, (learning_rate, epsilon)), (learning_rate, epsilon)

@@ -12,12 +12,17 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_BODY = """
-value *= kept;
-m += new_1 * (gradient - m);
-v += new_2 * (gradient * gradient - v);
-value -= rate * m / (sqrt(v) + epsilon);
-"""
+_KERNEL = Kernel(
+    "adam",
+    ("m", "v"),
+    ("kept", "rate", "epsilon", "new_1", "new_2"),
+    """
+    value *= kept;
+    m += new_1 * (gradient - m);
+    v += new_2 * (gradient * gradient - v);
+    value -= rate * m / (sqrt(v) + epsilon);
+    """,
+)
 
 
 class _Adam(Optimizer):
@@ -70,14 +75,8 @@ class _Adam(Optimizer):
             np.multiply(work, number(rate), out=work)
             np.subtract(value, work, out=value)
 
-        def kernel() -> Kernel:
-            numbers = {
-                **{"kept": 1 - decay * learning_rate, "rate": rate, "epsilon": epsilon},
-                **{"new_1": 1 - beta_1, "new_2": 1 - beta_2},
-            }
-            return Kernel("adam", ("m", "v"), numbers, _BODY)
-
-        return Rule(descend, kernel), (learning_rate, beta_1, beta_2, epsilon, decay, step)
+        of_kernel = (1 - decay * learning_rate, rate, epsilon, 1 - beta_1, 1 - beta_2)
+        return Rule(descend, _KERNEL, of_kernel), (learning_rate, beta_1, beta_2, epsilon, decay, step)
 
 
 @final

@@ -11,6 +11,7 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
+_NUMBERS = ("learning_rate", "rho", "rest", "epsilon")
 _PLAIN = """
 squares = rho * squares + rest * gradient * gradient;
 const auto change = learning_rate * gradient / sqrt(squares + epsilon);
@@ -20,7 +21,15 @@ squares = rho * squares + rest * gradient * gradient;
 mean = rho * mean + rest * gradient;
 const auto change = learning_rate * gradient / sqrt(squares - mean * mean + epsilon);
 """
-_WITH_MOMENTUM = "velocity = momentum * velocity + change; value -= velocity;"
+_CHANGE = "value -= change;"
+_MOMENTUM = "velocity = momentum * velocity + change; value -= velocity;"
+_KERNELS = {
+    (False, False): Kernel("rmsprop", ("squares",), _NUMBERS, _PLAIN + _CHANGE),
+    (True, False): Kernel("rmsprop", ("squares", "mean"), _NUMBERS, _CENTERED + _CHANGE),
+    (False, True): Kernel("rmsprop", ("squares", "velocity"), (*_NUMBERS, "momentum"), _PLAIN + _MOMENTUM),
+    (True, True): Kernel("rmsprop", ("squares", "mean", "velocity"), (*_NUMBERS, "momentum"), _CENTERED + _MOMENTUM),
+}
+"""By whether they are centered, and have momentum."""
 
 
 @final
@@ -98,14 +107,9 @@ class RMSprop(Optimizer):
             else:
                 np.subtract(value, work, out=value)
 
-        def kernel() -> Kernel:
-            slots = ("squares", *["mean"] * centered, *["velocity"] * bool(momentum))
-            numbers = {"learning_rate": learning_rate, "rho": rho, "rest": 1 - rho, "epsilon": epsilon}
-            numbers |= {"momentum": momentum} if momentum else {}
-            body = _CENTERED if centered else _PLAIN
-            return Kernel("rmsprop", slots, numbers, body + (_WITH_MOMENTUM if momentum else "value -= change;"))
-
-        return Rule(descend, kernel), (learning_rate, rho, momentum, epsilon, centered)
+        of_kernel = (learning_rate, rho, 1 - rho, epsilon, *[momentum] * bool(momentum))
+        rule = Rule(descend, _KERNELS[centered, bool(momentum)], of_kernel)
+        return rule, (learning_rate, rho, momentum, epsilon, centered)
 
 
 def _average(mean: Array, new: Array, old_share: float, new_share: float) -> None:

@@ -12,13 +12,21 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_PLAIN = "value -= learning_rate * gradient;"
-_MOMENTUM = "velocity = momentum * velocity - learning_rate * gradient; value += velocity;"
-_NESTEROV = """
-const auto change = learning_rate * gradient;
-velocity = momentum * velocity - change;
-value += momentum * velocity - change;
-"""
+_PLAIN = Kernel("sgd", (), ("learning_rate",), "value -= learning_rate * gradient;")
+_MOMENTUM = Kernel(
+    "sgd_momentum",
+    ("velocity",),
+    ("learning_rate", "momentum"),
+    "velocity = momentum * velocity - learning_rate * gradient; value += velocity;",
+)
+_NESTEROV = _MOMENTUM._replace(
+    name="sgd_nesterov",
+    body="""
+    const auto change = learning_rate * gradient;
+    velocity = momentum * velocity - change;
+    value += momentum * velocity - change;
+    """,
+)
 
 
 @final
@@ -83,10 +91,6 @@ def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
         else:
             np.add(value, velocity, out=value)
 
-    def kernel() -> Kernel:
-        body = _PLAIN if not momentum else _NESTEROV if nesterov else _MOMENTUM
-        slots = ("velocity",) if momentum else ()
-        numbers = {"learning_rate": learning_rate} | ({"momentum": momentum} if momentum else {})
-        return Kernel("sgd", slots, numbers, body)
-
-    return Rule(descend, kernel)
+    if not momentum:
+        return Rule(descend, _PLAIN, (learning_rate,))
+    return Rule(descend, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum))

@@ -177,11 +177,30 @@ def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
             with communicator.stream.current():
                 mine = xp.asarray(numbers * (communicator.rank + 1))
                 if root is None:
-                    communicator.all_reduce_flat(mine, op)
+                    communicator.all_reduce_flat(mine, mine, op)
                 else:
-                    communicator.reduce_flat(mine, op, root)
+                    communicator.reduce_flat(mine, mine, op, root)
             if root in (None, communicator.rank):
                 check(mine, expected, xp)
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_arrays_are_reduced_from_where_they_are(communicator, place, name, op):
+    n = communicator.size
+    numbers = (np.arange(35) % 5 * n).astype(name).reshape(5, 7)
+    expected = (numbers * (n * (n + 1) // (2 if op is SUM else 2 * n))).reshape(-1)
+    for root in (None, *range(n)):
+        with communicator.stream.current():
+            mine = place.xp.asarray(numbers * (communicator.rank + 1))
+            out = place.xp.full(35, -1, name)
+            if root is None:
+                communicator.all_reduce_flat(mine, out, op)
+            else:
+                communicator.reduce_flat(mine, out, op, root)
+        check(mine, numbers * (communicator.rank + 1), place.xp)
+        if root in (None, communicator.rank):
+            check(out, expected.astype(name), place.xp)
 
 
 @pytest.mark.parametrize("name", ["float32", "bool", "int16", "complex128"])

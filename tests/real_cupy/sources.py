@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # What stands for CuPy, or a part of it, at the end of what comes before a dot.
 _MODULES = {
-    **dict.fromkeys(("xp", "cupy", "load_cupy"), "cupy"),
+    **dict.fromkeys(("xp", "cupy", "load_cupy", "array_module"), "cupy"),
     **{"_cuda": "cupy.cuda", "runtime": "cupy.cuda.runtime", "_nvtx": "cupy.cuda.nvtx"},
     **dict.fromkeys(("nccl", "_nccl"), "cupy.cuda.nccl"),
 }

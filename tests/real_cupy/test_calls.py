@@ -54,6 +54,7 @@ SAMPLES = {
     "cupy.full": lambda: cupy.full((3,), 1.5),
     "cupy.get_default_memory_pool": lambda: cupy.get_default_memory_pool().free_all_blocks(),
     "cupy.isfinite": lambda: cupy.isfinite(array(())),
+    "cupy.may_share_memory": lambda: cupy.may_share_memory(array(3)[:2], array(3)),
     "cupy.ndarray": lambda: cupy.ndarray((3,), np.uint8, array(3, np.uint8).data),
     "cupy.random.default_rng": lambda: cupy.random.default_rng(2**63),
     "cupy.repeat": lambda: cupy.repeat(array(3), 2),
