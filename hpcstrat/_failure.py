@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import io
 import os
+import signal
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
 _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
 
+_ABORT_SECONDS = 5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
 _PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
 _MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
 
@@ -262,5 +264,7 @@ def _abort(status: int) -> NoReturn:
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:
             time.sleep(_FORWARD_DELAY)
+            if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:  # Open MPI waits for its launcher, maybe for ever
+                signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
             _mpi.COMM_WORLD.Abort(status)
     os._exit(status)  # which makes the launcher end the others
