@@ -14,19 +14,20 @@ from hpcstrat import _gpu
 from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues, refuse
 
-_PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
+PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
+"""What NumPy takes as it is, and speaks no other library's protocol."""
 _PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
 _GPUS = (2, 10, 13)  # DLPack's numbers: CUDA, ROCm, memory that both sides see
 
 
 def is_foreign(value: Any) -> bool:
     """Whether `value` is an array of another library, one that speaks DLPack. Variables do, too."""
-    return not isinstance(value, _PLAIN) and hasattr(value, "__dlpack__") and not _gpu.is_on_gpu(value)
+    return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not _gpu.is_on_gpu(value)
 
 
 def has_own_dtype(value: Any) -> bool:
     """Whether the dtype of `value` is its own, and not what NumPy takes for a Python number or a sequence of them."""
-    return hasattr(value, "dtype") or _speaks(value)
+    return hasattr(value, "dtype") or speaks(value)
 
 
 def as_array(call: str, value: Any, on_gpu: bool) -> Array:
@@ -50,7 +51,7 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
     if type(value) is np.ndarray:
         return value
     _refuse_masked(call, value)
-    if isinstance(value, _PLAIN) or not _speaks(value):
+    if isinstance(value, PLAIN) or not speaks(value):
         return np.asarray(value)
     array = converted(call, value)
     if not _gpu.is_on_gpu(array):
@@ -69,7 +70,7 @@ def to_host(call: str, value: Any) -> np.ndarray[Any, Any]:
         TypeError: it is an array without values in memory, such as a sparse one, or a masked one.
     """
     _refuse_masked(call, value)
-    array = converted(call, value) if _speaks(value) else np.asarray(value)
+    array = converted(call, value) if speaks(value) else np.asarray(value)
     return _gpu.to_host(array) if _gpu.is_on_gpu(array) else np.array(array)
 
 
@@ -110,7 +111,8 @@ def _refuse_masked(call: str, value: Any) -> None:
         )
 
 
-def _speaks(value: Any) -> bool:
+def speaks(value: Any) -> bool:
+    """Whether `value` hands out memory, or an array, by any of the protocols."""
     return any(hasattr(value, protocol) for protocol in _PROTOCOLS)
 
 

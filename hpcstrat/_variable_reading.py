@@ -256,3 +256,13 @@ def in_replica_of(strategy: Strategy) -> bool:
     """Whether this line runs in a replica context of `strategy`."""
     context = _context.current.get()
     return type(context) is ReplicaContext and context._strategy is strategy
+
+
+def note_read_only(error: BaseException) -> None:
+    """Adds to NumPy's error of a write to a read-only array what that array may be, from Python 3.11 on."""
+    add_note = getattr(error, "add_note", None)
+    if add_note is not None and isinstance(error, ValueError) and str(error).endswith("read-only"):
+        add_note(
+            "In a replica context a variable's value() is its memory, which other ranks may be reading: change the "
+            "variable by assign, assign_add or assign_sub, or a copy of it, read_value()."
+        )

@@ -145,7 +145,7 @@ class Communicator(abc.ABC):
         """
         if self.checks:
             with self.joint(call):
-                seen = [f"{array.dtype.name} {array.shape} of checksum {_checksum(array):08x}" for array in arrays]
+                seen = [f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}" for array in arrays]
             self.exchange(signature(f"{call}, HPCSTRAT_CHECK", *seen))
 
     def work(self) -> None:
@@ -405,7 +405,8 @@ def _message(call: str, obj: Any) -> objects.Message:
         raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled") from error
 
 
-def _checksum(array: Array) -> int:
+def checksum(array: Array) -> int:
+    """A checksum of an array's bytes, wherever it is."""
     return zlib.crc32(np.ascontiguousarray(_gpu.to_host(array)).reshape(-1).view(np.uint8).data)
 
 

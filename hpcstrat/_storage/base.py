@@ -37,7 +37,10 @@ class Storage(abc.ABC):
             ReplicaMismatchError: shapes or dtypes differ.
         """
         with self.communicator.change(call):
-            return self._create(call, initial)
+            block = self._create(call, initial)
+        if self.communicator.checks:
+            self._note_change([block])
+        return block
 
     @abc.abstractmethod
     def _create(self, call: str, initial: Array) -> Block: ...
@@ -84,7 +87,7 @@ class Storage(abc.ABC):
         """
         communicator = self.communicator
         if communicator.checks:
-            self._check_copies(call, plan)
+            self._check_unchanged(call, plan.blocks)
         if self._has_torn:
             plan.require_whole()
         in_buffers = plan.are_in_buffers(values)
@@ -93,6 +96,8 @@ class Storage(abc.ABC):
             # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
             with np.errstate(all="ignore"):
                 self._update(agreed, plan, None if in_buffers else values, op, rule)
+            if communicator.checks:
+                self._note_change(plan.blocks)
         except BaseException as error:  # a signal's, say, at any moment
             self.tear(call, error, plan.blocks)
             raise
@@ -109,12 +114,18 @@ class Storage(abc.ABC):
             for block in blocks:
                 block.tear(call)
 
-    def _check_copies(self, call: str, plan: Plan) -> None:  # noqa: B027 (most storages have none)
-        """Checks, where the program can write to them, that what the ranks read of the variables is the same.
+    @abc.abstractmethod
+    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+        """Checks that the program has not written to what this rank reads of the variables. Collective.
 
         Raises:
-            ReplicaMismatchError: it is not.
+            RuntimeError: it has, on this rank or another.
+            ReplicaMismatchError: it has, and so the ranks' copies differ.
         """
+
+    @abc.abstractmethod
+    def _note_change(self, blocks: Sequence[Block]) -> None:
+        """Notes that an update has changed the variables, on all ranks."""
 
     @abc.abstractmethod
     def _update(
@@ -155,10 +166,14 @@ class Storage(abc.ABC):
             ReplicaMismatchError: the ranks update different variables, or with different numbers.
         """
         communicator, blocks = self.communicator, (variable, *slots)
+        if communicator.checks:
+            self._check_unchanged(call, [variable])
         try:
             communicator.exchange(signature(call, variable.number, rows.shape).with_numbers(numbers))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
+            if communicator.checks:
+                self._note_change([variable])
         except BaseException as error:
             self.tear(call, error, blocks)
             raise

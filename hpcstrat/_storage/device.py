@@ -199,12 +199,14 @@ class DeviceStorage(Storage):
 
     # ---- updates
 
-    def _check_copies(self, call: str, plan: Plan) -> None:
-        """See `Storage._check_copies`. CuPy cannot forbid writing."""
-        assert isinstance(plan, DevicePlan)
+    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage._check_unchanged`. CuPy cannot forbid writing."""
         with self._current():
-            copies = [block.view for block in plan.blocks]
+            copies = [block.view for block in blocks]
             self._communicator.require_equal(f"{call}: the copies that the ranks read", copies)
+
+    def _note_change(self, blocks: Sequence[Block]) -> None:
+        """See `Storage._note_change`. The ranks' copies are compared with each other."""
 
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.base import Array
+from hpcstrat._communicators.base import Array, Bytes
 from hpcstrat._communicators.heap import Heap
 from hpcstrat._communicators.segment import Segment, private_segment
 
@@ -25,10 +25,11 @@ class Block:
         stop: the byte after their last one.
         number: how many its storage had made, with it; equal on all ranks.
         copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
+        checksum: of `array` after the last change that the storage knows of, where it compares; else `None`.
         torn: the update that was broken off while it changed them; they are gone then. Empty as long as all is well.
     """
 
-    __slots__ = ("__weakref__", "array", "copy", "number", "start", "stop", "torn", "view")
+    __slots__ = ("__weakref__", "array", "checksum", "copy", "number", "start", "stop", "torn", "view")
 
     def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
         self.array: Array = array
@@ -37,6 +38,7 @@ class Block:
         self.stop: int = stop
         self.number: int = number
         self.copy: Block | None = None
+        self.checksum: int | None = None
         self.torn: str = ""
 
     def tear(self, call: str) -> None:
@@ -59,10 +61,14 @@ class Block:
 def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
     """The block at this byte of a segment."""
     stop = start + size_of(shape, dtype)
-    array = segment.part(start, stop).view(dtype).reshape(shape)
-    view = array.view()
-    view.flags.writeable = False
-    return Block(array, view, start, stop, number)
+    part = segment.part(start, stop)
+    array = part.view(dtype).reshape(shape)
+    return Block(array, read_only(part).view(dtype).reshape(shape), start, stop, number)
+
+
+def read_only(part: Bytes) -> Bytes:
+    """An array over the same bytes that NumPy does not let anyone make writable again."""
+    return np.asarray(part.data.toreadonly())
 
 
 class PrivateMemory:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hpcstrat import _gpu
+from hpcstrat._communicators.base import checksum
 from hpcstrat._communicators.segment import Segment
 from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts
 from hpcstrat._storage.memory import Block
@@ -23,6 +24,7 @@ class SegmentStorage(Storage):
 
     def write(self, block: Block, new: Array, rule: Rule) -> None:
         """See `Storage.write`."""
+        block.checksum = None
         rule.apply(block.array, new, (), block.array)
 
     def parts(self, block: Block) -> Iterator[Bytes]:
@@ -31,7 +33,25 @@ class SegmentStorage(Storage):
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
         """See `Storage.write_part`."""
+        block.checksum = None
         flat(block.array)[start : start + part.size] = part
+
+    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage._check_unchanged`. NumPy's `at` writes to read-only arrays, too."""
+        with self.communicator.joint(call):
+            for block in blocks:
+                seen, block.checksum = block.checksum, None
+                if seen not in (None, checksum(block.array)):
+                    raise RuntimeError(
+                        f"{call}: since the last update something else wrote to the memory of a variable of shape "
+                        f"{block.array.shape} and dtype {block.array.dtype.name} (HPCSTRAT_CHECK); pass functions that "
+                        "write in place, such as np.add.at, a copy: read_value() instead of value()"
+                    )
+
+    def _note_change(self, blocks: Sequence[Block]) -> None:
+        """See `Storage._note_change`."""
+        for block in blocks:
+            block.checksum = checksum(block.array)
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""

@@ -12,7 +12,7 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.heap import Heap
-from hpcstrat._storage.memory import Block, size_of
+from hpcstrat._storage.memory import Block, read_only, size_of
 
 ALIGNMENT = 256
 """Bytes to whose multiples every variable starts, as matrix products want it."""
@@ -62,10 +62,9 @@ class SlabMemory:
         nbytes = size_of(shape, dtype)
         start = self._find(nbytes)
         self._slabs[start // _APART].blocks += 1
-        array = self.part(start, start + nbytes).view(dtype).reshape(shape)
-        view = array.view()
-        if isinstance(view, np.ndarray):
-            view.flags.writeable = False  # CuPy has no such flag
+        part = self.part(start, start + nbytes)
+        readable = part if _gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
+        array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
         block = Block(array, view, start, start + nbytes, number)
         weakref.finalize(block, self._dead.append, (start, nbytes)).atexit = False
         return block

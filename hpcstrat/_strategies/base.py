@@ -28,6 +28,7 @@ from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._strategies.scope import Scope
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, select
+from hpcstrat._variable_reading import note_read_only
 from hpcstrat.data.options import RunOptions, ValueContext
 from hpcstrat.data.workers import Workers
 
@@ -190,6 +191,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             _context.current.set(self._replica_context)
             return regroup(self, fn(*args, **kwargs))
         except BaseException as error:
+            note_read_only(error)
             self._communicator.note_fault(error)
             raise
         finally:

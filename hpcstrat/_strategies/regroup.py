@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat import _gpu, _nest
-from hpcstrat._array_protocols import converted, copy_of, is_foreign
+from hpcstrat import _nest
+from hpcstrat._array_protocols import PLAIN, converted, copy_of, speaks
+from hpcstrat._types import IndexedSlices
 from hpcstrat._values import DistributedValues, PerReplica
 from hpcstrat._variables import Variable
 
@@ -27,20 +30,56 @@ def regroup(strategy: Strategy, result: Any) -> Any:
     for i, leaf in enumerate(leaves):
         if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
             continue
-        if isinstance(leaf, np.ndarray) and not leaf.flags.writeable and leaf.base is not None:
-            leaf = leaf.copy()  # it may be a variable's storage
-        elif strategy._stream is not None and _gpu.is_on_gpu(leaf) and strategy._storage.has(leaf):
-            leaf = leaf.copy()
-        elif is_foreign(leaf) and _is_over_variables(strategy, leaf):
-            leaf = copy_of(leaf)
+        if isinstance(leaf, np.ndarray):
+            if not leaf.flags.writeable and leaf.base is not None:
+                leaf = leaf.copy()  # it may be a variable's storage
+        elif not isinstance(leaf, PLAIN):
+            leaf = _apart(strategy, leaf)
         leaves[i] = leaf if size == 1 else PerReplica(leaf, rank, size)
     return structure.unflatten(leaves)
 
 
-def _is_over_variables(strategy: Strategy, leaf: Any) -> bool:
-    """Whether an array of another library lies in memory of variables."""
+def _apart(strategy: Strategy, leaf: Any) -> Any:
+    """What is no NumPy array, or a copy of it where it, or an attribute of it, lies in memory of variables."""
+    if isinstance(leaf, IndexedSlices):
+        parts = (leaf.values, leaf.indices, leaf.dense_shape)
+        return IndexedSlices(*[_array_apart(strategy, part) for part in parts])
+    if isinstance(leaf, memoryview):
+        return np.array(leaf).data if _is_over_variables(strategy, np.asarray(leaf)) else leaf
+    if _is_copied(leaf):
+        return _array_apart(strategy, leaf)
+    attributes = getattr(leaf, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return leaf
+    changed = {}
+    for name, value in attributes.items():
+        leaves, structure = _nest.flatten(value)
+        copies = [_array_apart(strategy, one) for one in leaves]
+        if not all(map(operator.is_, leaves, copies)):
+            changed[name] = structure.unflatten(copies)
+    if not changed:
+        return leaf
+    other = copy.copy(leaf)
+    other.__dict__.update(changed)
+    return other
+
+
+def _array_apart(strategy: Strategy, value: Any) -> Any:
+    """An array of any library, or a copy of it where it lies in memory of variables; all else as it is."""
+    return copy_of(value) if _is_copied(value) and _is_over_variables(strategy, value) else value
+
+
+def _is_copied(value: Any) -> bool:
+    """Whether it is an array that can be copied."""
+    if isinstance(value, (*PLAIN, Variable, DistributedValues)):
+        return isinstance(value, np.ndarray)
+    return speaks(value) and (hasattr(value, "clone") or hasattr(value, "copy"))
+
+
+def _is_over_variables(strategy: Strategy, value: Any) -> bool:
+    """Whether an array of any library lies in memory of variables."""
     try:
-        array = converted("Strategy.run", leaf)
+        array = converted("Strategy.run", value)
     except TypeError:  # it has no values in memory
         return False
     return strategy._storage.has(array) or strategy._replica_storage.has(array)

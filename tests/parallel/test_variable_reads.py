@@ -1,6 +1,7 @@
 """Reading variables: as the array itself, as a copy, in arithmetic, by the protocols of arrays."""
 
 import operator
+import sys
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,8 @@ def test_reads_in_a_replica_are_read_only(strategy):
             assert not array.flags.writeable
             with pytest.raises(ValueError, match="read-only"):
                 array[...] = 1
+            with pytest.raises(ValueError, match="WRITEABLE"):
+                array.setflags(write=True)
         for array in (v.read_value(), v.numpy(), np.array(v), np.asarray(v, np.float32)):
             assert array.flags.writeable
 
@@ -113,6 +116,56 @@ def test_a_view_that_leaves_run_is_copied(strategy, xp):
         assert one["sum"] == 4
 
 
+class Result:
+    """An object that is no nest."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+class Wrapped:
+    """An array of a library that knows `__array__` alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.asarray(self.array, dtype)
+
+    def copy(self):
+        return Wrapped(self.array.copy())
+
+
+@on_the_cpu
+def test_what_holds_a_view_leaves_run_with_a_copy(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+        own = hs.Variable(np.arange(3.0), synchronization="ON_READ", aggregation="SUM")
+        kept: Any = {}
+
+        def replica():
+            kept["plain"] = Result(array=np.ones(2), read_only=np.broadcast_to(1.0, 3), variables=[v], text="")
+            kept["plain"].itself = kept["plain"]
+            return {
+                "slices": hs.IndexedSlices(v.value(), np.arange(3)),
+                "memory": memoryview(v.value()),
+                "object": Result(array=v.value(), nest={"list": [own.value(), 1]}, variable=v),
+                "wrapped": Wrapped(v.value()),
+                "plain": kept["plain"],
+            }
+
+        left = strategy.run(replica)
+        v.assign(np.zeros(3))
+        own.assign(np.zeros(3))
+    for name, component in left.items():
+        (left[name],) = (component,) if N == 1 else (component._component,)
+    assert left["slices"].values.tolist() == left["memory"].tolist() == [0, 1, 2]
+    assert left["object"].array.tolist() == left["object"].nest["list"][0].tolist() == [0, 1, 2]
+    assert left["object"].variable is v
+    assert np.asarray(left["wrapped"]).tolist() == [0, 1, 2]
+    assert left["plain"] is kept["plain"]
+
+
 def test_a_view_that_goes_into_merge_call_is_copied(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
@@ -125,6 +178,23 @@ def test_a_view_that_goes_into_merge_call_is_copied(strategy, xp):
     for one in strategy.experimental_local_results(found):
         assert one.tolist() == [0, 1, 2]
     assert not v.numpy().any()
+
+
+@on_the_cpu
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
+def test_a_write_to_what_is_read_only_says_what_it_is(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0))
+
+    def replica():
+        array = v.value()
+        array += 1
+
+    with pytest.raises(ValueError, match="read-only") as caught:
+        strategy.run(replica)
+    (note,) = getattr(caught.value, "__notes__")  # noqa: B009 (which pyright knows for 3.11 only)
+    assert "change the variable by assign, assign_add" in note
+    assert v.numpy().tolist() == [0, 1, 2]
 
 
 UNARY = [operator.neg, operator.pos, abs, np.exp, np.isnan, np.square]
@@ -414,3 +484,61 @@ def test_no_read_communicates(strategy, xp):
         assert strategy._communicator.number == before
     strategy.run(lambda: v.assign(xp.ones((2, 3))))
     assert (v.numpy() == N).all()
+
+
+# ---- HPCSTRAT_CHECK
+
+
+WRITES: dict[str, Any] = {
+    "assign": lambda s, v: v.assign(np.arange(3.0)),
+    "assign in a replica": lambda s, v: s.run(lambda: v.assign_add(np.ones(3))),
+    "gradients": lambda s, v: s.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(3), v)])),
+    "rows": lambda s, v: s.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(rows(), v)])),
+    "an update": lambda s, v: s.extended.update(v, lambda v: v.assign_add(np.ones(3))),
+}
+
+
+def rows():
+    return hs.IndexedSlices(np.ones(2), np.array([0, 2]), (3,))
+
+
+@pytest.fixture
+def checked(monkeypatch, strategy):
+    monkeypatch.setattr(strategy._communicator, "checks", N > 1)
+    return strategy
+
+
+@on_the_cpu
+def test_updates_of_every_kind_are_known(checked):
+    with checked.scope():
+        v = hs.Variable(np.arange(3.0), aggregation="MEAN")
+        for first in WRITES.values():
+            for second in WRITES.values():
+                first(checked, v)
+                second(checked, v)
+
+
+@on_the_cpu
+@pytest.mark.skipif(N == 1, reason="only values of several ranks are compared")
+@pytest.mark.parametrize("odd", sorted({0, N - 1}))
+@pytest.mark.parametrize("last", [None, *WRITES])
+def test_the_next_update_finds_what_was_written_past_it(checked, last, odd):
+    with checked.scope():
+        v = hs.Variable(np.arange(3.0), aggregation="MEAN")
+        if last in WRITES:
+            WRITES[last](checked, v)
+
+    def scattered():
+        if RANK == odd:
+            np.add.at(v.value(), [0, 0], 1.0)  # which no flag of the array keeps off
+
+    checked.run(scattered)
+    if last == "an update":  # after which nothing is known, so that the next one is the first
+        WRITES["assign"](checked, v)
+        checked.run(scattered)
+    for name in ("assign", "gradients", "rows"):
+        with pytest.raises(RuntimeError, match=r"since the last update .* shape \(3,\) .*HPCSTRAT_CHECK.*read_value"):
+            WRITES[name](checked, v)
+        checked.run(scattered)
+        WRITES["assign"](checked, v)  # which goes on from there
+        checked.run(scattered)
