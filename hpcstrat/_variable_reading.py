@@ -159,7 +159,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def item(self, *index: Any) -> Any:
         """The one element, or that at `index`, as a Python number."""
-        return self._readable().item(*index)
+        return _gpu.to_host(self._readable()).item(*index)
 
     def tolist(self) -> Any:
         """The elements as Python numbers, in nested lists."""

@@ -125,7 +125,7 @@ class ndarray:
         host = self.host.reshape(shape, order=order)
         if not self.size or np.may_share_memory(host, self.host):
             return self.view_of(host)
-        return self.copy(order="C").reshape(shape, order=order)
+        return self.copy(order=order).reshape(shape, order=order)
 
     def ravel(self, order="C"):
         """CuPy's."""
