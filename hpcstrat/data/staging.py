@@ -82,13 +82,15 @@ def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[
     device = stream.xp.cuda.Device(stream.ordinal)
     with device:
         copies = stream.xp.cuda.Stream(non_blocking=True)
+        # What a pipeline's functions compute on the GPU has a stream, and so memory, that steps have nothing of.
+        computing = stream.xp.cuda.Stream(non_blocking=True)
     # While `ahead` steps load, one more slot is on its way to the GPU.
     slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
     context = contextvars.copy_context()  # a pipeline's functions print, and see the strategy, as their user does
     executor = ThreadPoolExecutor(1, "hpcstrat-input")
 
     def load(slot: _Slot) -> _Loaded | None:
-        with device:
+        with device, computing:
             return context.run(slot.load, steps)
 
     loading: deque[Future[_Loaded | None]] = deque()

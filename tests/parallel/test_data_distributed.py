@@ -1,6 +1,7 @@
 """Distributed datasets under a real strategy, at any number of ranks."""
 
 import itertools
+import threading
 import time
 
 import numpy as np
@@ -283,3 +284,30 @@ def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
     assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
     del left
     assert steps(strategy, distributed) == between
+
+
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_a_pipeline_may_compute_on_the_gpu(place):
+    """In its own thread, while a step gives memory back that its own work is still to read."""
+    xp, given_back, computed = place.xp, threading.Event(), threading.Event()
+
+    def doubled(batch):
+        if batch[0] == 20:  # which is loaded during the first step
+            assert given_back.wait(60)
+        try:
+            return (xp.asarray(batch) * xp.full(batch.shape, 2.0)).get()
+        finally:
+            if batch[0] == 20:
+                computed.set()
+
+    def step(batch, box):
+        total = (batch + box.pop()).sum()
+        given_back.set()
+        assert computed.wait(60)
+        return total
+
+    with place.make(hs.MirroredStrategy) as strategy:
+        dataset = Dataset.from_tensor_slices(np.arange(200.0)).batch(20).map(doubled)
+        for i, batch in enumerate(strategy.experimental_distribute_dataset(dataset)):
+            total = strategy.reduce("SUM", strategy.run(step, args=(batch, [xp.full(1, 1.0)])), None)
+            assert float(total) == 2 * np.arange(20.0 * i, 20.0 * i + 20).sum() + 20

@@ -261,6 +261,36 @@ def test_gradients_of_any_layout_and_dtype(strategy, xp):
     check(w, -SUM * grid - N * grid[::-1, ::-1])
 
 
+def test_arrays_of_another_gpu(strategy, xp, place):
+    """They come to the strategy's, whatever is done with them."""
+    count = place.xp.cuda.runtime.getDeviceCount()
+    if count == 1:
+        pytest.skip("there is one GPU")
+    v, w, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros(3)), hs.optimizers.SGD(1.0)
+    own = int(place.devices[RANK].removeprefix("GPU:"))
+
+    def replica():
+        with place.xp.cuda.Device((own + 1) % count):
+            there = place.xp.full(3, RANK + 1.0)
+            one, other = (place.xp.full(3, RANK + 1.0) for _ in range(2))
+        context = replica_context()
+        total = context.all_reduce("SUM", there)
+        everyones = context.all_gather(there, 0)
+        optimizer.apply_gradients([(there, v)])
+        optimizer.apply_gradients([(one, v), (other, w)])
+        return total, everyones
+
+    if strategy.xp is np or "CPU" in "".join(strategy.extended.worker_devices):
+        return  # what is on a GPU is refused by those on the CPU
+    total, everyones = strategy.run(replica)
+    for one in strategy.experimental_local_results(total):
+        assert one.tolist() == [SUM] * 3
+    for one in strategy.experimental_local_results(everyones):
+        assert one.tolist() == [rank + 1 for rank in range(N) for _ in range(3)]
+    check(v, -2 * SUM)
+    check(w, -SUM)
+
+
 def test_rows_of_every_replica(strategy, xp):
     """Replica r names its own row r twice and row N; the last one none at all."""
     table, optimizer = hs.Variable(np.zeros((N + 2, 3), np.float32)), hs.optimizers.SGD(1.0)
