@@ -11,10 +11,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _failure, _gpu, _settings, _world
-from hpcstrat._communicators import dtypes, objects, records
+from hpcstrat import _gpu, _settings, _world
+from hpcstrat._communicators import dtypes, objects, records, told
 from hpcstrat._communicators.calls import Calls
 from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.told import Told
+from hpcstrat._communicators.watch import notes
 from hpcstrat._communicators.watch.watch import Watch
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._types import ReduceOp
@@ -24,15 +26,6 @@ Array: TypeAlias = Any
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Write: TypeAlias = Callable[[Bytes], None]
 """Writes this rank's message to the first bytes of the array that it is given."""
-
-_EXCEPTIONS: dict[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (
-        *(TypeError, ValueError, IndexError, KeyError, RuntimeError, NotImplementedError, MemoryError, OSError),
-        *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-        *(AttributeError, ZeroDivisionError, StopIteration, AssertionError, ReplicaMismatchError),
-    )
-}
 
 
 class Communicator(abc.ABC):
@@ -103,7 +96,7 @@ class Communicator(abc.ABC):
             else:  # the way of nearly all calls
                 return self._messages([nbytes] * self.size, write)
             if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
-                self._disagree(posted, str(agreed), None)
+                self._disagree(posted, agreed.words(), None)
             return self._messages(records.message_sizes(posted), write)
         except BaseException as error:
             self.tear(agreed.call, error)
@@ -117,6 +110,11 @@ class Communicator(abc.ABC):
             calls.change_thread(agreed.call)
         calls.number += 1
         calls.agreed = agreed
+
+    def count_storage(self) -> int:
+        """The number of a new storage of these ranks: all make theirs in one order."""
+        self._calls.storages += 1
+        return self._calls.storages
 
     def require_open(self, call: str) -> None:
         """Refuses `call`, a method of the library that need not communicate, where no call may be made.
@@ -196,7 +194,7 @@ class Communicator(abc.ABC):
         own = records.pack(self._calls.number, self._calls.faults, records.LEAVING, bytes(16), 0)
         posted = self._post(own, 0, None)
         if any(record != own for record in posted):
-            self._disagree(posted, "leaves the program", None)
+            self._disagree(posted, records.Words("leaves the program"), None)
 
     # ---- verbs
 
@@ -279,63 +277,71 @@ class Communicator(abc.ABC):
         self._calls.number += 1
         own = records.pack(self._calls.number, self._calls.faults, records.FAILED, bytes(16), 0)
         try:
-            self._disagree(self._post(own, 0, None), call, error)
+            self._disagree(self._post(own, 0, None), records.Words(call), error)
         except BaseException as interruption:
             self._calls.tear(call, interruption)
             raise
 
-    def _disagree(self, posted: Sequence[memoryview], text: str, error: Exception | None) -> None:
+    def _disagree(self, posted: Sequence[memoryview], words: records.Words, error: Exception | None) -> None:
         """All ranks come here together, and all raise, or the job ends.
 
         A rank that failed itself (`error`) returns, and raises its own exception.
         """
         states = [records.read(record) for record in posted]
         if any(status == records.LEAVING for _, _, status, _ in states):
-            self._end_after_leaving([status for _, _, status, _ in states], text)
+            self._end_after_leaving([status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
-            self._end_after_fault()
-        own = (_known_class(error), str(error)) if error is not None else None
-        told = self._tell((text, own))
+            self._end_after_fault([number for number, *_ in states], words)
+        everyones = self._tell(told.tell(words, error))
         self.settle()
-        failed = [(rank, problem) for rank, (_, problem) in enumerate(told) if problem is not None]
+        failed = [rank for rank, other in enumerate(everyones) if other.problem is not None]
         if error is not None:
             return
         if failed:
-            rank, (name, message) = failed[0]
-            consequence = _EXCEPTIONS[name](f"{message} (found by rank {rank})")
-            _failure.mark_as_consequence(consequence)
-            raise consequence
-        lines = "".join(f"\n  rank {rank}: {one}" for rank, (one, _) in enumerate(told))
-        raise ReplicaMismatchError(f"the ranks must make the same call with arguments that fit, but called{lines}")
+            told.raise_as(failed[0], everyones[failed[0]])
+        raise ReplicaMismatchError(
+            f"the ranks must make the same call with arguments that fit, but called{told.lines(everyones)}"
+        )
 
-    def _tell(self, obj: Any) -> list[Any]:
+    def _tell(self, own: Told) -> list[Told]:
         """`all_gather_obj` without the check that brought us here."""
-        message = objects.Message(obj)
+        message = objects.Message(own)
         self._calls.number += 1
-        own = records.pack(self._calls.number, 0, records.OK, bytes(16), message.nbytes)
-        posted = self._post(own, message.nbytes, message.write)
+        record = records.pack(self._calls.number, 0, records.OK, bytes(16), message.nbytes)
+        posted = self._post(record, message.nbytes, message.write)
+        if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
+            self._end_after_fault([records.read(other)[0] for other in posted], own.words)
         return [objects.load(m) for m in self._messages(records.message_sizes(posted), message.write)]
 
-    def _end_after_leaving(self, statuses: Sequence[int], text: str) -> NoReturn:
+    def _end_after_leaving(self, statuses: Sequence[int], words: records.Words) -> NoReturn:
         gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]
-        what = "left the program" if self.rank in gone else f"waits in {text}"
+        what = "left the program" if self.rank in gone else f"waits in {words}, at {notes.own_place()}"
         _world.end_job(
             f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others; "
             "all ranks must make the same calls",
             consequence=self.rank in gone,
         )
 
-    def _end_after_fault(self) -> NoReturn:
-        if self._calls.fault is None:
+    def _end_after_fault(self, numbers: Sequence[int], words: records.Words) -> NoReturn:
+        where = f"rank {self.rank} is in {words}, at {notes.own_place()}"
+        if self._calls.fault is not None:
+            lines = "".join(traceback.format_exception(self._calls.fault))
             _world.end_job(
-                "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; "
-                "the ranks no longer make the same calls. What not all ranks raise must not be caught",
+                f"{lines}hpcstrat: this exception was raised in a call on rank {self.rank} and was caught, but other "
+                f"ranks did not raise there; the ranks no longer make the same calls: {where}. What not all ranks "
+                "raise must not be caught"
+            )
+        if len(set(numbers)) == 1:
+            _world.end_job(
+                "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; the "
+                f"ranks no longer make the same calls: {where}. What not all ranks raise must not be caught",
                 consequence=True,
             )
-        lines = "".join(traceback.format_exception(self._calls.fault))
+        made = ", ".join(f"rank {rank} {number}" for rank, number in enumerate(numbers))
         _world.end_job(
-            f"{lines}hpcstrat: this exception was raised in a call on rank {self.rank} and was caught, but other ranks "
-            "did not raise there; the ranks no longer make the same calls. What not all ranks raise must not be caught"
+            f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks must make the same "
+            "calls, each to its end",
+            consequence=True,
         )
 
 
@@ -391,11 +397,6 @@ def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         raise ReplicaMismatchError(
             f"{call}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
         )
-
-
-def _known_class(error: Exception) -> str:
-    """The name of the nearest class of `error` that every rank has."""
-    return next((cls.__name__ for cls in type(error).__mro__ if cls in _EXCEPTIONS.values()), "RuntimeError")
 
 
 def _message(call: str, obj: Any) -> objects.Message:

@@ -31,6 +31,7 @@ class Calls:
     Attributes:
         number: of calls made.
         agreed: the last of them.
+        storages: how many there are of variables of these ranks.
         settled: the number of the last call from which all ranks raised together.
         thread: the thread that made the last one.
         barred: whether no call may be made, for one of the next three reasons.
@@ -44,13 +45,14 @@ class Calls:
 
     __slots__ = (
         *("__weakref__", "agreed", "barred", "fault", "faults", "faulty", "forked", "number"),
-        *("paused", "settled", "thread", "torn"),
+        *("paused", "settled", "storages", "thread", "torn"),
     )
 
     def __init__(self) -> None:
         self.number: int = 0
         self.agreed: Signature | None = None
         self.settled: int = 0
+        self.storages: int = 0
         self.thread: int = threading.get_ident()
         self.barred: bool = False
         self.paused: str | None = None

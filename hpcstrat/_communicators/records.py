@@ -26,46 +26,130 @@ OK, FAILED, LEAVING = 0, 1, 2
 """Status of a rank: it makes the call; it found an argument wrong; it leaves the program."""
 
 
+class Held(NamedTuple):
+    """A variable among the facts of a call.
+
+    Attributes:
+        name: in quotes, as the user gave it.
+        number: how many its storage had made, with it.
+        storage: how many storages the ranks had made, with its own.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    name: str
+    number: int
+    storage: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class Listed(NamedTuple):
+    """Facts of which there may be very many."""
+
+    items: tuple[str, ...]
+
+
+class Words(NamedTuple):
+    """A call as it is shown.
+
+    Attributes:
+        call: the user's name of the method, with arguments.
+        passed: the arrays, variables or objects that it is of.
+        numbers: arguments that change from call to call.
+    """
+
+    call: str
+    passed: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        passed = f" of {', '.join(self.passed)}" if self.passed else ""
+        numbers = f" with {', '.join(self.numbers)}" if self.numbers else ""
+        return f"{self.call}{passed}{numbers}"
+
+
 class Signature(NamedTuple):
     """What must be equal on all ranks for a collective to be the same one.
 
     Attributes:
         digest: 16 bytes, compared.
-        text: the same in words, for the message where they differ.
-        numbers: further arguments, part of the digest.
+        call: the user's name of the method.
+        facts: what else is part of the digest.
+        numbers: further arguments, part of it too.
+        names: of the numbers.
     """
 
     digest: bytes
-    text: str
+    call: str
+    facts: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
 
-    @property
-    def call(self) -> str:
-        """The user's name of the method."""
-        return self.text.partition("(")[0]
-
-    def with_numbers(self, numbers: tuple[float, ...]) -> Signature:
+    def with_numbers(self, numbers: tuple[float, ...], names: tuple[str, ...] = ()) -> Signature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        return Signature(self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest(), self.text, numbers)
+        digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
+        return self._replace(digest=digest, numbers=numbers, names=names)
+
+    def words(self) -> Words:
+        """The same for a reader."""
+        arguments, passed = [], []
+        for fact in self.facts:
+            if isinstance(fact, Listed):
+                passed += fact.items
+            elif isinstance(fact, Held) and self.call.endswith(f" of {fact.name}"):
+                return Words(f"{self.call} ({_facts_of(fact)})")
+            elif (form := _form(fact)) is not None:
+                passed.append(form)
+            elif fact != "*":  # a nest that is one leaf
+                arguments.append(str(fact))
+        call = self.call if passed and not arguments else f"{self.call}({', '.join(arguments)})"
+        names = self.names or [""] * len(self.numbers)
+        numbers = [f"{name}={n:g}" if name else f"{n:g}" for name, n in zip(names, self.numbers, strict=True)]
+        return Words(call, tuple(passed), tuple(numbers))
 
     def __str__(self) -> str:
-        return f"{self.text} with {self.numbers}" if self.numbers else self.text
+        return str(self.words())
 
 
-@functools.lru_cache(maxsize=8192)
-def signature(call: str, *facts: Any) -> Signature:
+def new_signature(call: str, *facts: Any) -> Signature:
     """The signature of `call`, the user's name of a method, with these hashable facts."""
     text = f"{call}({', '.join(_show(fact) for fact in facts)})"
-    return Signature(hashlib.blake2b(text.encode(), digest_size=16).digest(), text)
+    return Signature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, facts)
+
+
+signature = functools.lru_cache(maxsize=8192)(new_signature)
+"""`new_signature`, kept for the next call of the same facts."""
+
+
+def _form(fact: Any) -> str | None:
+    """An array or a variable in words; `None` of other facts."""
+    if isinstance(fact, np.dtype):
+        return fact.name
+    if isinstance(fact, Held):
+        return (
+            f"{fact.name} ({fact.dtype.name} of shape {fact.shape}, variable {fact.number} of storage {fact.storage})"
+        )
+    if isinstance(fact, tuple) and len(fact) > 1 and isinstance(fact[0], np.dtype):  # an array's, or a new variable's
+        dtype, shape, *storage = fact
+        return f"{dtype.name} of shape {shape}{f' in storage {storage[0]}' if storage else ''}"
+    return None
 
 
 def _show(fact: Any) -> str:
     if isinstance(fact, np.dtype):
         return fact.name
+    if isinstance(fact, Listed):
+        return repr(fact.items)
     if isinstance(fact, tuple):
         return f"({', '.join(map(_show, fact))}{',' * (len(fact) == 1)})"
     return str(fact)
+
+
+def _facts_of(variable: Held) -> str:
+    _, number, storage, dtype, shape = variable
+    return f"{dtype.name} of shape {shape}, variable {number} of storage {storage}"
 
 
 def pack(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:

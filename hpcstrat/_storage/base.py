@@ -24,6 +24,10 @@ PART = 1 << 22
 class Storage(abc.ABC):
     """Keeps variables' numbers. Its methods are collective: all ranks call them."""
 
+    def __init__(self, communicator: Communicator) -> None:
+        self._number = communicator.count_storage()
+        self._has_torn = False
+
     @property
     @abc.abstractmethod
     def communicator(self) -> Communicator:
@@ -37,9 +41,13 @@ class Storage(abc.ABC):
             ReplicaMismatchError: shapes or dtypes differ.
         """
         with self.communicator.change(call):
-            block = self._create(call, initial)
+            block = self._named(self._create(call, initial), call)
         if self.communicator.checks:
             self._note_change([block])
+        return block
+
+    def _named(self, block: Block, call: str) -> Block:
+        block.name, block.storage = call.removeprefix("Variable "), self._number
         return block
 
     @abc.abstractmethod
@@ -54,7 +62,7 @@ class Storage(abc.ABC):
             MemoryError: there is no room for it.
         """
         with self.communicator.change(call):
-            return self._create_slot(call, variable, value)
+            return self._named(self._create_slot(call, variable, value), call)
 
     def _create_slot(self, call: str, variable: Block, value: float) -> Block:
         return self._create(call, slot_values(variable, value))
@@ -91,7 +99,7 @@ class Storage(abc.ABC):
         if self._has_torn:
             plan.require_whole()
         in_buffers = plan.are_in_buffers(values)
-        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers)
+        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers, rule.names)
         try:
             # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
             with np.errstate(all="ignore"):
@@ -101,8 +109,6 @@ class Storage(abc.ABC):
         except BaseException as error:  # a signal's, say, at any moment
             self.tear(call, error, plan.blocks)
             raise
-
-    _has_torn: bool = False
 
     def tear(self, call: str, error: BaseException, blocks: Sequence[Block]) -> None:
         """Forbids the use of blocks that `call`, which an exception broke off, may have changed in part.
@@ -169,7 +175,7 @@ class Storage(abc.ABC):
         if communicator.checks:
             self._check_unchanged(call, [variable])
         try:
-            communicator.exchange(signature(call, variable.number, rows.shape).with_numbers(numbers))
+            communicator.exchange(signature(call, rows.shape, variable.held()).with_numbers(numbers, rule.names))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:

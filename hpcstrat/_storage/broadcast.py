@@ -34,7 +34,7 @@ class BroadcastStorage(DeviceStorage):
                 fill(block.array, slot_values(variable, value))
             else:
                 block = Block(None, None, 0, 0, number)
-            communicator.exchange(signature(call, "slot", value, variable.number))
+            communicator.exchange(signature(call, "slot", value, variable.held()))
         self._created += 1
         return block
 
@@ -94,7 +94,7 @@ class BroadcastStorage(DeviceStorage):
     def publish(self, call: str, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`."""
         if blocks:
-            self._communicator.exchange(signature(call, "publish", *[block.number for block in blocks]))
+            self._communicator.exchange(signature(call, "publish", *[block.held() for block in blocks]))
             with self._current():
                 for block in blocks:
                     self._communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)

@@ -98,6 +98,7 @@ class DeviceStorage(Storage):
     """
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
+        super().__init__(communicator)
         self._communicator = communicator
         self._root = root
         self._is_root = communicator.rank == root
@@ -132,7 +133,7 @@ class DeviceStorage(Storage):
         communicator = self._communicator
         with communicator.joint(call), self._current():
             block = self._place(initial)
-            communicator.exchange(signature(call, initial.dtype, initial.shape))
+            communicator.exchange(signature(call, (initial.dtype, initial.shape, self._number)))
         self._created += 1
         with self._current():
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
@@ -213,7 +214,7 @@ class DeviceStorage(Storage):
         assert isinstance(plan, DevicePlan)
         with self._communicator.joint(call), self._current():
             message = self._zeros(plan.form.nbytes)
-            self._communicator.exchange(plan.signature(call, None, ()))
+            self._communicator.exchange(plan.signature(call, None))
             plan.take(message)
         plan.buffers = plan.arranged(message)
 

@@ -36,6 +36,7 @@ class HostStorage(SegmentStorage):
     """
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+        super().__init__(communicator)
         self._communicator = communicator
         self._scratch = Scratch()
         self._messages: weakref.WeakKeyDictionary[Plan, list[Array]] = weakref.WeakKeyDictionary()  # of plans' buffers
@@ -63,7 +64,7 @@ class HostStorage(SegmentStorage):
             message[8 : 8 + told.nbytes].view(np.int64)[...] = told
 
         try:
-            messages = communicator.exchange(signature(call, dtype, shape), 8 + told.nbytes, tell)
+            messages = communicator.exchange(signature(call, (dtype, shape, self._number)), 8 + told.nbytes, tell)
         except Exception:
             self._dead.extendleft(told.tolist())
             raise

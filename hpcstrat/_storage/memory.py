@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat._communicators.base import Array, Bytes
 from hpcstrat._communicators.heap import Heap
+from hpcstrat._communicators.records import Held
 from hpcstrat._communicators.segment import Segment, private_segment
 
 
@@ -24,12 +25,17 @@ class Block:
         start: their first byte in the memory that they are in.
         stop: the byte after their last one.
         number: how many its storage had made, with it; equal on all ranks.
+        storage: how many storages the ranks had made, with its own; likewise.
+        name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
         checksum: of `array` after the last change that the storage knows of, where it compares; else `None`.
         torn: the update that was broken off while it changed them; they are gone then. Empty as long as all is well.
     """
 
-    __slots__ = ("__weakref__", "array", "checksum", "copy", "number", "start", "stop", "torn", "view")
+    __slots__ = (
+        *("__weakref__", "array", "checksum", "copy", "name", "number"),
+        *("start", "stop", "storage", "torn", "view"),
+    )
 
     def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
         self.array: Array = array
@@ -40,6 +46,12 @@ class Block:
         self.copy: Block | None = None
         self.checksum: int | None = None
         self.torn: str = ""
+        self.storage: int = 0
+        self.name: str = ""
+
+    def held(self) -> Held:
+        """The variable as the ranks compare it."""
+        return Held(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
 
     def tear(self, call: str) -> None:
         """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""

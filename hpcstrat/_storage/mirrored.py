@@ -24,6 +24,7 @@ class MirroredStorage(SegmentStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def __init__(self, communicator: MessageCommunicator) -> None:
+        super().__init__(communicator)
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._scratch = Scratch()
@@ -46,7 +47,7 @@ class MirroredStorage(SegmentStorage):
         with communicator.joint(call):
             block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
-        agreed = signature(call, initial.dtype, initial.shape)
+        agreed = signature(call, (initial.dtype, initial.shape, self._number))
         flat = block.array.reshape(-1).view(np.uint8)
         if communicator.rank == 0:
 
@@ -67,7 +68,7 @@ class MirroredStorage(SegmentStorage):
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
         with self._communicator.joint(call):
             message = np.zeros(plan.form.nbytes, np.uint8)
-            self._communicator.exchange(plan.signature(call, None, ()))
+            self._communicator.exchange(plan.signature(call, None))
         self._buffers[plan] = message
         plan.buffers = plan.arranged(message)
 

@@ -105,7 +105,7 @@ class Plan:
             alignment,
         )
         self.blocks: list[Block] = variables
-        self._facts = [(block.number, block.array.dtype, block.array.shape) for block in variables]
+        self._facts = [block.held() for block in variables]
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
         self.buffer_block: Block | None = None  # where these are in shared memory
@@ -126,14 +126,15 @@ class Plan:
         self._rank = rank
         self._own = self._own_parts()
 
-    def signature(self, call: str, op: ReduceOp | None, numbers: tuple[float, ...]) -> Signature:
+    def signature(
+        self, call: str, op: ReduceOp | None, numbers: tuple[float, ...] = (), names: tuple[str, ...] = ()
+    ) -> Signature:
         """What the ranks must agree on for an update."""
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
-            name = "ONLY_FIRST_REPLICA" if op is None else op.name
-            found = signature(call, name, *self._facts)
+            found = signature(call, *([] if op is None else [op.name]), *self._facts)
             if numbers:
-                found = found.with_numbers(numbers)
+                found = found.with_numbers(numbers, names)
             self._signatures[call, op] = found
         return found
 

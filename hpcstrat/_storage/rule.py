@@ -40,11 +40,13 @@ class Rule(NamedTuple):
         apply: as array operations, for either.
         kernel: the same as one kernel; `None` where `apply` is one operation anyway.
         numbers: those of the kernel.
+        names: of the numbers on which the ranks agree.
     """
 
     apply: Apply
     kernel: Kernel | None = None
     numbers: tuple[float, ...] = ()
+    names: tuple[str, ...] = ()
 
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""

@@ -23,7 +23,7 @@ from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
 from hpcstrat._strategies.reduction import as_numbers
-from hpcstrat._strategies.regroup import regroup
+from hpcstrat._strategies.regroup import check_alike, regroup
 from hpcstrat._strategies.renamed import warn_renamed
 from hpcstrat._strategies.scope import Scope
 from hpcstrat._types import ReduceOp
@@ -189,7 +189,10 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             args = [select(one) for one in args]
             kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
             _context.current.set(self._replica_context)
-            return regroup(self, fn(*args, **kwargs))
+            result = regroup(self, fn(*args, **kwargs))
+            if self._communicator.checks:
+                check_alike(self, result)
+            return result
         except BaseException as error:
             note_read_only(error)
             self._communicator.note_fault(error)
@@ -297,7 +300,7 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         return reduction.all_gather(self._communicator, call, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of this worker's replicas. Collective for values that are, or hold, `PerReplica` ones.
+        """The components of this worker's replicas. Collective: all ranks call this, but in a replica function.
 
         Args:
             value: anything.
@@ -309,10 +312,13 @@ class Strategy(InputMethods, LogicalDeviceMethods):
 
         Raises:
             TypeError: a component cannot travel between ranks.
+            ReplicaMismatchError: the replicas' values have different structures.
         """
         leaves, structure = _nest.flatten(value)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
         call = "Strategy.experimental_local_results"
+        if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
+            reduction.require_alike(self._communicator, call, structure)
         if not places:
             return (reduction.as_own(call, value),)
         own = [leaves[i]._component for i in places]
@@ -320,9 +326,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             with self._on_stream():
                 with self._communicator.joint(call):
                     packed = travel.to_send(call, own)
-                    everyones = self._communicator.all_gather_obj(
-                        call, packed, _nest.describe(structure), f"distributed at {places}"
-                    )
+                    at = [f"distributed at {places}"] if len(places) < len(leaves) else []
+                    everyones = self._communicator.all_gather_obj(call, packed, _nest.describe(structure), *at)
                     everyones = [travel.received(everyones[rank], self._stream) for rank in self._workers.peers]
         else:
             everyones = [own] * len(self._workers.peers)
@@ -415,3 +420,8 @@ class Strategy(InputMethods, LogicalDeviceMethods):
             )
         if context.strategy is not self:
             raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
+
+
+def _is_cross_replica() -> bool:
+    context = _context.context()
+    return context is None or type(context) is CrossReplicaContext

@@ -12,6 +12,7 @@ from hpcstrat._array_protocols import as_array, converted, is_foreign
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import Array, check_gatherable
 from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
+from hpcstrat._communicators.records import signature
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
@@ -111,7 +112,15 @@ def reduce(
                 reduced = _reduce_along(communicator, call, op, own, axis, *facts)
             for i, result in zip(places, reduced, strict=True):
                 results[i] = result
+        else:
+            require_alike(communicator, call, structure, op.name, f"axis={axis}")
         return structure.unflatten(results)
+
+
+def require_alike(communicator: Communicator, call: str, structure: _nest.Structure, *facts: str) -> None:
+    """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
+    if communicator.size > 1:
+        communicator.exchange(signature(call, *facts, _nest.describe(structure), "not distributed"))
 
 
 def _reduce_along(
@@ -226,20 +235,26 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
                 check_gatherable(call, [array.shape], axis)
                 leaves[i] = leaf if isinstance(leaf, Variable) else array
     if places:
-        facts = f"{_nest.describe(structure)} distributed at {places}"
-        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis, facts)
+        facts = [_nest.describe(structure)]
+        if len(places) < len(leaves):
+            facts.append(f"distributed at {places}")
+        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis, *facts)
         for i, result in zip(places, gathered, strict=True):
             leaves[i] = result
+    else:
+        require_alike(communicator, call, structure, f"axis={axis}")
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, facts: str) -> list[Any]:
+def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, *facts: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
     with communicator.joint(call):
         arrays = [_gatherable(call, leaves[i], axis) for i in places]
     results: list[Any] = list(leaves)
-    for i, array in zip(places, communicator.all_gather(call, arrays, axis, facts, f"arrays at {places}"), strict=True):
+    if len(places) < len(leaves):
+        facts = (*facts, f"arrays at {places}")
+    for i, array in zip(places, communicator.all_gather(call, arrays, axis, *facts), strict=True):
         results[i] = array
     return results
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat._array_protocols import PLAIN, converted, copy_of, speaks
+from hpcstrat._communicators.records import signature
 from hpcstrat._types import IndexedSlices
 from hpcstrat._values import DistributedValues, PerReplica
 from hpcstrat._variables import Variable
@@ -37,6 +38,18 @@ def regroup(strategy: Strategy, result: Any) -> Any:
             leaf = _apart(strategy, leaf)
         leaves[i] = leaf if size == 1 else PerReplica(leaf, rank, size)
     return structure.unflatten(leaves)
+
+
+def check_alike(strategy: Strategy, result: Any) -> None:
+    """Checks that all replicas returned nests of one structure. Collective.
+
+    Raises:
+        ReplicaMismatchError: they did not.
+    """
+    leaves, structure = _nest.flatten(result)
+    nones = [i for i, leaf in enumerate(leaves) if leaf is None]
+    returned = f"HPCSTRAT_CHECK: returns {_nest.describe(structure)}"
+    strategy._communicator.exchange(signature("Strategy.run", returned, *([f"None at {nones}"] if nones else [])))
 
 
 def _apart(strategy: Strategy, leaf: Any) -> Any:

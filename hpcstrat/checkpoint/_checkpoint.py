@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
@@ -12,7 +11,7 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators import connect
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.records import Listed, Signature, new_signature, signature
 from hpcstrat._storage.base import PART, Bytes, flat, host_parts
 from hpcstrat._storage.memory import Block
 from hpcstrat._variable_values import RULES
@@ -84,7 +83,7 @@ class Checkpoint:
                     f"{call}: keep is {keep!r}; it must be the number of files to keep, from 1 up, or None"
                 )
             entries, facts, root = contents.entries(), contents.facts(), contents.parameter_rank()
-            communicator.exchange(signature(call, path, keep, root, _digest(contents.names), _digest(entries)))
+            communicator.exchange(_signature(call, path, f"keep={keep}", root, contents, entries))
         arrays = {name: _all_values(call, v) for name, v in contents.divided.items()}
         blocks = {name: (v, v._block) for name, v in contents.variables.items()}
         blocks |= {name: (slot.variable, slot.block) for name, slot in contents.slots().items()}
@@ -138,7 +137,7 @@ class Checkpoint:
             contents.require_cross_replica()
             path = _checked_path(call, path)
             entries, root = contents.entries(), contents.parameter_rank()
-            communicator.exchange(signature(call, path, bool(partial), root, _digest(contents.names), _digest(entries)))
+            communicator.exchange(_signature(call, path, f"partial={bool(partial)}", root, contents, entries))
         file = None
         try:
             with communicator.joint(call):
@@ -334,7 +333,10 @@ def _checked_path(call: str, path: Any) -> str:
     return path
 
 
-def _digest(facts: Any) -> str:
-    """A short text that stands for a dict or a list in what ranks compare."""
-    facts = sorted(facts.items()) if isinstance(facts, dict) else facts
-    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+def _signature(
+    call: str, path: str, option: str, root: int, contents: Contents, entries: dict[str, _file.Entry]
+) -> Signature:
+    """What the ranks must agree on: the file, who writes or reads it, the objects and their arrays."""
+    arrays = [f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())]
+    others = [name for name in contents.names if name not in entries]
+    return new_signature(call, path, option, f"by rank {root}", Listed((*arrays, *others)))

@@ -11,6 +11,7 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
+_AGREED = ("learning_rate", "epsilon")
 _KERNEL = Kernel(
     "adagrad",
     ("accumulator",),
@@ -74,4 +75,4 @@ class Adagrad(Optimizer):
             np.multiply(work, number(learning_rate), out=work)
             np.subtract(value, work, out=value)
 
-        return Rule(descend, _KERNEL, (learning_rate, epsilon)), (learning_rate, epsilon)
+        return Rule(descend, _KERNEL, (learning_rate, epsilon), _AGREED), (learning_rate, epsilon)

@@ -12,6 +12,7 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
+_AGREED = ("learning_rate", "beta_1", "beta_2", "epsilon", "weight_decay", "step")
 _KERNEL = Kernel(
     "adam",
     ("m", "v"),
@@ -76,7 +77,7 @@ class _Adam(Optimizer):
             np.subtract(value, work, out=value)
 
         of_kernel = (1 - decay * learning_rate, rate, epsilon, 1 - beta_1, 1 - beta_2)
-        return Rule(descend, _KERNEL, of_kernel), (learning_rate, beta_1, beta_2, epsilon, decay, step)
+        return Rule(descend, _KERNEL, of_kernel, _AGREED), (learning_rate, beta_1, beta_2, epsilon, decay, step)
 
 
 @final

@@ -244,7 +244,7 @@ class Optimizer(abc.ABC):
         strategy = variables[0]._strategy_here(f"{call} of {variables[0].name!r}")
         with strategy._communicator.joint(call):
             self._check_variables(call, strategy, variables)
-            strategy._communicator.exchange(signature(call, *[v._block.number for v in variables]))
+            strategy._communicator.exchange(signature(call, *[v._block.held() for v in variables]))
         key = tuple([id(v) for v in variables])
         plan = self._plans.get(key)
         if plan is None:

@@ -11,6 +11,7 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
+_AGREED = ("learning_rate", "rho", "momentum", "epsilon", "centered")
 _NUMBERS = ("learning_rate", "rho", "rest", "epsilon")
 _PLAIN = """
 squares = rho * squares + rest * gradient * gradient;
@@ -108,7 +109,7 @@ class RMSprop(Optimizer):
                 np.subtract(value, work, out=value)
 
         of_kernel = (learning_rate, rho, 1 - rho, epsilon, *[momentum] * bool(momentum))
-        rule = Rule(descend, _KERNELS[centered, bool(momentum)], of_kernel)
+        rule = Rule(descend, _KERNELS[centered, bool(momentum)], of_kernel, _AGREED)
         return rule, (learning_rate, rho, momentum, epsilon, centered)
 
 

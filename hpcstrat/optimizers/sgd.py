@@ -12,6 +12,7 @@ from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Kernel, Rule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
+_AGREED = ("learning_rate", "momentum", "nesterov")
 _PLAIN = Kernel("sgd", (), ("learning_rate",), "value -= learning_rate * gradient;")
 _MOMENTUM = Kernel(
     "sgd_momentum",
@@ -92,5 +93,5 @@ def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
             np.add(value, velocity, out=value)
 
     if not momentum:
-        return Rule(descend, _PLAIN, (learning_rate,))
-    return Rule(descend, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum))
+        return Rule(descend, _PLAIN, (learning_rate,), _AGREED)
+    return Rule(descend, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum), _AGREED)

@@ -1,6 +1,6 @@
 """Faults by which a rank ends: by itself, by a signal, by an exception, by a call that does not fit."""
 
-from fault import ANY, CLOSED, LEFT, WAIT, Fault
+from fault import ANY, CLOSED, HERE, LEFT, WAIT, Fault
 
 
 def ended(program, *says, **others):
@@ -44,7 +44,7 @@ ENDS = {
     "sys.exit(3) of all": Fault("sys.exit(3)", status=3),
     "an early end": Fault(
         "if not last:\n    for _ in range(3): hs.barrier()",
-        [rf"hpcstrat: rank [01] waits in barrier\(\); rank 2 {LEFT}"],
+        [rf"hpcstrat: rank [01] waits in barrier\(\), at {HERE}<module>; rank 2 {LEFT}"],
     ),
 }
 
@@ -161,7 +161,35 @@ def differs_but(usual, odd):
 REDUCE = "strategy.reduce('SUM', v, None)"
 
 MISMATCHES = {
-    "another call": differs(REDUCE, "hs.barrier()", r"rank 0: Strategy\.reduce\(SUM", "rank 2: barrier"),
+    "another call": differs(
+        REDUCE,
+        "hs.barrier()",
+        rf"rank 0: Strategy\.reduce\(SUM.*, at {HERE}<module>",
+        rf"rank 2: barrier\(\), at {HERE}",
+    ),
+    "another structure of results": Fault(
+        "v = strategy.run(lambda: list(range(rank)))\nstrategy.experimental_local_results(v)" + WAIT,
+        [r"rank 0: Strategy\.experimental_local_results\(\[\], not distributed\)", r"rank 2: .*\(\[\*, \*\]\)"],
+        r"\[rank 0\] Traceback",
+    ),
+    "another structure of results, checked": Fault(
+        "strategy.run(lambda: list(range(rank)))" + WAIT,
+        [r"rank 0: Strategy\.run\(HPCSTRAT_CHECK: returns \[\]\)", r"rank 2: .*returns \[\*, \*\]\)"],
+        r"\[rank 0\] Traceback",
+        env={"HPCSTRAT_CHECK": "1"},
+    ),
+    "variables of two strategies": Fault(
+        """
+        other = hs.MirroredStrategy()
+        with strategy.scope(): a = hs.Variable(1.0)
+        with other.scope(): b = hs.Variable(1.0)
+        (b if last else a).assign(2.0)
+        hs.barrier()
+        print("went on")
+        """,
+        [r"rank 0: Variable\.assign of .* of storage \d", r"rank 2: Variable\.assign of .* of storage \d"],
+        r"\[rank 0\] Traceback",
+    ),
     "another shape": differs(
         REDUCE,
         "strategy.reduce('SUM', strategy.run(lambda: np.ones(5, np.float32)), None)",

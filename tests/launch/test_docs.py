@@ -48,10 +48,14 @@ def test_code_stands_in_blocks_of_a_known_language(path):
 def test_program(launch, block, gpus):
     skip_unless_it_runs(block)
     are_seen, numbers = gpus
+    program = block.text
+    if "file" in block.says:
+        program = launch.folder / block.says["file"]
+        program.write_text(block.text)
     for ranks in [int(block.says["ranks"])] if "ranks" in block.says else RANKS:
         if ranks not in numbers:
             continue
-        result = launch(block.text, ranks, gpus=are_seen, timeout=120 if are_seen else 30)
+        result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 30)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         expected = block.expects(ranks)
         if expected is not None:

@@ -78,7 +78,7 @@ def test_axes_that_are_not_there(communicator, place):
 DISAGREEMENTS = {
     "shape": (
         lambda c, xp, odd: c.all_reduce("call", [xp.ones((3, 5 if odd else 4))], SUM),
-        "float64, (3, {})",
+        "float64 of shape (3, {})",
         (4, 5),
     ),
     "dimensions": (
@@ -90,31 +90,31 @@ DISAGREEMENTS = {
     "large": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(50_000 + odd)], SUM), "({},)", (50_000, 50_001)),
     "dtype": (
         lambda c, xp, odd: c.all_reduce("call", [xp.ones(3, "f4" if odd else "f8")], SUM),
-        "({}, (3,)))",
+        "{} of shape (3,)",
         ("float64", "float32"),
     ),
-    "op": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)], MAX if odd else SUM), "call({},", ("SUM", "MAX")),
+    "op": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)], MAX if odd else SUM), "call({})", ("SUM", "MAX")),
     "count": (
         lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)] * (1 + odd), SUM),
         "{}",
-        ("(3,)))", "(3,)), (float64"),
+        ("call(SUM) of float64 of shape (3,), at", "(3,), float64 of"),
     ),
-    "call": (lambda c, xp, odd: c.all_reduce("odd" if odd else "even", [xp.ones(3)], SUM), "{}(SUM", ("even", "odd")),
+    "call": (lambda c, xp, odd: c.all_reduce("odd" if odd else "even", [xp.ones(3)], SUM), "{}(SUM)", ("even", "odd")),
     "verb": (
         lambda c, xp, odd: c.barrier("pause") if odd else c.all_gather("meet", [xp.ones(9000)], 0),
         "{}",
-        ("meet(axis=0", "pause()"),
+        ("meet(axis=0)", "pause()"),
     ),
     "object": (
         lambda c, xp, odd: c.all_gather_obj("tell", xp.ones(9000)) if odd else c.all_reduce("call", [xp.ones(3)], SUM),
         "{}",
-        ("call(SUM", "tell()"),
+        ("call(SUM)", "tell()"),
     ),
     "root": (lambda c, xp, odd: c.broadcast_obj("call", 1, root=int(odd)), "call(root={})", (0, 1)),
     "gathered axis": (lambda c, xp, odd: c.all_gather("call", [xp.ones((2, 2))], int(odd)), "axis={}", (0, 1)),
     "gathered dtype": (
         lambda c, xp, odd: c.all_gather("call", [xp.ones(2, "f4" if odd else "f8")], 0),
-        ", {})",
+        "of {}, at",
         ("float64", "float32"),
     ),
 }

@@ -64,6 +64,24 @@ DIFFERENT = {
         ("[0]", "[1]"),
     ),
     "gather: keys": (lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0), ("'a': *", "'b': *")),
+    "reduce: no leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * odd), None), ("[]", "[*]")),
+    "reduce: None or not": (
+        lambda e, odd: e.s.reduce("SUM", e.each(ONES if odd else None), None),
+        ("not distributed",),
+    ),
+    "gather: no leaves": (lambda e, odd: e.s.gather(e.each([ONES] * odd), 0), ("[]", "[*]")),
+    "local results: no leaves": (
+        lambda e, odd: e.s.experimental_local_results(e.each([ONES] * odd)),
+        ("[]", "[*]"),
+    ),
+    "local results: None or not": (
+        lambda e, odd: e.s.experimental_local_results(e.each(ONES if odd else None)),
+        ("not distributed",),
+    ),
+    "local results: leaves": (
+        lambda e, odd: e.s.experimental_local_results(e.each([ONES] * (1 + odd))),
+        ("[*]", "[*, *]"),
+    ),
     "reduce: leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None), ("Strategy.reduce",)),
     "reduce or gather": (
         lambda e, odd: e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None),
@@ -132,6 +150,8 @@ def check_different(call, env, texts):
             call(env, RANK == odd)
         for text in (*texts, *(f"rank {rank}" for rank in range(N))):
             assert text in str(caught.value)
+        if "must make the same call" in str(caught.value):  # what is found later names shapes
+            assert str(caught.value).count(", at tests/parallel/") == N
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

@@ -1,8 +1,9 @@
 import numpy as np
+import pytest
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators import records
-from hpcstrat._communicators.records import COMMON, HEADER, PAYLOAD, RECORD, Signature, signature
+from hpcstrat._communicators import records, told
+from hpcstrat._communicators.records import COMMON, HEADER, PAYLOAD, RECORD, Held, Listed, Signature, Words, signature
 
 
 def test_a_record_holds_what_was_put_in():
@@ -23,7 +24,7 @@ def test_the_size_is_no_part_of_what_must_agree():
 
 def test_equal_facts_equal_signatures():
     one = signature("call", "SUM", (np.dtype("f4"), (3, 4)), None)
-    assert one.text == str(one) == "call(SUM, (float32, (3, 4)), None)"
+    assert str(one) == "call(SUM, None) of float32 of shape (3, 4)"
     assert len(one.digest) == 16
     assert one.digest == signature("call", "SUM", (np.dtype("<f4"), (3, 4)), None).digest
 
@@ -44,5 +45,68 @@ def test_numbers_are_part_of_it():
     assert len({one.digest for one in [plain, *found]}) == 5
     assert found[0].digest == signature("call", (3,)).with_numbers((0.1,)).digest
     assert found[0].digest != signature("call", (4,)).with_numbers((0.1,)).digest
-    assert str(found[2]) == "call((3,)) with (0.1, 0.0)"
+    assert str(found[2]) == "call((3,)) with 0.1, 0"
+    assert str(plain.with_numbers((0.1, 2.0), ("rate", "step"))) == "call((3,)) with rate=0.1, step=2"
     assert isinstance(found[0], Signature) and found[0].numbers == (0.1,)
+
+
+def test_a_call_in_words():
+    v, w = (Held(f"'{name}'", number, 1, np.dtype("f4"), (2,)) for number, name in enumerate("vw", 1))
+    in_words = "float32 of shape (2,), variable 1 of storage 1"
+    for made, expected in [
+        (signature("barrier"), "barrier()"),
+        (signature("reduce", "SUM", "*"), "reduce(SUM)"),
+        (signature("reduce", "{'a': *}", (np.dtype("f8"), ())), "reduce({'a': *}) of float64 of shape ()"),
+        (signature("Variable.assign of 'v'", v), f"Variable.assign of 'v' ({in_words})"),
+        (signature("apply", v), f"apply of 'v' ({in_words})"),
+        (signature("save", Listed(("a", "b"))), "save of a, b"),
+    ]:
+        assert str(made) == expected
+    assert signature("apply", v).digest != signature("apply", w).digest
+    assert signature("save", Listed(("a, b",))).digest != signature("save", Listed(("a", "b"))).digest
+
+
+def rank(*passed, place="p.py:1 in f", call="apply(SUM)", numbers=()):
+    return told.Told(Words(call, passed, numbers), place, None)
+
+
+def test_lines_of_few_things_are_whole():
+    everyones = [rank("a", "b"), rank("a", place="p.py:2 in g", numbers=("rate=1",))]
+    assert told.lines(everyones) == (
+        "\n  rank 0: apply(SUM) of a, b, at p.py:1 in f\n  rank 1: apply(SUM) of a with rate=1, at p.py:2 in g"
+    )
+
+
+def test_lines_of_many_things_tell_the_difference():
+    many = [f"v{i}" for i in range(100)]
+    lines = told.lines([rank(*many), rank(*many[1:], "w")]).splitlines()[1:]
+    assert lines[0] == "  rank 0: apply(SUM) of v0, and 99 that are equal, at p.py:1 in f"
+    assert lines[1] == "  rank 1: apply(SUM) of w, and 99 that are equal, at p.py:1 in f"
+    for other in (rank(*(f"w{i}" for i in range(100))), rank(*many, numbers=("rate=2",))):
+        lines = told.lines([rank(*many, numbers=("rate=1",)), other])
+        assert len(lines) < 300 and "92 more" in lines
+
+
+class Nameless(Exception):
+    pass
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "cls", "text"),
+    [
+        (ValueError("bad"), ValueError, "bad"),
+        (ValueError(), ValueError, "ValueError()"),
+        (Nameless(), RuntimeError, "Nameless()"),
+        (Nameless("bad"), RuntimeError, "Nameless: bad"),
+        (Mute(), RuntimeError, "Mute()"),
+    ],
+)
+def test_what_other_ranks_raise_is_never_without_a_text(error, cls, text):
+    with pytest.raises(cls) as caught:
+        told.raise_as(1, told.tell(Words("call"), error))
+    assert type(caught.value) is cls and str(caught.value) == f"{text} (found by rank 1)"
