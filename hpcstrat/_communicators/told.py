@@ -91,4 +91,4 @@ def _different(everyones: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
 def _short(items: tuple[str, ...], equal: int = 0) -> tuple[str, ...]:
     more = len(items) - 2 * _MANY
     shown = items if more <= 0 else (*items[: 2 * _MANY], f"{more} more")
-    return (*shown, f"and {equal} that are equal") if equal else shown
+    return (*shown, f"{'and ' if shown else ''}{equal} that all have") if equal else shown

@@ -140,7 +140,7 @@ def test_buffers_are_made_once(place):
 def test_buffers_for_different_variables(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers\("):
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers of 'Variable'"):
             optimizer.gradient_buffers(variables if RANK == 0 else variables[:1])
         assert len(optimizer.gradient_buffers(variables)) == len(variables)
 
@@ -151,7 +151,7 @@ def test_one_rank_passes_its_buffers_and_another_does_not(place):
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
         buffers = optimizer.gradient_buffers(variables)
         gradients = buffers if RANK == 0 else [buffer.copy() for buffer in buffers]
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\("):
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\(SUM\) of"):
             strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
         strategy.run(lambda: optimizer.apply_gradients(zip(buffers, variables, strict=True)))
 

@@ -80,8 +80,9 @@ def test_lines_of_few_things_are_whole():
 def test_lines_of_many_things_tell_the_difference():
     many = [f"v{i}" for i in range(100)]
     lines = told.lines([rank(*many), rank(*many[1:], "w")]).splitlines()[1:]
-    assert lines[0] == "  rank 0: apply(SUM) of v0, and 99 that are equal, at p.py:1 in f"
-    assert lines[1] == "  rank 1: apply(SUM) of w, and 99 that are equal, at p.py:1 in f"
+    assert lines[0] == "  rank 0: apply(SUM) of v0, and 99 that all have, at p.py:1 in f"
+    assert lines[1] == "  rank 1: apply(SUM) of w, and 99 that all have, at p.py:1 in f"
+    assert "rank 1: apply(SUM) of 1 that all have, at" in told.lines([rank(*many), rank("v0")])
     for other in (rank(*(f"w{i}" for i in range(100))), rank(*many, numbers=("rate=2",))):
         lines = told.lines([rank(*many, numbers=("rate=1",)), other])
         assert len(lines) < 300 and "92 more" in lines
