@@ -199,7 +199,6 @@ def test_local_results_of_a_nest(strategy, place):
 
 
 def test_local_results_of_anything_else(strategy, place):
-    before = strategy._communicator.number
     array = place.xp.ones(3)
     for value in (5, "text", None, [1, 2], {"a": None}):
         assert strategy.experimental_local_results(value) == (value,)
@@ -208,7 +207,7 @@ def test_local_results_of_anything_else(strategy, place):
         v = hs.Variable(1.0)
     made = strategy._communicator.number
     assert strategy.experimental_local_results(v) == (v,)
-    assert strategy._communicator.number == made >= before
+    assert strategy._communicator.number == made + (N > 1)  # another rank may have one value a replica
 
 
 def test_local_results_of_what_cannot_travel(strategy):
