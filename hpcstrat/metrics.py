@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -53,19 +54,31 @@ class Metric:
                 f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
                 "for itself; call it inside the function of Strategy.run"
             )
-        xp = _gpu.array_module(total, count)
-        both = xp.empty(2)
-        both[0], both[1] = total, count
+        if _gpu.is_on_gpu(total):
+            both = _gpu.array_module(total).empty(2)
+            _side_by_side()(total, count, both)
+        else:
+            both = np.array([total, count])
         self._sums.assign_add(both)
 
     def _combine(self, total: Any, count: Any) -> Any:
         return total / count if count else np.float64(0.0)
 
 
+@functools.cache
+def _side_by_side() -> Any:
+    """A kernel that writes a total and a count to an array of the two, neither of which the host knows."""
+    return _gpu.load_cupy("a metric").ElementwiseKernel(
+        "float64 total, float64 count", "float64 both", "both = i ? count : total;", "hpcstrat_metric", no_return=True
+    )
+
+
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
     values = _array_protocols.as_array(call, values, on_gpu=True)
     sample_weight = None if sample_weight is None else _array_protocols.as_array(call, sample_weight, on_gpu=True)
+    if sample_weight is None and _gpu.is_on_gpu(values):
+        return values.sum(dtype=np.float64), values.size  # cast on the way
     xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
     if sample_weight is None:

@@ -7,6 +7,7 @@ import pytest
 from on_host import array, cupy
 from package_kernels import DTYPES, OPTIMIZERS
 
+from hpcstrat import metrics
 from hpcstrat._communicators import pack
 from hpcstrat._communicators.dtypes import accumulator
 from hpcstrat._storage import rows, rule
@@ -50,6 +51,8 @@ def sources():
         kernel = rows._kernel(accumulator(dtype) != dtype)
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))
+    number = array((), np.float64)
+    texts.append(text(metrics._side_by_side(), "metric", [number, number, array(2, np.float64)]))
     for itemsize in pack._WORDS:
         texts.append(pack._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]

@@ -9,7 +9,7 @@ import pytest
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, OPTIMIZERS
 
-from hpcstrat import _gpu
+from hpcstrat import _gpu, metrics
 from hpcstrat._communicators import pack
 from hpcstrat._communicators.dtypes import accumulator
 from hpcstrat._communicators.packing import layout
@@ -58,7 +58,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rows._kernel, pack._kernel)
+        caches = (rule._compiled, rows._kernel, pack._kernel, metrics._side_by_side)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -66,6 +66,7 @@ def cupy():
             for optimizer in OPTIMIZERS.values():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             rows.sum_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype))
+        metrics._side_by_side()(np.float64(1), 2, np.zeros(2))
         wanted, Kernel.wanted = Kernel.wanted, None
         compile_together(wanted)
         yield module
@@ -191,3 +192,13 @@ def test_rows_are_summed_one_after_the_other(cupy, count, shape, dtype):
         for value in values[names == row]:
             expected = (expected + value.astype(wide)).astype(wide)
         np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
+
+
+# ---- metrics
+
+
+@pytest.mark.parametrize("count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"])
+def test_a_total_and_a_count_come_side_by_side(cupy, count):
+    both = np.empty(2)
+    metrics._side_by_side()(np.array(-0.5), count, both)
+    assert both.tolist() == [-0.5, count]
