@@ -15,6 +15,13 @@ def is_wanted():
     return os.environ.get("HPCSTRAT_TEST_GPU") == "simulated"
 
 
+def is_available():
+    """Whether it can be had here: it needs a C++ compiler."""
+    import kernels_on_host
+
+    return kernels_on_host.is_available()
+
+
 def enter():
     """From now on `import cupy` finds the simulation, and the package its GPUs."""
     sys.path.insert(0, os.fspath(_HERE))

@@ -203,7 +203,8 @@ class MemoryPool:
         if block is None:
             block = self._made(need, queue.device)
         block.is_free = False
-        queue.put(lambda: block.buffer.fill(_POISON))
+        if not queue.later:  # else what comes before may be still to use it, as it may on a GPU
+            block.buffer.fill(_POISON)
         return MemoryPointer(PooledMemory(block, arena, size), 0)
 
     def _found(self, arena, need):

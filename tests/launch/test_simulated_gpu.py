@@ -1,0 +1,179 @@
+"""The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found."""
+
+import pathlib
+import shutil
+
+import pytest
+import simulated_gpu
+
+import hpcstrat
+
+pytestmark = pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
+
+TRAINING = pathlib.Path(__file__).with_name("simulated_training.py")
+PACKAGE = pathlib.Path(hpcstrat.__file__).parent
+SECONDS = 120
+
+
+@pytest.fixture
+def simulated(launch):
+    """Starts programs that see simulated GPUs, with another copy of the package if told."""
+
+    def start(program, ranks, *arguments, package=None, env=None, **options):
+        changes = simulated_gpu.environment()
+        if package is not None:
+            changes["PYTHONPATH"] = f"{package}:{changes['PYTHONPATH']}"
+        return launch(program, ranks, *arguments, env=changes | (env or {}), gpus=True, timeout=SECONDS, **options)
+
+    return start
+
+
+def planted(folder, changes):
+    """A copy of the package, with these changes (file, old text, new text), each of which must fit once."""
+    shutil.copytree(PACKAGE, folder / "hpcstrat", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, old, new in changes:
+        path = folder / "hpcstrat" / name
+        text = path.read_text()
+        assert text.count(old) == 1, f"{name} has {text.count(old)} times: {old}"
+        path.write_text(text.replace(old, new))
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2, 3, 4])
+def test_the_package_as_it_is(simulated, ranks):
+    result = simulated(TRAINING, ranks)
+    assert (result.status, result.stdout, result.leftovers) == (0, "trained\n", [])
+
+
+NOT_ORDERED = " is not ordered with the"
+BUGS = {
+    "the strategy's stream does not wait for the caller's": (
+        [("_gpu.py", "            self.raw.wait_event(self._entered)\n", "            pass\n")],
+        NOT_ORDERED,
+    ),
+    "the caller's stream does not wait for the strategy's": (
+        [("_gpu.py", "            outer.wait_event(self._left)\n", "            pass\n")],
+        NOT_ORDERED,
+    ),
+    "use() instead of a push": (
+        [
+            ("_gpu.py", "stream.raw.__enter__()", "stream.raw.use()"),
+            ("_gpu.py", "stream.raw.__exit__(None, None, None)", "self._outer.use()"),
+        ],
+        "Stream.use() at ",
+    ),
+    "a stream on another GPU": (
+        [("_gpu.py", "self._cuda.Device(ordinal).use()", "self._cuda.Device(0).use()")],
+        "cudaErrorInvalidResourceHandle: ",
+    ),
+    "updates on whatever stream is current": (
+        [
+            (
+                "_storage/device.py",
+                "return contextlib.nullcontext() if stream is None else stream.current()",
+                "return contextlib.nullcontext()",
+            )
+        ],
+        NOT_ORDERED,
+    ),
+    "a batch is copied to memory that is still in use": (
+        [("data/staging.py", "    copies.wait_event(free)\n", "")],
+        NOT_ORDERED,
+    ),
+    "a batch is used before it has arrived": (
+        [("data/staging.py", "stream.xp.cuda.get_current_stream().wait_event(arrived)", "pass")],
+        NOT_ORDERED,
+    ),
+    "a batch's event is recorded before its copy": (
+        [
+            ("data/staging.py", "    flat.set(loaded.pinned, stream=copies)\n    arrived = ", "    arrived = "),
+            (
+                "data/staging.py",
+                "    arrived.record(copies)\n",
+                "    arrived.record(copies)\n    flat.set(loaded.pinned, stream=copies)\n",
+            ),
+        ],
+        NOT_ORDERED,
+    ),
+    "a pinned slot is written while it is copied": (
+        [("data/staging.py", "            self.copied.synchronize()\n", "            pass\n")],
+        "the host writes to pinned memory",
+    ),
+    "host copies are read before they have arrived": (
+        [
+            (
+                "_communicators/staged.py",
+                "        self.stream.synchronize()\n        return copies\n",
+                "        return copies\n",
+            )
+        ],
+        "the host reads pinned memory",
+    ),
+    "parts of a checkpoint are read before they have arrived": (
+        [
+            (
+                "_storage/device.py",
+                "part.get(out=pinned[: part.size])",
+                "part.get(out=pinned[: part.size], blocking=False)",
+            )
+        ],
+        "the host reads pinned memory",
+    ),
+    "a master copy on the host is changed while it is copied": (
+        [
+            (
+                "_storage/device.py",
+                "stream.synchronize()  # what was written before may still be on its way to the GPU\n"
+                "                rule",
+                "pass\n                rule",
+            )
+        ],
+        "the host writes to pinned memory",
+    ),
+    "addresses of arrays that are gone": (
+        [
+            (
+                "_communicators/pack.py",
+                "            array if array.flags.c_contiguous else ascontiguous(array)  # kept until the launch\n",
+                "            (array if array.flags.c_contiguous else ascontiguous(array)).data.ptr\n",
+            ),
+            ("_communicators/pack.py", "[source.data.ptr for source in sources]", "sources"),
+        ],
+        "memory that was given back",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_found(simulated, tmp_path, bug):
+    changes, text = BUGS[bug]
+    result = simulated(TRAINING, 2, package=planted(tmp_path / "planted", changes))
+    assert result.status != 0 and text in result.stderr
+    assert result.leftovers == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "place, place, array.nbytes, self._nccl.NCCL_UINT8, root,",
+            "place, place, array.nbytes, self._nccl.NCCL_UINT8, self.rank,",
+        ),
+        ("self._operations[op], root, self", "self._operations[op if self.rank == 0 else ReduceOp.MAX], root, self"),
+        (
+            "self._comm.reduce(place, place, count, kind,",
+            "self._comm.reduce(place, place, count - (self.rank == 1), kind,",
+        ),
+    ],
+    ids=["root", "operation", "count"],
+)
+def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path, old, new):
+    package = planted(tmp_path / "planted", [("_communicators/nccl.py", old, new)])
+    result = simulated(TRAINING, 2, package=package, env=HANGS_SOON)
+    assert result.status != 0
+    assert "the ranks make different calls of NCCL, which hangs:" in result.stderr
+    assert "ends the job" in result.stderr or "the job ends" in result.stderr
+    assert result.leftovers == []
+
+
+HANGS_SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
