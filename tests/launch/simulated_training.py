@@ -11,7 +11,7 @@ N = hs.size()
 
 
 def train(strategy, folder):
-    """Steps over a dataset, reductions, gathered parts of several sizes, a checkpoint, on a stream of the user's own."""
+    """Steps over a dataset, reductions, parts of several sizes, a checkpoint, all on a stream of the user's own."""
     xp = strategy.xp
     stream = contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True)
     with strategy.scope(), stream:

@@ -1,5 +1,6 @@
 """The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found."""
 
+import json
 import pathlib
 import shutil
 
@@ -176,4 +177,108 @@ def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path
     assert result.leftovers == []
 
 
+# ---- faults on demand
+
+FAULTS = {
+    "nccl-fails@1:30:2": "NCCL failed on rank 1 of 2: NcclError('NCCL_ERROR_SYSTEM_ERROR: ",
+    "nccl-fails:1:1": "NCCL_ERROR_UNHANDLED_CUDA_ERROR: ",
+    "nccl-fails@0:30:7": "NCCL failed on rank 0 of 2: KeyError(7)",
+    "nccl-fails@1:50:8": "NCCL failed on rank 1 of 2: KeyError(8)",
+    "nccl-breaks@1:30:6": "the job ends: NCCL failed on rank 1 of 2: NcclError('NCCL_ERROR_REMOTE_ERROR: ",
+    "nccl-breaks@0:30:8": "the job ends: NCCL failed on rank 0 of 2: KeyError(8)",
+    "nccl-start-fails@1:1:2": "starting NCCL: NCCL does not connect the 2 ranks ",
+    "nccl-start-fails@0:1:8": "  rank 0: KeyError: 8",
+    **{f"out-of-memory@{rank}:{number}": "MemoryError: " for rank in (0, 1) for number in (1, 4, 30, 150, 400)},
+    "out-of-memory:30": "MemoryError: ",
+    "out-of-pinned@1:1": "bytes of pinned host memory cannot be had",
+    "out-of-pinned@0:5": "bytes of pinned host memory cannot be had",
+    "compile@1:1": "CompileException: ",
+    "compile@0:3": "CompileException: ",
+    "context@1:3": "cudaErrorIllegalAddress: ",
+    "context@0:40": "cudaErrorIllegalAddress: ",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_any_rank_ends_all_of_them_and_is_named(simulated, fault):
+    result = simulated(TRAINING, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
+    assert result.status != 0 and FAULTS[fault] in result.stderr
+    assert "the ranks wait for each other" not in result.stderr and result.leftovers == []
+
+
+@pytest.mark.parametrize("fault", ["nccl-hangs:30", "nccl-hangs@1:30", "nccl-hangs@0:31"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_nccl_that_hangs_is_reported_and_ended(simulated, ranks, fault):
+    """The host is in none of the library's calls: it waits for the GPU."""
+    result = simulated(TRAINING, ranks, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
+    assert result.status != 0
+    assert "hpcstrat: the ranks wait for each other since 1 s (HPCSTRAT_STALL_SECONDS)" in result.stderr
+    assert "hpcstrat: the job ends: the ranks wait for each other since 3 s" in result.stderr
+    assert result.leftovers == []
+
+
+STARTS = """
+import hpcstrat as hs
+from hpcstrat._communicators import nccl_start
+
+nccl_start.START_SECONDS = 1.0
+try:
+    hs.MirroredStrategy()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_nccl_that_never_connects(simulated):
+    result = simulated(STARTS, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs@1:1", "HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.leftovers) == (0, [])
+    assert result.stdout.count("starting NCCL: NCCL does not connect the 2 ranks ") == 2
+    assert result.stdout.count("  rank 1: waits too long") == 2
+
+
+LOSES = """
+import cupy
+import hpcstrat as hs
+
+strategy = hs.MirroredStrategy()
+strategy.run(lambda: strategy.xp.ones(3) * 2)
+if hs.rank() == 1:
+    cupy._faults.lose_context()
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_context_that_is_lost_at_the_end(simulated, ranks):
+    result = simulated(LOSES, ranks, env=HANGS_SOON)
+    assert result.status != 0 and "cudaErrorIllegalAddress: " in result.stderr
+    assert result.leftovers == []
+
+
+# ---- programs
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_check_and_info(simulated, ranks):
+    result = simulated(CALLS, ranks, "check")
+    assert result.status == 0 and "All data arrived." in result.stdout and "WRONG" not in result.stdout
+    result = simulated(CALLS, ranks, "info", "--json")
+    facts = json.loads(result.stdout)
+    assert [one["gpus"] for one in facts["ranks"]] == [["simulated GPU"] * 4] * ranks
+    assert facts["ranks"][0]["versions"]["NCCL"] == "2.32.3"
+
+
+@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
+def test_the_conformance_kit(simulated, ranks):
+    """But for the two cases that mix NumPy's arrays into the arithmetic."""
+    kit = pathlib.Path(__file__).parents[1] / "conformance"
+    skipped = ["--skip", "run_arguments", "variable_arithmetic"]
+    result = simulated(kit / "compare.py", ranks, kit / "golden.json", kit / "cases", *skipped)
+    assert result.status == 0 and " passed, 0 failed" in result.stdout
+
+
+CALLS = """
+import runpy
+
+runpy.run_module("hpcstrat", run_name="__main__")
+"""
 HANGS_SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}

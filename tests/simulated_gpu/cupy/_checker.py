@@ -154,6 +154,12 @@ def _pass_clocks_on():
             if future.done() and (clock := getattr(future, "simulated_clock", None)):
                 host().learn(clock)
 
+    for wrapper in (
+        start_with_clock,
+        submit_with_clock,
+        result_with_clock,
+    ):  # who reads stacks finds Python's own files
+        wrapper.__code__ = wrapper.__code__.replace(co_filename=futures._base.__file__)
     threading.Thread.start = start_with_clock
     futures.ThreadPoolExecutor.submit = submit_with_clock
     futures.Future.result = result_with_clock
