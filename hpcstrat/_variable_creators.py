@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-_creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
+creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
+"""Those of every scope that this line is in, from the outside in."""
 
 
 @contextmanager
@@ -18,11 +19,11 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
 
     `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the arguments of `Variable`.
     """
-    token = _creators.set((*_creators.get(), variable_creator))
+    token = creators.set((*creators.get(), variable_creator))
     try:
         yield
     finally:
-        _creators.reset(token)
+        creators.reset(token)
 
 
 class VariableType(type):
@@ -31,12 +32,12 @@ class VariableType(type):
     if not TYPE_CHECKING:  # to which a variable is made by its `__init__`
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            make, creators = super().__call__, _creators.get()
-            if not creators:
+            make, asked = super().__call__, creators.get()
+            if not asked:
                 return make(*args, **kwargs)
             given = cls.__signature__.bind(*args, **kwargs)
             given.apply_defaults()
-            for creator in creators:
+            for creator in asked:
                 make = functools.partial(creator, make)
             return make(**given.arguments)
 

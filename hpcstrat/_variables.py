@@ -58,6 +58,24 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         RuntimeError: made inside the function of `StrategyExtended.update`.
         ReplicaMismatchError: its shape or dtype differs between ranks.
         MemoryError: there is no room for it, on any rank.
+
+    Examples:
+        As one replica prints it; with two, `seen` is 2:
+
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> with strategy.scope():
+        ...     w = hs.Variable(np.ones((2, 3), np.float32), name="w")
+        ...     seen = hs.Variable(0, aggregation="SUM")
+        >>> w.assign_add(np.ones((2, 3)))
+        Variable('w', shape=(2, 3), dtype=float32, array([[2., 2., 2.],
+               [2., 2., 2.]], dtype=float32))
+        >>> print((w @ w.T).sum(), f"{w.mean():.1f}")
+        48.0 2.0
+        >>> result = strategy.run(lambda: seen.assign_add(1))
+        >>> print(int(seen))
+        1
     """
 
     __slots__ = ("__weakref__", "_plan", "aggregation", "synchronization", "trainable")
@@ -114,7 +132,7 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         return self._strategy._replica_storage if self._is_on_read else self._strategy._storage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        """A variable of its own with the same value, of the same strategy. Collective, as making one."""
+        # One of its own with the same value, of the same strategy; as collective as making one is.
         call = f"Variable: deepcopy of {self.name!r}"
         _require_no_update(call)
         other = object.__new__(type(self))

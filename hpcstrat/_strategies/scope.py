@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpcstrat import _context
+from hpcstrat._variable_creators import creators
 
 if TYPE_CHECKING:
     from hpcstrat._strategies.base import Strategy
@@ -13,19 +14,25 @@ if TYPE_CHECKING:
 class Scope:
     """See `Strategy.scope`."""
 
-    __slots__ = ("_strategy", "_tokens")
+    __slots__ = ("_entered", "_strategy")
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._tokens: list[Any] = []
+        self._entered: list[Any] = []
 
     def __enter__(self) -> Strategy:
         self._strategy._require_cross_replica("Strategy.scope")
-        self._tokens.append(_context.current.set(self._strategy._cross_context))
+        self._entered.append((_context.current.set(self._strategy._cross_context), creators.get()))
         return self._strategy
 
     def __exit__(self, *_: Any) -> None:
-        _context.current.reset(self._tokens.pop())
+        token, asked = self._entered[-1]
+        if creators.get() != asked:
+            raise RuntimeError(
+                "Strategy.scope was left inside a variable_creator_scope that was entered in it; leave that one first"
+            )
+        self._entered.pop()
+        _context.current.reset(token)
 
 
 class DefaultScope(Scope):

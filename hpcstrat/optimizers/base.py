@@ -95,7 +95,7 @@ class Optimizer(abc.ABC):
         return f"{type(self).__name__}({', '.join(f'{one}={getattr(self, one)!r}' for one in arguments)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        """An optimizer of its own, which goes on from here with copies of its variables. Collective, as theirs are."""
+        # One that goes on from here with copies of its variables; as collective as making them is.
         other = copy.copy(self)
         memo[id(self)] = other
         other._slots, other._plans = {}, {}
