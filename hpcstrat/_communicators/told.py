@@ -19,7 +19,10 @@ _EXCEPTIONS: dict[str, type[Exception]] = {
     )
 }
 
-
+_MODEL_EACH = (
+    "\nTo train a model on each rank, with numbers of its own, make variables and optimizers outside of every scope, "
+    "and call apply_gradients outside of Strategy.run"
+)
 _MANY = 4
 """Things passed up to which they are shown although they are equal."""
 
@@ -63,16 +66,21 @@ def raise_as(rank: int, other: Told) -> NoReturn:
 
 
 def lines(everyones: Sequence[Told]) -> str:
-    """A line a rank: its call, and where it makes it. Of many variables, those by which the ranks differ."""
+    """A line a rank: its call, and where it makes it. Of many variables, those by which the ranks differ.
+
+    Where they differ by a number alone, such as a learning rate, how that would work.
+    """
     shown = [told.words for told in everyones]
     if len({words.call for words in shown}) == 1:
         passed = _different([words.passed for words in shown])
         numbers = _different([words.numbers for words in shown])
         shown = [Words(words.call, *parts) for words, *parts in zip(shown, passed, numbers, strict=True)]
-    return "".join(
+    listed = "".join(
         f"\n  rank {rank}: {words}, at {told.place}"
         for rank, (words, told) in enumerate(zip(shown, everyones, strict=True))
     )
+    same_but_numbers = len({told.words[:2] for told in everyones}) == 1 and len({words.numbers for words in shown}) > 1
+    return listed + _MODEL_EACH if same_but_numbers else listed
 
 
 def _different(everyones: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -186,3 +186,29 @@ def test_arrays_on_the_gpu_of_some_ranks_only(env, place, name):
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_devices_that_differ(env, place):
     check_different(lambda env, odd: type(env.s)(["CPU:0"] * N if odd else place.devices), env, (place.devices[0],))
+
+
+def applied(e, rate, value=ONES):
+    optimizer = hs.optimizers.SGD(rate)
+    return e.s.run(lambda: optimizer.apply_gradients([(e.here(value), e.v)]))
+
+
+def test_a_search_over_learning_rates_is_shown_the_way(env):
+    """Where numbers alone differ. With other differences it would be misleading."""
+    with pytest.raises(
+        hs.ReplicaMismatchError, match="learning_rate=0.5(.|\n)*To train a model on each rank, .* make"
+    ) as one:
+        applied(env, 0.5 + RANK)
+    assert "apply_gradients" in str(one.value)
+    with pytest.raises(hs.ReplicaMismatchError) as other:
+        env.s.reduce("MAX" if RANK else "SUM", env.each(ONES), None)
+    assert "To train" not in str(other.value)
+
+
+def test_a_model_on_each_rank():
+    """What that message says: no communication, and other numbers on each rank."""
+    w = hs.Variable(np.zeros(3))
+    optimizer = hs.optimizers.SGD(0.5 / (1 + RANK))
+    for _ in range(1 + RANK):
+        optimizer.apply_gradients([(np.ones(3) * 2, w)])
+    np.testing.assert_allclose(w.numpy(), [-1.0] * 3)
