@@ -124,6 +124,7 @@ np.concatenate = concatenate
 class Result:
     __dlpack__ = None
     __dlpack_device__ = lambda self: (1, 0)
+    def copy(self): return self
     def __array__(self, *_, **__):
         if last: raise KeyError("no such result")
         return np.ones(1)

@@ -433,3 +433,25 @@ def test_mirrors_of_both_kinds_stay_equal_to_the_last_bit(place):
             gradient = xp.linspace(-1, RANK + step, 10_001).astype(np.float32)
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v)]))
         assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
+
+
+def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
+    with place.make(hs.MirroredStrategy) as strategy:
+        with strategy.scope():
+            v, optimizer = hs.Variable(np.zeros(3, np.float32)), hs.optimizers.SGD(1.0)
+
+        def stop(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(type(strategy._storage), "_apply", stop)
+        with pytest.raises(KeyboardInterrupt):
+            strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
+        monkeypatch.undo()
+        for read in v.numpy, v.value, lambda: v + 1:
+            with pytest.raises(RuntimeError, match=r"SGD\.apply_gradients, which changed it, was broken off"):
+                read()
+        assert optimizer.iterations == 0
+        calls: Any = strategy._communicator._calls
+        if strategy.num_replicas_in_sync > 1:
+            assert calls.torn.call == "SGD.apply_gradients"
+            calls.torn, calls.barred = None, False  # so that the test can go on, which a program cannot
