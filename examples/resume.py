@@ -53,7 +53,8 @@ def main():
         loss.update_state(losses)
 
     data = load_data()
-    batches = strategy.experimental_distribute_dataset(data.shuffle(len(data), seed=0).batch(options.batch_size))
+    data = data.shuffle(len(data), seed=0).batch(options.batch_size)
+    batches = strategy.experimental_distribute_dataset(data, hs.InputOptions(even_batches=True))
 
     # All that the next step depends on. `batches` is what the loop iterates over: its place in the epoch is saved too.
     checkpoint = hs.checkpoint.Checkpoint(

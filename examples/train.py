@@ -107,7 +107,8 @@ def main():
     print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}")
 
     train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)  # the last batch is smaller
-    train_batches = strategy.experimental_distribute_dataset(train)
+    evenly = hs.InputOptions(even_batches=True)  # so that every replica has elements of it
+    train_batches = strategy.experimental_distribute_dataset(train, evenly)
     for epoch in range(1, options.epochs + 1):
         loss.reset_state()
         accuracy.reset_state()
@@ -116,7 +117,7 @@ def main():
         print(f"epoch {epoch:2}: loss {loss.result():.6f}, accuracy {accuracy.result():.4f}")
 
     accuracy.reset_state()
-    test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size))
+    test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size), evenly)
     for batch in test_batches:
         strategy.run(test_step, args=batch)
     print(f"test accuracy: {accuracy.result():.4f}")

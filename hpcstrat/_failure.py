@@ -27,6 +27,7 @@ _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, be
 
 _ABORT_SECONDS = 5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
 _PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
+_HAS_NOTES = sys.version_info >= (3, 11)
 _MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
 
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
@@ -193,6 +194,14 @@ def say(message: str) -> None:
     _print_tagged(message)
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """As `BaseException.add_note`; Python 3.10, which has none, shows it where the error ends the job."""
+    if _HAS_NOTES:
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        vars(error).setdefault("__notes__", []).append(note)
+
+
 def _ends_job() -> bool:
     mpi = _started_mpi()
     return os.getpid() == _process and (mpi is None or not mpi.Is_finalized())
@@ -216,6 +225,8 @@ def _shown(show: Callable[[], object], error: BaseException | None) -> str:
     shown = text.getvalue()
     if not shown.strip() and error is not None:
         shown = "".join(traceback.format_exception(error))
+    if not _HAS_NOTES:
+        shown += "".join(f"{note}\n" for note in getattr(error, "__notes__", ()))
     return shown
 
 

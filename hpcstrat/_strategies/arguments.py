@@ -1,4 +1,4 @@
-"""What ranks pass to `Strategy.run` as equal, compared under `HPCSTRAT_CHECK=1`."""
+"""What is passed to `Strategy.run`: whether it is equal where it must be, and whether a replica got elements."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu, _nest
+from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._array_protocols import is_foreign, to_host
 from hpcstrat._communicators import Communicator
 from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
 from hpcstrat.data._checksum import of_array
 
@@ -37,6 +38,19 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
                 "where each replica is to have its own, make it with "
                 "Strategy.experimental_distribute_values_from_function or in the function"
             )
+
+
+def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
+    """Adds a note to what leaves a replica function where a distributed value among its arguments is empty here."""
+    leaves, _ = _nest.flatten((args, kwargs))
+    parts = [leaf._component for leaf in leaves if isinstance(leaf, DistributedValues)]
+    if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
+        _failure.add_note(
+            error,
+            f"{_CALL}: this replica's part of the batch has no elements: the batch had too few for all replicas. Leave "
+            "it out by Dataset.batch(..., drop_remainder=True), split batches evenly by "
+            "InputOptions(even_batches=True), or write the function so that it takes arrays of first dimension 0",
+        )
 
 
 def _facts(nest: Any) -> Iterator[str]:

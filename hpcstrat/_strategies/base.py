@@ -18,7 +18,7 @@ from hpcstrat._communicators.records import signature
 from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext, check_arguments
 from hpcstrat._storage.base import Storage
 from hpcstrat._strategies import reduction, travel
-from hpcstrat._strategies.arguments import require_equal_arguments
+from hpcstrat._strategies.arguments import explain_empty_part, require_equal_arguments
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.logical_devices import LogicalDeviceMethods
@@ -175,8 +175,6 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         """
         del options
         self._require_cross_replica("Strategy.run")
-        if self._communicator.checks:
-            require_equal_arguments(self._communicator, args, kwargs or {})
         if self._stream is None:
             return self._run(fn, args, kwargs)
         with self._stream.current():
@@ -186,16 +184,19 @@ class Strategy(InputMethods, LogicalDeviceMethods):
         before = _context.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
             check_arguments("Strategy.run", fn, args)
-            args = [select(one) for one in args]
-            kwargs = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
+            if self._communicator.checks:
+                require_equal_arguments(self._communicator, args, kwargs or {})
+            own = [select(one) for one in args]
+            own_by_name = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
             _context.current.set(self._replica_context)
-            result = regroup(self, fn(*args, **kwargs))
+            result = regroup(self, fn(*own, **own_by_name))
             if self._communicator.checks:
                 check_alike(self, result)
             return result
         except BaseException as error:
             note_read_only(error)
             self._communicator.note_fault(error)
+            explain_empty_part(error, args, kwargs)
             raise
         finally:
             _context.current.set(before)

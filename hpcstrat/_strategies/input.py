@@ -35,7 +35,8 @@ class InputMethods(abc.ABC):
                 arrays, such as a PyTorch `DataLoader`, whose batches are split evenly. Every rank iterates over it and
                 must get the same batches; the first of each pass are compared, with `HPCSTRAT_CHECK=1` all. With N
                 replicas and a batch of B, replica r gets the next `B // N + (1 if r < B % N else 0)` elements; a short
-                last batch fills the replicas in order, and those left without elements get an empty batch.
+                last batch fills the replicas in order, and those left without elements get an empty batch. The first
+                time that happens rank 0 warns (`UserWarning`); `InputOptions(even_batches=True)` splits it evenly.
             options: see `InputOptions`.
 
         Returns:

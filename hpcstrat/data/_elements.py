@@ -39,16 +39,17 @@ def as_leaf(value: Any) -> Any:
 
 
 def _no_numbers(value: Any) -> str:
-    if not hasattr(value, "dtype"):
+    if not hasattr(value, "__array__"):
         return (
             f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it must be an array, or "
             "become one of numbers, truth values or strings with np.asarray"
         )
     name = getattr(value, "name", None)
     which = f"{type(value).__name__} {name!r}" if isinstance(name, str) else type(value).__name__
+    dtype = getattr(value, "dtype", "object")
     return (
-        f"Dataset: a leaf of an element is a {which} of dtype {value.dtype}, which NumPy holds as Python objects; it "
-        "must hold numbers, truth values or strings: cast it with np.asarray(leaf, dtype=str), or float, or the dtype "
+        f"Dataset: a leaf of an element is a {which} of dtype {dtype}, which NumPy holds as Python objects; it must "
+        "hold numbers, truth values or strings: cast it with np.asarray(leaf, dtype=str), or float, or the one "
         "that it stands for"
     )
 

@@ -11,6 +11,7 @@ from hpcstrat import _context, _nest, _settings
 from hpcstrat._context import ReplicaContext
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import PerReplica
+from hpcstrat._warnings import warn_together
 from hpcstrat.data._checksum import Checksum
 from hpcstrat.data._position import Iteration, after
 from hpcstrat.data._sharing import Step, deal_elements
@@ -87,6 +88,8 @@ class DistributedIterator(Iteration):
                 raise step.error
             finally:
                 del step  # which the error's traceback would keep
+        if step.is_scarce and not self._dataset._has_warned:
+            self._warn(step.total)
         if self._communicator.size == 1:
             return step.part
         part, rank, size = step.part, self._communicator.rank, self._communicator.size
@@ -104,12 +107,12 @@ class DistributedIterator(Iteration):
         try:
             with self._communicator.joint(self._call):
                 step = next(self._steps, _END)
-                own = step.total, step.checksum, step.error is not None
+                own = step.total, step.checksum, step.error is not None, step.is_scarce
                 everyones = self._communicator.all_gather_obj(self._call, own)
         except BaseException:
             self._end()
             raise
-        totals, checksums, failed = zip(*everyones, strict=True)
+        totals, checksums, failed, scarce = zip(*everyones, strict=True)
         if any(failed):
             return step._replace(error=self._error_of_all(step.error))
         if seen := self._differences(totals):
@@ -127,8 +130,8 @@ class DistributedIterator(Iteration):
             )
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
-            return step if step.total is not None else empty
-        return step
+            return (step if step.total is not None else empty)._replace(is_scarce=True)
+        return step._replace(is_scarce=True) if any(scarce) else step
 
     def _error_of_all(self, error: Exception | None) -> Exception | None:
         """The error of this step: this rank's, or the first other rank's."""
@@ -139,6 +142,26 @@ class DistributedIterator(Iteration):
                 self._communicator.all_gather_obj(self._call, None)
         except Exception as found:
             return found
+
+    def _warn(self, total: int | None) -> None:
+        """Warns, once for each dataset, of a step in which some replicas have no elements."""
+        self._dataset._has_warned = True
+        size = self._communicator.size
+        if self._deals:
+            count = total if self._dataset._workers.count == 1 else "some"
+            what = f"a step has batches for {count} of {size} replicas, and the others have no elements"
+            remedy = "let their number be a multiple of the replicas"
+        else:
+            what = f"a batch of {total} elements does not reach all {size} replicas, and the last have no elements"
+            remedy = "leave the batch out: Dataset.batch(..., drop_remainder=True)"
+            if total and total >= size:
+                remedy += ", or have it split evenly: InputOptions(even_batches=True)"
+        warn_together(
+            f"{self._call}: {what}: a mean over none is nan, on all replicas as soon as it is summed; make it a sum "
+            f"that is divided by the size of the global batch, or {remedy}. The dataset is {self._node!r}",
+            UserWarning,
+            is_lead=self._communicator.rank == 0,
+        )
 
     def _differences(self, values: Sequence[int | None]) -> str:
         """Every rank's value, where those of a worker differ: the iteration has then ended. Else empty."""

@@ -25,12 +25,14 @@ class Step(NamedTuple):
         part: a nest of arrays: this replica's part.
         checksum: of what the user's code has yielded so far, in which all ranks must agree; see `Checksum`.
         error: what a function of the user's raised on this rank; there is no part then, and the next step follows.
+        is_scarce: whether some replicas have no elements.
     """
 
     total: int | None
     part: Any
     checksum: int = 0
     error: Exception | None = None
+    is_scarce: bool = False
 
 
 Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
@@ -38,11 +40,16 @@ Stage: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
 
 
 def split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
-    """Each batch's part of one replica."""
-    if size == 1:
-        yield from _whole(node, walk)
-        return
-    batch_size = node.batch_sizes[-1]
+    """Each batch's part of one replica: what it would be of a full one, as far as the batch goes."""
+    return _whole(node, walk) if size == 1 else _split(node, walk, rank, size, node.batch_sizes[-1])
+
+
+def split_evenly(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step]:
+    """Each batch's part of one replica, where the parts differ by one element at most."""
+    return _whole(node, walk) if size == 1 else _split(node, walk, rank, size, 0)
+
+
+def _split(node: Node, walk: Walk, rank: int, size: int, batch_size: int) -> Iterator[Step]:
     full = _bounds(rank, size, batch_size, batch_size)
     for chunk in node.chunks(walk):
         for item in chunk:
@@ -58,7 +65,8 @@ def split_batches(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step
                     part = _elements.rows(batch, *_bounds(rank, size, batch_size, total))
             except Exception as error:
                 failed = error
-            yield Step(total, part, walk.checksum.value, failed)
+            is_scarce = 0 < total < size if total == batch_size else _is_scarce(size, batch_size, total)
+            yield Step(total, part, walk.checksum.value, failed, is_scarce)
 
 
 def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
@@ -66,6 +74,12 @@ def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int
     share, rest = divmod(max(batch_size, count), size)
     start = rank * share + min(rank, rest)
     return min(count, start), min(count, start + share + (rank < rest))
+
+
+def _is_scarce(size: int, batch_size: int, count: int) -> bool:
+    """Whether the last replica gets none of `count` elements."""
+    start, stop = _bounds(size - 1, size, batch_size, count)
+    return start == stop and count > 0
 
 
 def _whole(node: Node, walk: Walk) -> Iterator[Step]:
@@ -102,4 +116,4 @@ def deal_elements(node: Node, walk: Walk, rank: int, size: int) -> Iterator[Step
                 return
             if rank >= len(step):
                 part = _elements.rows(part, 0, 0)
-        yield Step(len(step), part, walk.checksum.value)
+        yield Step(len(step), part, walk.checksum.value, is_scarce=len(step) < size)

@@ -12,7 +12,7 @@ from hpcstrat.data._beginning import Communicator, begin_together
 from hpcstrat.data._iterator import DistributedIterator
 from hpcstrat.data._node import INFINITE, Node
 from hpcstrat.data._position import Reiterable
-from hpcstrat.data._sharing import FROM_FUNCTION, Stage, Step, deal_elements, split_batches
+from hpcstrat.data._sharing import FROM_FUNCTION, Stage, Step, deal_elements, split_batches, split_evenly
 from hpcstrat.data._sources import Batches
 from hpcstrat.data._walk import Walk
 from hpcstrat.data.dataset import Dataset, node_of
@@ -46,6 +46,7 @@ class DistributedDataset(Reiterable):
         self._call = call
         self._stage = stage
         self._is_compared = False
+        self._has_warned = False
 
     @property
     def element_spec(self) -> Any:
@@ -106,7 +107,7 @@ def distribute_dataset(
         dataset: a `Dataset` batched by the global batch size, or anything that can be iterated over again and again, or
             a generator function, that gives batches: nests of arrays of one first dimension, the same on every rank.
         communicator: the replicas.
-        options: see `InputOptions`.
+        options: see `InputOptions`; with `even_batches` a short batch is split like a full one of its size.
         stage: what the steps pass through on their way.
 
     Raises:
@@ -122,7 +123,8 @@ def distribute_dataset(
             "batches; call Dataset.batch(global_batch_size) on it before. (A generator function that yields batches "
             "can be passed itself, without Dataset.from_generator)"
         )
-    return DistributedDataset(node, communicator, split_batches, _DISTRIBUTE, stage)
+    share_out = split_evenly if options is not None and options.even_batches else split_batches
+    return DistributedDataset(node, communicator, share_out, _DISTRIBUTE, stage)
 
 
 def distribute_from_function(
@@ -153,6 +155,11 @@ def distribute_from_function(
         ValueError: Options do not go together.
     """
     _check_options(options, FROM_FUNCTION)
+    if options is not None and options.even_batches:
+        raise ValueError(
+            f"{FROM_FUNCTION}: even_batches is True, which goes with {_DISTRIBUTE} only, where batches are split; "
+            "leave it False"
+        )
     if not callable(dataset_fn):
         raise TypeError(
             f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "

@@ -67,12 +67,16 @@ class InputOptions:
         experimental_replication_mode: `InputReplicationMode.PER_WORKER`; `PER_REPLICA` is not implemented.
         experimental_place_dataset_on_device: must be `False`: pipelines run on the host.
         experimental_per_replica_buffer_size: the number of batches that are copied ahead besides the next one.
+        even_batches: whether a short batch is split evenly too, so that replicas' parts differ by at most one element.
+            Else it fills the replicas in order, each up to its share of a full batch, and can leave some without any.
+            Nothing is left out, and nothing is there twice. With `experimental_distribute_dataset` only.
     """
 
     experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    even_batches: bool = False
 
     def __post_init__(self) -> None:
         if self.experimental_fetch_to_device is None:

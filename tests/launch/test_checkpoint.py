@@ -9,10 +9,11 @@ from hpcstrat.checkpoint._file import CheckpointFile
 
 # Trains in a way that any lost or repeated element, order, slot or step changes the result.
 TRAIN = """
-    import os, signal, sys, threading, time
+    import os, signal, sys, threading, time, warnings
     import numpy as np
     import hpcstrat as hs
 
+    warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     name, path, *more = sys.argv[1:]
     strategy = hs.OneDeviceStrategy("CPU:0") if name == "OneDeviceStrategy" else getattr(hs, name)()
     random = np.random.default_rng(0)

@@ -10,11 +10,12 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # `sys.argv[1]` is the division: for each rank its host; empty where MPI says.
 START = """
-    import dataclasses, sys
+    import dataclasses, sys, warnings
     import numpy as np
     import hpcstrat as hs
     from hpcstrat import _world
 
+    warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     division = tuple(int(host) for host in sys.argv[1])
     if division:
         world = _world.start()

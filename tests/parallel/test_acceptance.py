@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 
 STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
 if MPI.COMM_WORLD.size == 1:

@@ -10,6 +10,8 @@ from mpi4py import MPI
 import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
+
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 N = COMM.size
 RANK = COMM.rank
 MASKED: Any = np.ma.array([1, 1e20], np.float32, mask=[False, True])

@@ -23,6 +23,8 @@ from hpcstrat.checkpoint import Checkpoint, Restored, _file
 from hpcstrat.checkpoint._file import CheckpointFile
 
 N = MPI.COMM_WORLD.size
+
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 RANK = MPI.COMM_WORLD.rank
 DTYPES = ["float32", "float64", "float16", "int64", "uint8", "bool", "complex64", "complex128", "int16"]
 
@@ -516,6 +518,10 @@ def distributed(replicas, make):
     return replicas.experimental_distribute_dataset(make())
 
 
+def split_evenly(replicas, make):
+    return replicas.experimental_distribute_dataset(make(), hs.InputOptions(even_batches=True))
+
+
 def dealt(replicas, make):
     return replicas.distribute_datasets_from_function(lambda context: make())
 
@@ -530,7 +536,7 @@ def shown(replicas, step):
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("distribute", [distributed, dealt, plain])
+@pytest.mark.parametrize("distribute", [distributed, split_evenly, dealt, plain])
 def test_data_goes_on_where_it_was(replicas, path, pipeline, distribute):
     make = PIPELINES[pipeline]
     dataset = distribute(replicas, make)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 import hpcstrat as hs
 from hpcstrat.data import Dataset
 
-pytestmark = pytest.mark.mpi
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +312,78 @@ def test_a_pipeline_may_compute_on_the_gpu(place):
         for i, batch in enumerate(strategy.experimental_distribute_dataset(dataset)):
             total = strategy.reduce("SUM", strategy.run(step, args=(batch, [xp.full(1, 1.0)])), None)
             assert float(total) == 2 * np.arange(20.0 * i, 20.0 * i + 20).sum() + 20
+
+
+# ---- batches that do not reach all replicas
+
+
+def warnings_of(iterate):
+    """The texts and places of what is warned of meanwhile, on this rank."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        iterate()
+    return [(str(warning.message), warning.filename, warning.category) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: Dataset.range(4 * n + 1), lambda n: Dataset.range(4 * n + 1).filter(lambda x: True)]
+)
+def test_the_lead_warns_once_of_a_batch_that_does_not_reach_all_replicas(strategy, make):
+    n = strategy.num_replicas_in_sync
+    distributed = strategy.experimental_distribute_dataset(make(n).batch(2 * n))
+    found = warnings_of(lambda: [list(distributed) for _ in range(2)])
+    hs.barrier()
+    if n == 1 or not hs.is_lead():
+        assert found == []
+        return
+    ((text, place, category),) = found
+    assert f"a batch of 1 elements does not reach all {n} replicas" in text and "drop_remainder=True" in text
+    assert (place, category) == (__file__, UserWarning)
+
+
+def test_where_warnings_are_errors_all_ranks_raise(strategy):
+    n = strategy.num_replicas_in_sync
+    if n == 1:
+        pytest.skip("one replica has all elements")
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(2 * n + 1).batch(2 * n)))
+    next(iterator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=f"does not reach all {n} replicas"):
+            next(iterator)
+    hs.barrier()
+
+
+@pytest.mark.parametrize("rest", [1, 3, 7])
+def test_short_batches_are_split_evenly_where_it_is_asked(strategy, rest):
+    n = strategy.num_replicas_in_sync
+    distributed = strategy.experimental_distribute_dataset(
+        Dataset.range(16 * n + rest).batch(8 * n), hs.InputOptions(even_batches=True)
+    )
+    *full, last = steps(strategy, distributed)
+    assert full == [shares(range(8 * n * step, 8 * n * (step + 1)), 8 * n, n) for step in range(2)]
+    assert last == shares(range(16 * n, 16 * n + rest), rest, n)
+
+
+def test_an_error_in_a_part_without_elements_says_so(strategy):
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((1, 3))])
+
+    def first_row(x, y, *, others):
+        return x[0] + y + others["x"][0] + [][0]
+
+    for args, kwargs in (((batch, 1), {"others": {"x": np.ones(1)}}), ((np.ones(1), 1), {"others": {"x": batch}})):
+        with pytest.raises(IndexError) as caught:
+            strategy.run(first_row, args, kwargs)
+        notes = getattr(caught.value, "__notes__", [])
+        if hs.rank() == 0:
+            assert notes == []
+        else:
+            (note,) = notes
+            assert "this replica's part of the batch has no elements" in note and "even_batches=True" in note
+    hs.barrier()
+
+
+def test_an_empty_array_of_the_programs_own_is_not_explained(strategy):
+    with pytest.raises(IndexError) as caught:
+        strategy.run(lambda x: x[0], args=(np.zeros(0),))
+    assert getattr(caught.value, "__notes__", []) == []

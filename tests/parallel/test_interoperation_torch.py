@@ -11,6 +11,8 @@ import hpcstrat as hs
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
 

@@ -16,6 +16,8 @@ import hpcstrat as hs
 from hpcstrat.data import Dataset
 
 COMM = MPI.COMM_WORLD
+
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 N = COMM.size
 RANK = COMM.rank
 ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=50, database=None)

@@ -359,6 +359,11 @@ def test_plain_arguments_that_differ_are_found_where_it_is_asked(checked, name):
     assert all(f"rank {rank} " in message for rank in range(N)) and "hs.broadcast_object" in message
 
 
+def test_arguments_that_are_no_tuple_are_refused_first(checked):
+    with pytest.raises(TypeError, match="it must be a tuple"):
+        checked.run(lambda x: x, args=checked.run(lambda: np.zeros(0)))
+
+
 @pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
 def test_plain_arguments_that_differ_are_passed_on_where_it_is_not_asked(strategy):
     results = strategy.run(lambda x: x[0], args=(np.full(3, RANK),))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-SAYERS = {"warn": 0, "end_job": 0, "say": 0, "exit": 0, "error": 0, "_verdict": 1, "Fault": 1}
+SAYERS = {"warn": 0, "warn_together": 0, "end_job": 0, "say": 0, "exit": 0, "error": 0, "_verdict": 1, "Fault": 1}
 """What says something besides `raise`, with the place of the text among its arguments."""
 ANSWERS = ("why_not", "_failure")
 """Functions whose result, where it is a text, ends a message."""

@@ -26,6 +26,8 @@ from hpcstrat.data import (
 from hpcstrat.data._sharing import Step
 from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
 
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+
 
 def lists(steps):
     return [[np.asarray(part).tolist() for part in step] for step in steps]

@@ -58,6 +58,8 @@ def test_columns_of_python_numbers(size):
 
 # ---- ranks that have different elements
 
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+
 
 def shuffled(rank):
     """A list of batches in an order of the rank's own."""
