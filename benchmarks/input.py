@@ -79,11 +79,17 @@ def pages_read(memory, rows):
 
 
 def touched(strategy, count, batch):
-    """How many rows each rank reads in an epoch, and whether they are those that it is given."""
+    """How many rows each rank reads in an epoch, and whether they are those that it is given.
+
+    Before its first epoch a rank also reads the samples that the ranks compare, so this one is the second.
+    """
     mapping = mmap.mmap(-1, count * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)
     rows = np.frombuffer(mapping, np.uint8).reshape(count, mmap.PAGESIZE)
-    given = labels_of_all_ranks(strategy, distributed(strategy, (rows, np.arange(count)), batch))[COMM.rank]
+    batches = distributed(strategy, (rows, np.arange(count)), batch)
+    exhaust(batches)
+    mapping.madvise(mmap.MADV_DONTNEED)
+    given = labels_of_all_ranks(strategy, batches)[COMM.rank]
     read = np.flatnonzero(pages_read(rows, count))
     np.testing.assert_array_equal(read, np.sort(given))
     return COMM.allgather(len(read))

@@ -118,7 +118,7 @@ TABLE: list[tuple[Any, str, str, Describe]] = [
     (staged.StagedCommunicator, "all_reduce_flat", COMMUNICATION, _on_device("all-reduce")),
     (Storage, "update", UPDATE, _update),
     (Storage, "update_rows", UPDATE, _rows),
-    (DeviceStorage, "_pack", COMMUNICATION, _storage_stream("pack")),
+    (DeviceStorage, "_packed", COMMUNICATION, _storage_stream("pack")),
     (DeviceStorage, "_apply", UPDATE, _storage_stream("update")),
     (_iterator.DistributedIterator, "__next__", INPUT, _named("next batch")),
     (staging._Slot, "load", INPUT, _named("load a batch")),
