@@ -122,7 +122,7 @@ class NcclCommunicator(DeviceCommunicator):
         """Moves the arrays on the GPU and those on the host, each their own way; which are which must agree."""
         on_gpu = [i for i, array in enumerate(arrays) if _gpu.is_on_gpu(array)]
         on_host = [i for i in range(len(arrays)) if i not in on_gpu]
-        places = [f"on the GPU: {on_gpu}"] if on_gpu else []
+        places = [f"on the GPU {on_gpu}"] if on_gpu else []
         results: list[Array] = [None] * len(arrays)
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not arrays):
