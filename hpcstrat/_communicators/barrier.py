@@ -15,6 +15,7 @@ LINE = 64
 
 _SPINS = 20  # polls before the core is offered to another rank: more cost more where ranks share cores
 _YIELDS = 300  # polls before the rank sleeps: then somebody computes, perhaps on this very core
+_YIELDS_ON_CORES = 1500  # the same where every rank has a core: about a millisecond, many times what a wake-up costs
 _SLEEP = 50e-6  # seconds
 _PROGRESS = 64  # polls between two chances for MPI
 
@@ -42,6 +43,8 @@ class _FlagBarrier:
         self._own = places.pop(comm.rank)
         self._others = places
         self._progress = comm.Iprobe
+        cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
+        self._yields = _YIELDS_ON_CORES if len(cores) >= comm.size else _YIELDS
         self._calls = 0
 
     def __call__(self) -> None:
@@ -53,13 +56,13 @@ class _FlagBarrier:
                 self._wait(place)
 
     def _wait(self, place: int) -> None:
-        flags, calls = self._flags, self._calls
+        flags, calls, yields = self._flags, self._calls, self._yields
         polls = 0
         while flags[place] < calls:
             polls += 1
-            if polls > _YIELDS:
+            if polls > yields:
                 time.sleep(_SLEEP)
             elif polls > _SPINS:
                 os.sched_yield()
-            if polls > _YIELDS or polls % _PROGRESS == 0:
+            if polls > yields or polls % _PROGRESS == 0:
                 self._progress()  # a message that the other rank waits to get rid of moves only in a call of MPI

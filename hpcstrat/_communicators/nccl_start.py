@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import importlib
 import os
 import threading
@@ -105,9 +107,24 @@ def start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
             listed = "".join(f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states))
             if not isinstance(own, (str, Exception)):
                 own.abort()
+            elif thread.is_alive():
+                _skip_exit_handlers()
+                atexit.register(_skip_exit_handlers)  # those, too, that CUDA's libraries register until then
             raise RuntimeError(
                 f"{call}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
                 "If it waits without end, the GPUs often cannot reach each other's memory (PCIe access control: try "
                 "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
                 "NCCL_DEBUG=INFO shows what it does"
             )
+
+
+def _skip_exit_handlers() -> None:
+    """From now on the process ends without the exit handlers that C libraries have registered until now.
+
+    They would take CUDA and NCCL apart while a thread is inside them. What Python does at exit comes before, and the
+    exit status stays: C's `exit` calls the last handler first, and this one is `_exit`.
+    """
+    libc = ctypes.CDLL(None)
+    libc.fflush(None)
+    if hasattr(libc, "on_exit"):  # glibc's, with which all of NCCL's own builds are
+        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -87,6 +88,11 @@ class DevicePlan(Plan):
             else:
                 self.moved.append(Moved(part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks]))
 
+    def let_go(self) -> None:
+        """Forgets the message, whose memory else lives as long as the plan."""
+        self.message, self.gradients, self.packings, self.updates, self.moved = None, [], [], [], []
+        self.forget_messages()
+
 
 class DeviceStorage(Storage):
     """Variables of ranks of which some, or all, compute on GPUs. Every rank reads them on its own device.
@@ -109,6 +115,7 @@ class DeviceStorage(Storage):
         self._updates_on_gpu = stream is not None and not on_host
         self._scratch = Scratch()
         self._message: Array = None  # of all plans but those with buffers: one update comes after the other
+        self._takers: weakref.WeakSet[DevicePlan] = weakref.WeakSet()  # that hold it
         self._pinned: Array = np.empty(0, np.uint8)
         self._created = 0
 
@@ -226,9 +233,14 @@ class DeviceStorage(Storage):
         if plan.buffers is not None:
             return
         if self._message is None or self._message.size < plan.form.nbytes:
+            for other in self._takers:  # which may never be used again
+                other.let_go()
+            self._takers.clear()
+            self._message = None  # so that its memory can be used for the larger one
             self._message = self._zeros(plan.form.nbytes)
         if plan.message is not self._message:
             plan.take(self._message)
+            self._takers.add(plan)
 
     def _begin(
         self, agreed: Signature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool

@@ -225,6 +225,11 @@ class Plan:
             kept = self._views[id(message)] = (message, self.arranged(message))
         return kept[1]
 
+    def forget_messages(self) -> None:
+        """Lets go of what is kept of messages."""
+        self._views.clear()
+        self._pieces.clear()
+
     def pieces(self, messages: Sequence[Array], scratch: Scratch) -> list[Piece]:
         """The chunks with these messages. Those of mailboxes are kept."""
         key = (id(messages[0]), len(messages))

@@ -25,6 +25,8 @@ from hpcstrat._variables import Variable
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+_MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
+
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
 
@@ -179,9 +181,7 @@ class Optimizer(abc.ABC):
         rule, numbers = self._rule(rate, self._iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
-                plan = self._plans.get(key)
-                if plan is None:
-                    plan = self._plans[key] = self._plan(strategy, dense)
+                plan = self._plan(strategy, dense)
                 strategy._storage.update(call, plan, gradients, op, rule, numbers)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
                 slots = self._slots_of(strategy, [v])[0]
@@ -245,10 +245,7 @@ class Optimizer(abc.ABC):
         with strategy._communicator.joint(call):
             self._check_variables(call, strategy, variables)
             strategy._communicator.exchange(signature(call, *[v._block.held() for v in variables]))
-        key = tuple([id(v) for v in variables])
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = self._plan(strategy, variables)
+        plan = self._plan(strategy, variables)
         if plan.buffers is None:
             strategy._storage.make_buffers(call, plan)
         assert plan.buffers is not None
@@ -271,7 +268,15 @@ class Optimizer(abc.ABC):
                 )
 
     def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
-        return strategy._storage.plan([v._block for v in variables], self._slots_of(strategy, variables))
+        """The plan for these variables, kept; of those without buffers only the newest few are."""
+        key = tuple([id(v) for v in variables])
+        if key not in self._plans:
+            plan = strategy._storage.plan([v._block for v in variables], self._slots_of(strategy, variables))
+            droppable = [other for other, old in self._plans.items() if old.buffers is None]
+            for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
+                del self._plans[other]
+            self._plans[key] = plan
+        return self._plans[key]
 
     def _slots_of(self, strategy: Any, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
@@ -352,14 +357,15 @@ def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tup
             f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} "
             f"they must be {('k', *variable.shape[1:])} and ('k',), of integers"
         )
-    if indices.size and not (0 <= indices.min() and indices.max() < variable.shape[0]):
+    indices = indices.astype(np.int64)
+    if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:  # negative ones are large ones there
         raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be")
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
             f"{variable.dtype.name}; cast it first"
         )
-    return indices.astype(np.int64), values.astype(variable.dtype, copy=False)
+    return indices, values.astype(variable.dtype, copy=False)
 
 
 def _check_pair(call: str, pair: Any) -> None:

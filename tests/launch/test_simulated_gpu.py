@@ -236,6 +236,56 @@ def test_nccl_that_never_connects(simulated):
     assert result.stdout.count("  rank 1: waits too long") == 2
 
 
+ENDS = {"returns": ("", 0), "sys.exit": ("sys.exit(3)", 3), "raises": ("raise ValueError('afterwards')", 1)}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_after_nccl_that_never_connects(simulated, end):
+    """NCCL's thread is still inside; what C does at exit ends the process by a signal here."""
+    line, status = ENDS[end]
+    program = f"""{C_HANDLER}{STARTS}
+import atexit, sys
+atexit.register(print, "at exit")
+{line}
+"""
+    result = simulated(program, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs:1", "HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.leftovers) == (status, [])
+    assert "  rank 1: waits too long" in result.stdout
+    if status != 1:
+        assert result.stdout.count("at exit") == 2
+
+
+C_HANDLER = """
+import ctypes
+
+libc = ctypes.CDLL(None)
+assert libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None) == 0
+"""
+
+ROWS = """
+import cupy
+import numpy as np
+import hpcstrat as hs
+
+strategy = hs.CentralStorageStrategy()
+with strategy.scope():
+    table = hs.Variable(np.ones((4, 2)))
+    optimizer = hs.optimizers.SGD(1.0)
+rows = hs.IndexedSlices(cupy.ones((2, 2)), cupy.array([1, 3]), (4, 2))
+for _ in range(2):
+    before = cupy._faults.counted["waits"]
+    strategy.run(lambda: optimizer.apply_gradients([(rows, table)]))
+    waits = cupy._faults.counted["waits"] - before
+print(waits)
+"""
+
+
+def test_a_sparse_gradient_waits_for_the_gpu_twice(simulated):
+    """For the largest index, and for the number of rows."""
+    result = simulated(ROWS, None)
+    assert (result.status, result.stdout, result.leftovers) == (0, "2\n", [])
+
+
 LOSES = """
 import cupy
 import hpcstrat as hs

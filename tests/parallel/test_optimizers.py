@@ -239,3 +239,21 @@ def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
     for one in (hs.optimizers.Adam(rate), hs.optimizers.AdamW(rate), hs.optimizers.Adagrad(), hs.optimizers.RMSprop()):
         assert repr(one).startswith(f"{type(one).__name__}(learning_rate={one.learning_rate!r}, ")
         assert "epsilon=1e-07" in repr(one)
+
+
+def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
+    """Any number of them may occur; buffers stay."""
+    with strategy.scope():
+        variables = [hs.Variable(np.zeros(3)) for _ in range(6)]
+        optimizer = hs.optimizers.SGD(1.0)
+    buffers = optimizer.gradient_buffers(variables)
+    steps = np.zeros(6)
+    for subset in 3 * list(range(1, 64)):
+        members = [i for i in range(6) if subset >> i & 1]
+        gradients = [strategy.xp.full(3, float(i + 1)) for i in members]
+        pairs = [(gradient, variables[i]) for gradient, i in zip(gradients, members, strict=True)]
+        strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
+        steps[members] += 1
+    assert [v.numpy().tolist() for v in variables] == [[-N * (i + 1) * steps[i]] * 3 for i in range(6)]
+    assert all(one is other for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True))
+    assert len(optimizer._plans) < 63

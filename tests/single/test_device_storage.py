@@ -1,5 +1,8 @@
 """Storage for GPUs as a replica on the CPU has it, which computes beside others that have GPUs."""
 
+import gc
+import weakref
+
 import numpy as np
 
 from hpcstrat import ReduceOp, optimizers
@@ -25,3 +28,19 @@ def test_buffers_may_be_passed_in_another_order():
         storage.update("test", plan, values, ReduceOp.SUM, rule, numbers)
         changes = [(old - block.array).tolist() for old, block in zip(before, blocks, strict=True)]
         assert changes == [[(i + turn) % 3 + 1] * 3 for i in range(3)]
+
+
+def test_a_message_that_became_too_small_is_given_back():
+    """It would live as long as the plans that used it, of which each variable that is assigned has one."""
+    storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
+    rule, numbers = optimizers.SGD(1.0)._rule(1.0, 1)
+    plans = [storage.plan([storage.create("test", np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]
+    for turn in range(2):
+        messages = []
+        for plan in plans:
+            gradient = np.ones(plan.blocks[0].array.shape, np.float32)
+            storage.update("test", plan, [gradient], ReduceOp.SUM, rule, numbers)
+            messages.append(weakref.ref(plan.message))
+            assert plan.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
+        gc.collect()
+        assert {id(message()) for message in messages if message() is not None} == {id(plans[-1].message)}

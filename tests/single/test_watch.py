@@ -349,6 +349,9 @@ def test_the_place_of_a_thread_that_waits_in_a_call():
         def Iprobe(self):
             return False
 
+        def allgather(self, value):
+            return [value, value]
+
     meet = barrier._FlagBarrier(flags, Comm())
 
     def collective():
