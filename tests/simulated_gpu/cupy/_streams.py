@@ -1,6 +1,8 @@
 """Devices, streams and events, and the work on streams: done at once, or in order once what is before it is done."""
 
 import collections
+import functools
+import gc
 import itertools
 import os
 import threading
@@ -55,13 +57,13 @@ class Queue(_checker.Lane):
             if not self.later:
                 return None
             marker = _Marker()
-            self.later.append(marker.set)
+            self._leave(marker.set)
             return marker
 
     def _wait(self, marker):
         if marker is not None and not marker.done:
             with lock:
-                self.later.append(lambda: marker.done)
+                self._leave(lambda: marker.done)
 
     def wait(self, clock, marker):
         """What comes after waits for work elsewhere."""
@@ -73,12 +75,18 @@ class Queue(_checker.Lane):
         """Does `work()` after what is on the stream. Returns whether it is done already."""
         with lock:
             if self.later and not self._settles():
-                self.later.append(work)
+                self._leave(work)
                 return False
             if work() is not False:
                 return True
-            self.later.append(work)
+            self._leave(work)
             return False
+
+    def _leave(self, work):
+        """Leaves work for when what is before it is done: then a thread does it, as a GPU gets on by itself."""
+        self.later.append(work)
+        _start_thread()
+        _is_work_left.set()
 
     def is_free(self):
         """Whether what is put on it now is done at once; it may wait for a moment to find out."""
@@ -127,14 +135,41 @@ def until(marker):
 
 
 def progress():
-    """Does what can be done now of all that is waiting."""
-    again = True
-    while again:
-        again = False
-        for queue in list(_queues.values()):
-            while queue.later and queue.later[0]() is not False:
-                queue.later.popleft()
-                again = True
+    """Does what can be done now of all that is waiting. The lock is held."""
+    if not any(queue.later for queue in list(_queues.values())):
+        return
+    # What Python's collector finds in between, a generator, say, might wait for the GPU in its last words.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        again = True
+        while again:
+            again = False
+            for queue in list(_queues.values()):
+                while queue.later and queue.later[0]() is not False:
+                    queue.later.popleft()
+                    again = True
+    finally:
+        if collects:
+            gc.enable()
+
+
+_is_work_left = threading.Event()
+
+
+@functools.cache
+def _start_thread():
+    threading.Thread(target=_get_on, name="simulated-gpu", daemon=True).start()
+
+
+def _get_on():
+    while True:
+        _is_work_left.wait()
+        with lock:
+            progress()
+            if not any(queue.later for queue in _queues.values()):
+                _is_work_left.clear()
+        time.sleep(1e-3)
 
 
 _queues = {}
