@@ -96,6 +96,19 @@ def place(request):
     pytest.skip(missing)
 
 
+if simulated_gpu.is_wanted():
+
+    @pytest.fixture(autouse=True)
+    def _nothing_went_wrong_on_the_simulated_gpu():
+        """Fails a test in which the simulation found an error that something has caught."""
+        yield
+        checker = sys.modules.get("cupy._checker")
+        if checker is not None and checker.found:
+            found = checker.found.copy()
+            checker.found.clear()
+            raise found[0]
+
+
 @pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
 def strategy(request, place):
     """Of each kind for several replicas, closed after the test."""
