@@ -74,6 +74,7 @@ def test_another_mpis_launcher_is_known_before_mpi_starts(mpi, monkeypatch, laun
     started = []
     mpi.Is_initialized = lambda: False
     mpi.THREAD_MULTIPLE, mpi.Init_thread, mpi.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
+    monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"):
