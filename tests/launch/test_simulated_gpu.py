@@ -135,8 +135,8 @@ BUGS = {
         [
             (
                 "_communicators/pack.py",
-                "            array if array.flags.c_contiguous else ascontiguous(array)  # kept until the launch\n",
-                "            (array if array.flags.c_contiguous else ascontiguous(array)).data.ptr\n",
+                "array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch\n",
+                "(array if array.flags.c_contiguous else self._ascontiguous(array)).data.ptr\n",
             ),
             ("_communicators/pack.py", "[source.data.ptr for source in sources]", "sources"),
         ],
@@ -162,8 +162,8 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
         ),
         ("self._operations[op], root, self", "self._operations[op if self.rank == 0 else ReduceOp.MAX], root, self"),
         (
-            "self._comm.reduce(place, place, count, kind,",
-            "self._comm.reduce(place, place, count - (self.rank == 1), kind,",
+            "self._comm.reduce(array.data.ptr, place, count, kind,",
+            "self._comm.reduce(array.data.ptr, place, count - (self.rank == 1), kind,",
         ),
     ],
     ids=["root", "operation", "count"],
