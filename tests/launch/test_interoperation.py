@@ -41,6 +41,7 @@ WORKERS = """
     import hpcstrat as hs
 
     warnings.filterwarnings("ignore", ".*use of fork.*")  # of Python 3.12 and later
+    warnings.filterwarnings("ignore", "iterating over .* have no")  # the last batch has two numbers
 
 
     class Numbers(torch.utils.data.Dataset):
