@@ -3,6 +3,7 @@
 import os
 
 import hypothesis
+import pytest
 
 # Not the user's settings: a test that wants one sets it.
 for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not name.startswith("HPCSTRAT_TEST_")]:
@@ -11,6 +12,13 @@ for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not
 # Every rank draws the same examples, and so does every run.
 hypothesis.settings.register_profile("hpcstrat", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("hpcstrat")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if "GPU" in (parameters.get("place"), parameters.get("gpus")):
+            item.add_marker(pytest.mark.gpu)
 
 
 def pytest_report_header():

@@ -4,6 +4,7 @@ The ranks talk over a communicator of their own, through mpi4py and not through 
 """
 
 import faulthandler
+import gc
 import os
 import pathlib
 import shutil
@@ -32,6 +33,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.mpi)
+
+
+def pytest_collection_finish():
+    # Thousands of collected tests live to the end; a collection need not look at them, and many tests collect often.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
