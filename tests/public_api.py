@@ -1,6 +1,7 @@
 """The public names of the library: what a program can write."""
 
 import inspect
+import re
 
 import hpcstrat as hs
 
@@ -30,3 +31,14 @@ def public_names():
                     if not method.startswith("_") and is_ours:
                         found[f"{module.__name__}.{name}.{method}"] = inner
     return found
+
+
+_MODULES = "|".join(sorted((module.__name__ for module in PUBLIC_MODULES), key=len, reverse=True))
+_CALLS = {re.sub(rf"^({_MODULES})\.", "", name) for name in public_names()}
+
+
+def begins_with_a_call(text):
+    """Whether a message begins with a public name: `Strategy.reduce: `, `barrier: `, `Variable 'w' `."""
+    name, colon = re.findall(r"^([\w.]*)(:?)", text)[0]
+    is_a_word = re.fullmatch("[a-z]*", name) is not None  # `rank` and `agree` begin other sentences as well
+    return name in _CALLS and (colon == ":" or not is_a_word)

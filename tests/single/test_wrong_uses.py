@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from messages import names_call, tells_way_out
+from public_api import begins_with_a_call
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint, PreemptionHandler
@@ -215,7 +215,7 @@ def test_a_wrong_use(name, monkeypatch):
     wrong, error, match = CASES[name]
     with pytest.raises(error, match=match) as caught:
         wrong(monkeypatch)
-    assert names_call(str(caught.value)) and tells_way_out(str(caught.value))
+    assert begins_with_a_call(str(caught.value))
 
 
 def test_two_resolvers_with_one_task():
