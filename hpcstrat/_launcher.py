@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 _MARK = "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
+_SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<nodes>[0-9]+)\))?")  # 2(x3): 2 tasks on each of 3 nodes
 _RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -135,6 +136,27 @@ def is_there(process: int) -> bool:
         return True
 
 
+def expand_tasks(tasks: str) -> list[int]:
+    """How many tasks each node runs, in the order of the nodes.
+
+    Args:
+        tasks: for instance `"2(x3),1"`.
+
+    Raises:
+        ValueError: it is not such a list.
+
+    >>> expand_tasks("2(x3),1")
+    [2, 2, 2, 1]
+    """
+    found: list[int] = []
+    for part in tasks.split(","):
+        match = _SLURM_TASKS.fullmatch(part)
+        if match is None:
+            raise ValueError(f"{tasks!r} is no list of numbers of tasks: {part!r} is not like 2 or 2(x3)")
+        found += [int(match["tasks"])] * int(match["nodes"] or 1)
+    return found
+
+
 def _pmi(size: int) -> Launcher:
     """A launcher that speaks PMI: the `mpirun` of MPICH and its relatives, or `srun --mpi=pmi2`."""
     rank = _number("PMI_RANK") or 0
@@ -172,12 +194,10 @@ def _step_number(name: str) -> int | None:
 
 
 def _step_tasks_here() -> int | None:
-    """How many tasks of the step run on this node; Slurm writes `2(x3),1` for nodes of 2, 2, 2 and 1."""
+    """The number of the step's tasks on this node, or None if Slurm does not tell."""
     node = _number("SLURM_NODEID")
-    if node is None:
+    try:
+        tasks = expand_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    except ValueError:
         return None
-    for tasks, repeat in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")):
-        node -= int(repeat or 1)
-        if node < 0:
-            return int(tasks)
-    return None
+    return tasks[node] if node is not None and node < len(tasks) else None

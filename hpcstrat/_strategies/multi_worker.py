@@ -28,7 +28,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         communication_options: taken for TensorFlow's sake.
 
     Raises:
-        TypeError: `cluster_resolver` is none.
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`.
         RuntimeError: the resolver knows of another number of workers than there are hosts, there are more ranks than
             GPUs on a host, or MPI or NCCL cannot start.
     """
@@ -52,7 +52,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
                 if tasks not in (self._workers.count, world.size):
                     raise RuntimeError(
                         f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
-                        f"{self._workers.count} hosts; leave it away, or make it name every host once"
+                        f"{self._workers.count} hosts; omit it, or make it name every host once"
                     )
             communicator.barrier(call)
         if cluster_resolver is None:

@@ -3,7 +3,7 @@
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec as ClusterSpec
 from hpcstrat.cluster_resolver._mpi import MPIClusterResolver as MPIClusterResolver
 from hpcstrat.cluster_resolver._resolver import ClusterResolver as ClusterResolver
-from hpcstrat.cluster_resolver._simple import SimpleClusterResolver as SimpleClusterResolver
+from hpcstrat.cluster_resolver._resolver import SimpleClusterResolver as SimpleClusterResolver
+from hpcstrat.cluster_resolver._resolver import UnionResolver as UnionResolver
 from hpcstrat.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
 from hpcstrat.cluster_resolver._tf_config import TFConfigClusterResolver as TFConfigClusterResolver
-from hpcstrat.cluster_resolver._union import UnionResolver as UnionResolver

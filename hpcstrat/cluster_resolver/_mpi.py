@@ -9,22 +9,23 @@ from typing import Any, NamedTuple, final
 from hpcstrat import _gpu, _world
 from hpcstrat._communicators import connect
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
-from hpcstrat.cluster_resolver._resolver import ClusterResolver, url
+from hpcstrat.cluster_resolver._resolver import ClusterResolver
 
 
 @final
 class MPIClusterResolver(ClusterResolver):
     """The hosts that `mpirun` or `srun` started the ranks on, one task each: a worker is a host.
 
-    It needs no variables and no arguments. An address is the host's name, without a port: nothing listens there. Where
-    one rank runs alone, with or without MPI, the cluster is this host.
+    It needs no variables and no arguments. An address is the host's name, without a port: nothing listens there. If a
+    single rank runs, with or without MPI, the cluster is this host.
 
-    Making one starts nothing. The first use of `cluster_spec`, `task_id`, `master` or `num_accelerators` is collective:
-    all ranks make it, and MPI starts if it has not. Then nothing communicates any more.
+    Making a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or `num_accelerators` is
+    collective: all ranks make it, MPI starts unless it runs already, and a start that fails is a RuntimeError. Later
+    uses do not communicate.
 
     Attributes:
         task_type: always `"worker"`, unless set.
-        task_id: the number of this rank's host, in the order of the hosts' first ranks, unless set.
+        task_id: the index of this rank's host, in the order of the hosts' first ranks, unless set.
     """
 
     def __init__(self) -> None:
@@ -38,31 +39,10 @@ class MPIClusterResolver(ClusterResolver):
         """
         return ClusterSpec({"worker": [host.name for host in _hosts()]})
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The name of a host. Collective when first asked.
-
-        Args:
-            task_type: the job of its task; by default this rank's.
-            task_id: its number; by default this rank's.
-            rpc_layer: a protocol to put before it; by default none.
-
-        Raises:
-            ValueError: there is no such task.
-            RuntimeError: MPI does not start.
-        """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        return url(self.cluster_spec().task_address(str(task_type), task_id or 0), rpc_layer or self.rpc_layer)
-
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
         """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`. Collective when first asked.
-
-        Args:
-            task_type: the job of its task; by default this rank's.
-            task_id: its number; by default this rank's.
-            config_proto: unused; TensorFlow has it.
 
         Raises:
             ValueError: there is no such task.
@@ -73,22 +53,10 @@ class MPIClusterResolver(ClusterResolver):
         self.cluster_spec().task_address(str(task_type), task_id or 0)
         return {"GPU": _hosts()[task_id or 0].gpus}
 
-    @property
-    def task_id(self) -> int | None:
-        """The number of this rank's host, in the order of the hosts' first ranks. Collective when first asked.
-
-        Raises:
-            RuntimeError: MPI does not start.
-        """
-        if self._task_id is None:
-            _hosts()
-            world = _world.start()
-            return world.hosts[world.rank]
-        return self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
+    def _find_task_id(self) -> int:
+        _hosts()  # for the connection that it makes
+        world = _world.start()
+        return world.hosts[world.rank]
 
 
 class _Host(NamedTuple):

@@ -1,11 +1,12 @@
-"""The one interface of cluster resolvers."""
+"""The interface of cluster resolvers, and the two that are made of what the program passes."""
 
 from __future__ import annotations
 
 import abc
 import os
 from collections import defaultdict
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, final
 
 from hpcstrat import _gpu
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
@@ -14,12 +15,12 @@ from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 class ClusterResolver(abc.ABC):
     """Says which tasks make up the job, where they are, and which of them this process is.
 
-    A kind of resolver gives `cluster_spec` and `master`, and sets the attributes.
+    A subclass implements `cluster_spec` and passes what it knows of this process to the constructor.
 
     Attributes:
-        task_type: the name of this process's job in the cluster, such as `"worker"`; `None` where it is not known.
-        task_id: this process's number in that job; `None` where it is not known.
-        rpc_layer: what `master` puts before addresses, as in `"grpc://"`; `None` or empty for nothing.
+        task_type: the name of this process's job in the cluster, such as `"worker"`; `None` if unknown.
+        task_id: this process's index in that job; `None` if unknown.
+        rpc_layer: the protocol that `master` puts before addresses, as in `"grpc://"`; `None` or empty for no protocol.
     """
 
     def __init__(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> None:
@@ -31,43 +32,54 @@ class ClusterResolver(abc.ABC):
     def cluster_spec(self) -> ClusterSpec:
         """The jobs and the addresses of their tasks, as they are now."""
 
-    @abc.abstractmethod
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, with the protocol before it; empty where there is no such task to name.
+        """The address of a task, with the protocol before it; empty if neither you nor the resolver names a task.
 
         Args:
             task_type: the task's job; by default this process's.
-            task_id: its number in the job; by default this process's.
+            task_id: its index in the job; by default this process's.
             rpc_layer: the protocol; by default the resolver's.
 
         Raises:
             ValueError: there is no such task.
         """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs of a task: `{"GPU": 4}`, or empty where it has none or they are not known.
+        """The number of GPUs of a task: `{"GPU": 4}`, or empty if it has no GPUs or they are unknown.
 
-        Known are those that this process sees; other tasks' are not. A kind that missing gives is 0.
+        Only this process's GPUs are known. A missing kind counts as 0.
 
         Args:
             task_type: the task's job; by default this process's.
-            task_id: its number in the job; by default this process's.
+            task_id: its index in the job; by default this process's.
             config_proto: unused; TensorFlow has it.
         """
-        others = (task_type not in (None, self.task_type), task_id not in (None, self.task_id))
-        return _counted(0 if any(others) else visible_gpus())
+        is_other = task_type not in (None, self.task_type) or task_id not in (None, self.task_id)
+        found: dict[str, int] = defaultdict(int)  # as TensorFlow's, so that found["GPU"] is 0 without GPUs
+        gpus = 0 if is_other else visible_gpus()
+        if gpus:
+            found["GPU"] = gpus
+        return found
 
     @property
     def environment(self) -> str | None:
         """Where the program runs; empty for nowhere special."""
         return ""
 
+    # A subclass whose answers depend on something that may change overrides `_find_...`, not the properties: what the
+    # user passed or set then comes first everywhere.
+
     @property
     def task_type(self) -> str | None:
-        """The name of this process's job in the cluster; `None` where it is not known."""
-        return self._task_type
+        """The name of this process's job in the cluster; `None` if unknown."""
+        return self._find_task_type() if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -75,8 +87,8 @@ class ClusterResolver(abc.ABC):
 
     @property
     def task_id(self) -> int | None:
-        """This process's number in its job; `None` where it is not known."""
-        return self._task_id
+        """This process's index in its job; `None` if unknown."""
+        return self._find_task_id() if self._task_id is None else self._task_id
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -84,29 +96,188 @@ class ClusterResolver(abc.ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What `master` puts before addresses; `None` or empty for nothing."""
-        return self._rpc_layer
+        """The protocol that `master` puts before addresses; `None` or empty for no protocol."""
+        return self._find_rpc_layer() if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
 
+    def _find_task_type(self) -> str | None:
+        return None
+
+    def _find_task_id(self) -> int | None:
+        return None
+
+    def _find_rpc_layer(self) -> str | None:
+        return None
+
+
+@final
+class SimpleClusterResolver(ClusterResolver):
+    """Returns what it was given.
+
+    Args:
+        cluster_spec: the jobs and their tasks.
+        master: what `master` returns unless a task is asked for.
+        task_type: the name of this process's job.
+        task_id: this process's index in it.
+        environment: where the program runs.
+        num_accelerators: the number of devices of each kind that each task has, such as `{"GPU": 8}`.
+        rpc_layer: the protocol that `master` puts before addresses.
+
+    Raises:
+        TypeError: `cluster_spec` is not a `ClusterSpec`, or `master` is not a string.
+
+    Examples:
+        >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"]})
+        >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=1, rpc_layer="grpc")
+        >>> resolver.master("worker", 0)
+        'grpc://n1:8888'
+    """
+
+    def __init__(
+        self,
+        cluster_spec: ClusterSpec,
+        master: str = "",
+        task_type: str | None = None,
+        task_id: int | None = None,
+        environment: str = "",
+        num_accelerators: Mapping[str, int] | None = None,
+        rpc_layer: str | None = None,
+    ) -> None:
+        super().__init__(task_type, task_id, rpc_layer)
+        if not isinstance(cluster_spec, ClusterSpec):
+            raise TypeError(
+                f"SimpleClusterResolver: cluster_spec is {cluster_spec!r}; pass a ClusterSpec, such as "
+                'ClusterSpec({"worker": ["n1:8888", "n2:8888"]})'
+            )
+        if not isinstance(master, str):
+            raise TypeError(f"SimpleClusterResolver: master is {master!r}; it must be a string")
+        self._cluster_spec = cluster_spec
+        self._master = master
+        self._environment = environment
+        self._num_accelerators = dict(num_accelerators or {})
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The cluster that was given."""
+        return self._cluster_spec
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task if both its job and index are given, else the master that was given."""
+        if task_type is None or task_id is None:
+            return url(self._master, rpc_layer or self.rpc_layer)
+        return super().master(task_type, task_id, rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """The devices that were given, the same for every task; empty without them."""
+        return dict(self._num_accelerators)
+
+    @property
+    def environment(self) -> str:
+        """Where the program runs, as it was given."""
+        return self._environment
+
+
+@final
+class UnionResolver(ClusterResolver):
+    """The tasks of several resolvers together; everything else is what the first of them says.
+
+    Args:
+        *resolvers: at least one.
+        rpc_layer: the protocol for `master`, instead of the first resolver's.
+        task_type: the name of this process's job, instead of the first resolver's.
+        task_id: this process's index in it, instead of the first resolver's. (0 counts; TensorFlow ignores it.)
+
+    Raises:
+        TypeError: one of them is not a `ClusterResolver`.
+        ValueError: there is no resolver.
+    """
+
+    def __init__(
+        self,
+        *resolvers: ClusterResolver,
+        rpc_layer: str | None = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        super().__init__(task_type, task_id, rpc_layer or None)
+        if not resolvers:
+            raise ValueError("UnionResolver: pass at least one ClusterResolver")
+        for resolver in resolvers:
+            if not isinstance(resolver, ClusterResolver):
+                raise TypeError(
+                    f"UnionResolver: {resolver!r} is no ClusterResolver; pass one of hpcstrat.cluster_resolver"
+                )
+        self._resolvers = resolvers
+
+    def cluster_spec(self) -> ClusterSpec:
+        """All jobs. The tasks of a job that several resolvers have follow each other, or keep their indices.
+
+        Raises:
+            KeyError: a resolver gives only some indices of the job, and two give the same one.
+        """
+        lists: dict[str, list[list[str] | dict[int, str]]] = {}
+        for resolver in self._resolvers:
+            for job, tasks in resolver.cluster_spec().as_dict().items():
+                lists.setdefault(job, []).append(tasks)
+        return ClusterSpec({job: _merged(job, parts) for job, parts in lists.items()})
+
+    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        """The address of a task if both its job and index are given, else the first resolver's master.
+
+        A task's address has the protocol that is passed here or was given to the union, not the first resolver's.
+        """
+        if task_type is None or task_id is None:
+            return self._resolvers[0].master(rpc_layer=rpc_layer)
+        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """What the first resolver says."""
+        return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
+
+    @property
+    def environment(self) -> str | None:
+        """What the first resolver says."""
+        return self._resolvers[0].environment
+
+    def _find_task_type(self) -> str | None:
+        return self._resolvers[0].task_type
+
+    def _find_task_id(self) -> int | None:
+        return self._resolvers[0].task_id
+
+    def _find_rpc_layer(self) -> str | None:
+        return self._resolvers[0].rpc_layer
+
 
 def url(address: str, rpc_layer: str | None) -> str:
-    """The address with the protocol before it, if there is one."""
+    """The address with the protocol before it, if there is a protocol."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that this process may use. Opens none, and starts neither MPI nor CuPy."""
+    """The number of GPUs that this process may use. Opens no GPU, and starts neither MPI nor CuPy."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
     return len(_gpu.visible())
 
 
-def _counted(gpus: int) -> dict[str, int]:
-    found: dict[str, int] = defaultdict(int)  # as in TensorFlow, so that found["GPU"] is 0 where there are none
-    if gpus:
-        found["GPU"] = gpus
-    return found
+def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """The parts one after the other where all are lists; else by index."""
+    together = [task for part in parts if isinstance(part, list) for task in part]
+    if all(isinstance(part, list) for part in parts):
+        return together
+    merged: dict[int, str] = {}
+    for part in parts:
+        numbered = dict(enumerate(part)) if isinstance(part, list) else part
+        twice = sorted(merged.keys() & numbered.keys())
+        if twice:
+            raise KeyError(f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; number them apart")
+        merged.update(numbered)
+    return merged

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Mapping
 from typing import Any, final
 
+from hpcstrat._launcher import expand_tasks
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
-from hpcstrat.cluster_resolver._node_list import expand_nodes, expand_tasks
-from hpcstrat.cluster_resolver._resolver import ClusterResolver, url, visible_gpus
+from hpcstrat.cluster_resolver._resolver import ClusterResolver, visible_gpus
+
+_PIECE = re.compile(r"\[(?P<ranges>[0-9,-]+)\]|(?P<text>[^\[\],\s]+)")
+_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 
 
 @final
@@ -74,36 +79,13 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec(found)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """The name of this task's job and its number in it."""
+        """The name of this task's job and its index in it."""
         return self.task_type, self.task_id
-
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, with the protocol before it.
-
-        Args:
-            task_type: the task's job; by default this process's.
-            task_id: its number in the job; by default this process's.
-            rpc_layer: the protocol; by default the resolver's.
-
-        Raises:
-            ValueError: there is no such task.
-        """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:  # somebody set them so
-            return ""
-        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs of each task: `{"GPU": 1}`.
-
-        Args:
-            task_type: unused; all have equally many.
-            task_id: unused.
-            config_proto: unused; TensorFlow has it.
-        """
+        """The number of GPUs of each task, all alike: `{"GPU": 1}`."""
         return {"GPU": self._gpus_per_task}
 
 
@@ -161,7 +143,7 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
 
 
 def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) -> int:
-    """The number of GPUs of each task, after a check that there are so many."""
+    """The number of GPUs of each task, after a check that there are enough."""
     if per_node is None and per_task is None:
         there = visible_gpus()
         return there if there < most_tasks else there // most_tasks
@@ -181,9 +163,50 @@ def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) 
 
 
 def _place(jobs: dict[str, int], rank: int) -> tuple[str, int]:
-    """The job of the task of this rank, and its number in it."""
+    """The job of the task of this rank, and its index in it."""
     for job, tasks in sorted(jobs.items()):
         if rank < tasks:
             return job, rank
         rank -= tasks
     raise AssertionError("the rank was checked")
+
+
+def expand_nodes(nodes: str) -> list[str]:
+    """The names of the nodes, in Slurm's order, as `scontrol show hostnames` gives them.
+
+    A name may have several ranges and text behind them, which TensorFlow refuses. Then the last range varies fastest,
+    and of the others the first.
+
+    Args:
+        nodes: for instance `"n[1-2],gpu[08-10]-ib0"`.
+
+    Raises:
+        ValueError: it is not such a list.
+
+    >>> expand_nodes("n[1-2],p[0,07]x[3-4]y")
+    ['n1', 'n2', 'p0x3y', 'p0x4y', 'p07x3y', 'p07x4y']
+    """
+    found: list[str] = []
+    for name in re.findall(r"(?:\[[^\]]*\]|[^,])+", nodes):
+        pieces = list(_PIECE.finditer(name))
+        if "".join(piece[0] for piece in pieces) != name:
+            raise ValueError(f"{nodes!r} is no list of Slurm's nodes: {name!r} is not like n1 or n[1-3,7]")
+        choices = [_numbers(nodes, piece["ranges"]) if piece["ranges"] else [piece["text"]] for piece in pieces]
+        if len(choices) > 1 and not pieces[-1]["ranges"]:
+            [end] = choices.pop()
+            choices[-1] = [number + end for number in choices[-1]]
+        *others, last = choices
+        found += ["".join([*first[::-1], end]) for *first, end in itertools.product(*others[::-1], last)]
+    return found
+
+
+def _numbers(nodes: str, ranges: str) -> list[str]:
+    """The numbers of `1-3,07`, each as long as the first of its range."""
+    found: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (match["first"], match["last"] or match["first"]) if match else ("1", "0")
+        if int(last) < int(first):
+            raise ValueError(f"{nodes!r} is no list of Slurm's nodes: {part!r} is not like 7 or 1-3")
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return found

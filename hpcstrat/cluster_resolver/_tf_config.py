@@ -1,4 +1,4 @@
-"""A cluster from the variable `TF_CONFIG`."""
+"""A cluster from the environment variable `TF_CONFIG`."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from hpcstrat.cluster_resolver._resolver import ClusterResolver, url
 
 @final
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads the environment variable `TF_CONFIG`, in JSON, each time that it is asked.
+    """Reads the environment variable `TF_CONFIG`, in JSON, on every use.
 
     A value is, for instance, `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
     `"rpc_layer"` and `"session_master"` are known too. Without the variable the cluster is empty.
 
     Args:
-        task_type: the name of this process's job, instead of what the variable says.
-        task_id: this process's number in it, instead of what the variable says.
-        rpc_layer: the protocol that `master` puts before addresses, instead of what the variable says.
+        task_type: the name of this process's job, instead of the variable's.
+        task_id: this process's index in it, instead of the variable's.
+        rpc_layer: the protocol that `master` puts before addresses, instead of the variable's.
         environment: what `environment` returns.
 
-    All that reads the variable raises `ValueError` where it is not an object in JSON, or a part is of the wrong kind.
+    Whatever reads the variable raises `ValueError` if it is not a JSON object, or a part is of the wrong type.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._environment = environment
 
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs and their tasks; empty where the variable names none.
+        """The jobs and their tasks; empty if the variable names no job.
 
         Raises:
             TypeError: a job's tasks are neither a list nor an object.
@@ -45,15 +45,10 @@ class TFConfigClusterResolver(ClusterResolver):
         return ClusterSpec(_config().get("cluster", {}))
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The variable's `"session_master"`, else the address of the task; empty where the cluster has one task only.
-
-        Args:
-            task_type: the task's job; by default this process's.
-            task_id: its number in the job; by default this process's.
-            rpc_layer: the protocol; by default the resolver's.
+        """The variable's `"session_master"`, else the address of the task; empty if the cluster has a single task.
 
         Raises:
-            ValueError: there is no such task, or which one is not said.
+            ValueError: there is no such task, or neither you nor the variable says which task.
         """
         session_master = _config().get("session_master")
         if session_master is not None:
@@ -75,37 +70,19 @@ class TFConfigClusterResolver(ClusterResolver):
         """What was given."""
         return self._environment
 
-    @property
-    def task_type(self) -> str | None:
-        """The name of this process's job: what was given, else the variable's; `None` where it does not say."""
-        found = _task().get("type") if self._task_type is None else self._task_type
+    def _find_task_type(self) -> str | None:
+        found = _task().get("type")
         return None if found is None else str(found)
 
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """This process's number in its job: what was given, else the variable's; `None` where it does not say."""
-        index = _task().get("index") if self._task_id is None else self._task_id
+    def _find_task_id(self) -> int | None:
+        index = _task().get("index")
         try:
             return None if index is None else int(index)
         except (TypeError, ValueError) as error:
             raise ValueError(f'TF_CONFIG: the "index" of its "task" is {index!r}; it must be a number') from error
 
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol: what was given, else the variable's; `None` where it does not say."""
-        return _config().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _find_rpc_layer(self) -> str | None:
+        return _config().get("rpc_layer")
 
 
 def _config() -> dict[str, Any]:
