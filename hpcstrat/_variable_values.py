@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hpcstrat._array_protocols import as_array, has_own_dtype
 from hpcstrat._communicators.dtypes import is_number, native
-from hpcstrat._storage.base import Array, Rule
+from hpcstrat._storage.base import Array, UpdateRule
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues
 
@@ -60,7 +60,7 @@ def _assign_sub(value: Array, new: Array, slots: Sequence[Array], work: Array) -
     np.subtract(value, new, out=value)
 
 
-RULES = {"assign": Rule(_assign), "assign_add": Rule(_assign_add), "assign_sub": Rule(_assign_sub)}
+RULES = {"assign": UpdateRule(_assign), "assign_add": UpdateRule(_assign_add), "assign_sub": UpdateRule(_assign_sub)}
 """How each verb changes a variable, in the form that storage applies."""
 
 

@@ -14,7 +14,7 @@ from hpcstrat._communicators.base import Bytes as Bytes
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rule import Rule as Rule
+from hpcstrat._storage.rule import UpdateRule as UpdateRule
 from hpcstrat._types import ReduceOp
 
 PART = 1 << 22
@@ -77,8 +77,7 @@ class Storage(abc.ABC):
         plan: Plan,
         values: Sequence[Array],
         op: ReduceOp | None,
-        rule: Rule,
-        numbers: tuple[float, ...] = (),
+        rule: UpdateRule,
     ) -> None:
         """Reduces the replicas' `values` by `op` and applies `rule` once. Afterwards every rank reads the result.
 
@@ -87,11 +86,10 @@ class Storage(abc.ABC):
             plan: of the variables.
             values: one array a variable, of its shape; cast to its dtype.
             op: `None` takes those of rank 0.
-            rule: how they change the variables.
-            numbers: arguments of the rule; they must be equal on all ranks.
+            rule: how they change the variables. Its constants must be equal on all ranks.
 
         Raises:
-            ReplicaMismatchError: the ranks update different variables, or with different numbers.
+            ReplicaMismatchError: the ranks update different variables, or with different constants.
         """
         communicator = self.communicator
         if communicator.checks:
@@ -99,7 +97,7 @@ class Storage(abc.ABC):
         if self._has_torn:
             plan.require_whole()
         in_buffers = plan.are_in_buffers(values)
-        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, numbers, rule.names)
+        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, rule.constants)
         try:
             # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
             with np.errstate(all="ignore"):
@@ -135,7 +133,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
 
@@ -154,8 +152,7 @@ class Storage(abc.ABC):
         slots: Sequence[Block],
         rows: Array,
         gradient: Array,
-        rule: Rule,
-        numbers: tuple[float, ...],
+        rule: UpdateRule,
     ) -> None:
         """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
 
@@ -165,17 +162,17 @@ class Storage(abc.ABC):
             slots: its slots' blocks.
             rows: integers of shape `(k,)`, all different and the same on every rank.
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
-            rule: how they change.
-            numbers: arguments of the rule; they must be equal on all ranks.
+            rule: how they change. Its constants must be equal on all ranks.
 
         Raises:
-            ReplicaMismatchError: the ranks update different variables, or with different numbers.
+            ReplicaMismatchError: the ranks update different variables, or with different constants.
         """
         communicator, blocks = self.communicator, (variable, *slots)
         if communicator.checks:
             self._check_unchanged(call, [variable])
         try:
-            communicator.exchange(signature(call, rows.shape, variable.held()).with_numbers(numbers, rule.names))
+            agreed = signature(call, rows.shape, variable.held())
+            communicator.exchange(agreed.with_numbers(tuple(rule.constants.values()), tuple(rule.constants)))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:
@@ -185,10 +182,10 @@ class Storage(abc.ABC):
             raise
 
     @abc.abstractmethod
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None: ...
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None: ...
 
     @abc.abstractmethod
-    def write(self, block: Block, new: Array, rule: Rule) -> None:
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """Changes a variable on this rank alone, which is not collective."""
 
     @abc.abstractmethod
@@ -229,7 +226,7 @@ def host_parts(array: Array) -> Iterator[Bytes]:
         yield everything[start : start + PART]
 
 
-def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
     """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
     values = [block.array[rows] for block in blocks]
     value, *slots = [value.reshape(-1) for value in values]

@@ -8,7 +8,7 @@ from typing import final
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._storage.base import Rule, slot_values, update_rows
+from hpcstrat._storage.base import UpdateRule, slot_values, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
@@ -43,7 +43,7 @@ class BroadcastStorage(DeviceStorage):
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
@@ -76,7 +76,7 @@ class BroadcastStorage(DeviceStorage):
                 for value, part in parts:
                     value[...] = part
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         variable = blocks[0]
         with self._current():
             rows, gradient = self.on_device(rows), self.on_device(gradient)

@@ -16,7 +16,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.pack import Packing
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._storage.base import PART, Bytes, Rule, Storage, flat, host_parts
+from hpcstrat._storage.base import PART, Bytes, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory, gpu_memory, host_memory
@@ -166,7 +166,7 @@ class DeviceStorage(Storage):
             sys.maxsize if self._updates_on_gpu else CHUNK,
         )
 
-    def write(self, block: Block, new: Array, rule: Rule) -> None:
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `Storage.write`."""
         with self._current():
             if self._is_apart:
@@ -279,7 +279,7 @@ class DeviceStorage(Storage):
                 plan.packings[index](arrays)
         return sources
 
-    def _apply(self, plan: DevicePlan, rule: Rule) -> None:
+    def _apply(self, plan: DevicePlan, rule: UpdateRule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""
         if self._updates_on_gpu:
             for value, gradient, slots in plan.updates:

@@ -15,7 +15,7 @@ from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.segment import Segment
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._storage.base import Array, Rule, update_rows
+from hpcstrat._storage.base import Array, UpdateRule, update_rows
 from hpcstrat._storage.memory import Block, block_of, size_of
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.segment import SegmentStorage
@@ -112,7 +112,7 @@ class HostStorage(SegmentStorage):
         self._messages[plan] = list(block.array)
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
         if values is None:
@@ -131,7 +131,7 @@ class HostStorage(SegmentStorage):
             rule.apply(value, gradient, slots, work)
         communicator.sync()
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         """Each rank updates its share of the rows."""
         communicator = self._communicator
         share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))

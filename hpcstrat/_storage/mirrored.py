@@ -12,7 +12,7 @@ import numpy as np
 from hpcstrat._communicators import MessageCommunicator
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.segment import Segment
-from hpcstrat._storage.base import Array, Rule, update_rows
+from hpcstrat._storage.base import Array, UpdateRule, update_rows
 from hpcstrat._storage.memory import Block, private_memory
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._storage.segment import SegmentStorage
@@ -73,7 +73,7 @@ class MirroredStorage(SegmentStorage):
         plan.buffers = plan.arranged(message)
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
 
@@ -100,7 +100,7 @@ class MirroredStorage(SegmentStorage):
                 gradient[...] = part
                 rule.apply(value, gradient, slots, work)
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         update_rows(blocks, rows, gradient, rule)
 
     def publish(self, call: str, blocks: Sequence[Block]) -> None:

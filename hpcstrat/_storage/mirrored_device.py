@@ -7,7 +7,7 @@ from typing import final
 
 from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.records import Signature
-from hpcstrat._storage.base import Rule, update_rows
+from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
@@ -19,7 +19,7 @@ class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: Rule
+        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
@@ -32,7 +32,7 @@ class MirroredDeviceStorage(DeviceStorage):
                     communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: Rule) -> None:
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         with self._current():
             update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
 

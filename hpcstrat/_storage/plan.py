@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -13,6 +13,7 @@ from hpcstrat._communicators.packing import Group, Layout, layout
 from hpcstrat._communicators.records import Signature, signature
 from hpcstrat._communicators.reduction import CHUNK, slice_of
 from hpcstrat._storage.memory import Block
+from hpcstrat._storage.rule import NO_CONSTANTS
 from hpcstrat._types import ReduceOp
 
 
@@ -126,15 +127,14 @@ class Plan:
         self._rank = rank
         self._own = self._own_parts()
 
-    def signature(
-        self, call: str, op: ReduceOp | None, numbers: tuple[float, ...] = (), names: tuple[str, ...] = ()
-    ) -> Signature:
+    def signature(self, call: str, op: ReduceOp | None, constants: Mapping[str, float] = NO_CONSTANTS) -> Signature:
         """What the ranks must agree on for an update."""
+        numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
             found = signature(call, *([] if op is None else [op.name]), *self._facts)
             if numbers:
-                found = found.with_numbers(numbers, names)
+                found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found
         return found
 

@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import checksum
 from hpcstrat._communicators.segment import Segment
-from hpcstrat._storage.base import Array, Bytes, Rule, Storage, flat, host_parts
+from hpcstrat._storage.base import Array, Bytes, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.memory import Block
 
 
@@ -22,7 +22,7 @@ class SegmentStorage(Storage):
     def _segment(self) -> Segment:
         """The memory that all blocks lie in."""
 
-    def write(self, block: Block, new: Array, rule: Rule) -> None:
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `Storage.write`."""
         block.checksum = None
         rule.apply(block.array, new, (), block.array)

@@ -213,7 +213,7 @@ class _Restoring:
         self._communicator.exchange(signature(f"{self._call}: restored"))
 
     def _has_slots(self, optimizer: str, variable: str) -> bool:
-        slots = self._contents.optimizers[optimizer]._slot_values
+        slots = self._contents.optimizers[optimizer].slots
         return bool(slots) and all(f"{optimizer}/{slot}/{variable}" in self._fit.common for slot in slots)
 
     def _is_of_restored_optimizer(self, slot: str) -> bool:

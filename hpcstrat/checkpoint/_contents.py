@@ -135,7 +135,7 @@ class Contents:
                         f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
                     )
                 for slot, block in blocks.items():
-                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer._slot_values[slot])
+                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.slots[slot])
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
             raise ValueError(f"{self._call}: the name {min(taken)!r} is taken by a slot; give the object another")
         return found
@@ -152,7 +152,7 @@ class Contents:
         """What there is to save besides arrays: the kind of each object that is no ordinary variable, and more."""
         found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
         for name, optimizer in self.optimizers.items():
-            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer._slot_values)}
+            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.slots)}
         for name, one in self.positions.items():
             found[name] |= one._position()._asdict()
         return found
@@ -164,7 +164,7 @@ class Contents:
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
-            for slot in optimizer._slot_values
+            for slot in optimizer.slots
             for of, v in self.variables.items()
         }
         needed = self.variables.keys() | self._kinds.keys()
@@ -270,7 +270,7 @@ def _entry(v: Variable, replicas: int | None = None) -> Entry:
 
 
 def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any]) -> list[str]:
-    slots, saved = sorted(optimizer._slot_values), sorted(facts["slots"])
+    slots, saved = sorted(optimizer.slots), sorted(facts["slots"])
     _count(facts["iterations"])
     if slots == saved:
         return []

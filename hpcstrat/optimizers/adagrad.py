@@ -8,10 +8,9 @@ from typing import final
 import numpy as np
 
 from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, Rule
+from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_AGREED = ("learning_rate", "epsilon")
 _KERNEL = Kernel(
     "adagrad",
     ("accumulator",),
@@ -58,21 +57,24 @@ class Adagrad(Optimizer):
         self.epsilon: float = self._not_negative("epsilon", epsilon)
 
     @property
-    def _slot_values(self) -> dict[str, float]:
+    def slots(self) -> dict[str, float]:
+        """See `Optimizer.slots`."""
         return {"accumulator": self.initial_accumulator_value}
 
-    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
+        """See `Optimizer.update_rule`."""
         epsilon = self.epsilon
 
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
             number = value.dtype.type
             (accumulator,) = slots
-            np.multiply(gradient, gradient, out=work)
-            np.add(accumulator, work, out=accumulator)
-            np.add(accumulator, number(epsilon), out=work)
-            np.sqrt(work, out=work)
-            np.divide(gradient, work, out=work)
-            np.multiply(work, number(learning_rate), out=work)
-            np.subtract(value, work, out=value)
+            np.multiply(gradient, gradient, out=scratch)
+            np.add(accumulator, scratch, out=accumulator)
+            np.add(accumulator, number(epsilon), out=scratch)
+            np.sqrt(scratch, out=scratch)
+            np.divide(gradient, scratch, out=scratch)
+            np.multiply(scratch, number(learning_rate), out=scratch)
+            np.subtract(value, scratch, out=value)
 
-        return Rule(descend, _KERNEL, (learning_rate, epsilon), _AGREED), (learning_rate, epsilon)
+        constants = {"learning_rate": learning_rate, "epsilon": epsilon}
+        return UpdateRule(descend, constants, _KERNEL, (learning_rate, epsilon))

@@ -9,10 +9,9 @@ from typing import final
 import numpy as np
 
 from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, Rule
+from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_AGREED = ("learning_rate", "beta_1", "beta_2", "epsilon", "weight_decay", "step")
 _KERNEL = Kernel(
     "adam",
     ("m", "v"),
@@ -51,33 +50,44 @@ class _Adam(Optimizer):
         self._decay = self._not_negative("weight_decay", weight_decay)
 
     @property
-    def _slot_values(self) -> dict[str, float]:
+    def slots(self) -> dict[str, float]:
+        """See `Optimizer.slots`."""
         return {"m": 0.0, "v": 0.0}
 
-    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
+        """See `Optimizer.update_rule`."""
         beta_1, beta_2, epsilon, decay = self.beta_1, self.beta_2, self.epsilon, self._decay
         rate = learning_rate * math.sqrt(1 - beta_2**step) / (1 - beta_1**step)
 
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
             number = value.dtype.type
             m, v = slots
             if decay:
                 np.multiply(value, number(1 - decay * learning_rate), out=value)
-            np.subtract(gradient, m, out=work)  # m += (1 - beta_1) * (gradient - m)
-            np.multiply(work, number(1 - beta_1), out=work)
-            np.add(m, work, out=m)
+            np.subtract(gradient, m, out=scratch)  # m += (1 - beta_1) * (gradient - m)
+            np.multiply(scratch, number(1 - beta_1), out=scratch)
+            np.add(m, scratch, out=m)
             np.multiply(gradient, gradient, out=gradient)  # v += (1 - beta_2) * (gradient**2 - v)
             np.subtract(gradient, v, out=gradient)
             np.multiply(gradient, number(1 - beta_2), out=gradient)
             np.add(v, gradient, out=v)
-            np.sqrt(v, out=work)  # value -= rate * m / (sqrt(v) + epsilon)
-            np.add(work, number(epsilon), out=work)
-            np.divide(m, work, out=work)
-            np.multiply(work, number(rate), out=work)
-            np.subtract(value, work, out=value)
+            np.sqrt(v, out=scratch)  # value -= rate * m / (sqrt(v) + epsilon)
+            np.add(scratch, number(epsilon), out=scratch)
+            np.divide(m, scratch, out=scratch)
+            np.multiply(scratch, number(rate), out=scratch)
+            np.subtract(value, scratch, out=value)
 
-        of_kernel = (1 - decay * learning_rate, rate, epsilon, 1 - beta_1, 1 - beta_2)
-        return Rule(descend, _KERNEL, of_kernel, _AGREED), (learning_rate, beta_1, beta_2, epsilon, decay, step)
+        constants = {
+            "learning_rate": learning_rate,
+            "beta_1": beta_1,
+            "beta_2": beta_2,
+            "epsilon": epsilon,
+            "weight_decay": decay,
+            "step": step,
+        }
+        return UpdateRule(
+            descend, constants, _KERNEL, (1 - decay * learning_rate, rate, epsilon, 1 - beta_1, 1 - beta_2)
+        )
 
 
 @final

@@ -6,7 +6,7 @@ import abc
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from hpcstrat import _context
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import ReplicaContext
-from hpcstrat._storage.base import Array, Rule, Storage
+from hpcstrat._storage.base import Array, Storage, UpdateRule
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import sum_rows
@@ -41,12 +41,14 @@ class Optimizer(abc.ABC):
         name: a name.
     """
 
-    def __init__(self, learning_rate: LearningRate, global_clipnorm: float | None, name: str) -> None:
+    def __init__(
+        self, learning_rate: LearningRate, global_clipnorm: float | None = None, name: str | None = None
+    ) -> None:
         if global_clipnorm is not None and not global_clipnorm > 0:
             raise ValueError(
                 f"{type(self).__name__}: global_clipnorm is {global_clipnorm!r}; it must be positive or None"
             )
-        self.name = name
+        self.name: str = type(self).__name__ if name is None else name
         self.global_clipnorm = global_clipnorm
         self.learning_rate = learning_rate
         self._iterations = 0
@@ -57,12 +59,12 @@ class Optimizer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _slot_values(self) -> dict[str, float]:
-        """The name and the initial value of each slot that a variable has."""
+    def slots(self) -> Mapping[str, float]:
+        """Name and initial value of each slot: an array beside each variable, of its shape and dtype."""
 
     @abc.abstractmethod
-    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
-        """The update of step number `step`, from 1, and the numbers in it, which all ranks must share."""
+    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
+        """The update of step number `step`, counted from 1. Called on every rank, in every step."""
 
     # ---- facts
 
@@ -93,8 +95,9 @@ class Optimizer(abc.ABC):
         self._learning_rate = value
 
     def __repr__(self) -> str:
-        arguments = [*inspect.signature(type(self)).parameters, "iterations"]
-        return f"{type(self).__name__}({', '.join(f'{one}={getattr(self, one)!r}' for one in arguments)})"
+        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
+        arguments = [f"{name}={getattr(self, name)!r}" for name in (*names, "iterations")]
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         # One that goes on from here with copies of its variables; as collective as making them is.
@@ -178,14 +181,14 @@ class Optimizer(abc.ABC):
                 gradients, op = communicator.all_reduce(call, gradients, op), None
             with strategy._on_stream():
                 gradients, rows = _clipped(strategy.xp, self.global_clipnorm, gradients, rows)
-        rule, numbers = self._rule(rate, self._iterations + 1)
+        rule = self.update_rule(rate, self._iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
                 plan = self._plan(strategy, dense)
-                strategy._storage.update(call, plan, gradients, op, rule, numbers)
+                strategy._storage.update(call, plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
                 slots = self._slots_of(strategy, [v])[0]
-                strategy._storage.update_rows(call, v._block, slots, indices, values, rule, numbers)
+                strategy._storage.update_rows(call, v._block, slots, indices, values, rule)
             self._iterations += 1
         except BaseException as error:
             strategy._storage.tear(call, error, [v._block for v in (*dense, *(v for _, v in sparse))])
@@ -209,9 +212,9 @@ class Optimizer(abc.ABC):
         gradients = [gradient for gradient, _ in pairs]
         if not plan.fits(gradients):
             return False
-        rule, numbers = self._rule(self._constant_rate, self._iterations + 1)
+        rule = self.update_rule(self._constant_rate, self._iterations + 1)
         try:
-            strategy._storage.update(call, plan, gradients, ReduceOp.SUM, rule, numbers)
+            strategy._storage.update(call, plan, gradients, ReduceOp.SUM, rule)
             self._iterations += 1
         except BaseException as error:  # a signal's may come between the two
             strategy._storage.tear(call, error, plan.blocks)
@@ -285,7 +288,7 @@ class Optimizer(abc.ABC):
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
             kinds = [
                 [strategy._storage.create_slot(f"{self.name}: {name} of {v.name!r}", v._block, value) for v in new]
-                for name, value in self._slot_values.items()
+                for name, value in self.slots.items()
             ]
             for i, v in enumerate(new):
                 self._slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
@@ -295,7 +298,7 @@ class Optimizer(abc.ABC):
 
     def _named_slots(self) -> list[tuple[Variable, dict[str, Block]]]:
         """The variables that have slots, each with these by name."""
-        return [(v, dict(zip(self._slot_values, blocks, strict=True))) for v, blocks in self._slots.values()]
+        return [(v, dict(zip(self.slots, blocks, strict=True))) for v, blocks in self._slots.values()]
 
     def _make_slots(self, variables: Sequence[Variable]) -> None:
         """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.

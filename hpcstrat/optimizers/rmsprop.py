@@ -8,10 +8,9 @@ from typing import final
 import numpy as np
 
 from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, Rule
+from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_AGREED = ("learning_rate", "rho", "momentum", "epsilon", "centered")
 _NUMBERS = ("learning_rate", "rho", "rest", "epsilon")
 _PLAIN = """
 squares = rho * squares + rest * gradient * gradient;
@@ -76,41 +75,49 @@ class RMSprop(Optimizer):
         self.centered: bool = bool(centered)
 
     @property
-    def _slot_values(self) -> dict[str, float]:
+    def slots(self) -> dict[str, float]:
+        """See `Optimizer.slots`."""
         names = ["rms", *["average"] * self.centered, *["momentum"] * bool(self.momentum)]
         return dict.fromkeys(names, 0.0)
 
-    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
+    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
+        """See `Optimizer.update_rule`."""
         rho, momentum, epsilon, centered = self.rho, self.momentum, self.epsilon, self.centered
 
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
             number = value.dtype.type
             squares = slots[0]
-            np.multiply(gradient, gradient, out=work)
-            _average(squares, work, number(rho), number(1 - rho))
+            np.multiply(gradient, gradient, out=scratch)
+            _average(squares, scratch, number(rho), number(1 - rho))
             if centered:
                 mean = slots[1]
-                np.copyto(work, gradient)
-                _average(mean, work, number(rho), number(1 - rho))
-                np.multiply(mean, mean, out=work)
-                np.subtract(squares, work, out=work)
-                np.add(work, number(epsilon), out=work)
+                np.copyto(scratch, gradient)
+                _average(mean, scratch, number(rho), number(1 - rho))
+                np.multiply(mean, mean, out=scratch)
+                np.subtract(squares, scratch, out=scratch)
+                np.add(scratch, number(epsilon), out=scratch)
             else:
-                np.add(squares, number(epsilon), out=work)
-            np.sqrt(work, out=work)
-            np.divide(gradient, work, out=work)
-            np.multiply(work, number(learning_rate), out=work)
+                np.add(squares, number(epsilon), out=scratch)
+            np.sqrt(scratch, out=scratch)
+            np.divide(gradient, scratch, out=scratch)
+            np.multiply(scratch, number(learning_rate), out=scratch)
             if momentum:
                 velocity = slots[-1]
                 np.multiply(velocity, number(momentum), out=velocity)
-                np.add(velocity, work, out=velocity)
+                np.add(velocity, scratch, out=velocity)
                 np.subtract(value, velocity, out=value)
             else:
-                np.subtract(value, work, out=value)
+                np.subtract(value, scratch, out=value)
 
+        constants = {
+            "learning_rate": learning_rate,
+            "rho": rho,
+            "momentum": momentum,
+            "epsilon": epsilon,
+            "centered": centered,
+        }
         of_kernel = (learning_rate, rho, 1 - rho, epsilon, *[momentum] * bool(momentum))
-        rule = Rule(descend, _KERNELS[centered, bool(momentum)], of_kernel, _AGREED)
-        return rule, (learning_rate, rho, momentum, epsilon, centered)
+        return UpdateRule(descend, constants, _KERNELS[centered, bool(momentum)], of_kernel)
 
 
 def _average(mean: Array, new: Array, old_share: float, new_share: float) -> None:

@@ -9,10 +9,9 @@ from typing import final
 import numpy as np
 
 from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, Rule
+from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_AGREED = ("learning_rate", "momentum", "nesterov")
 _PLAIN = Kernel("sgd", (), ("learning_rate",), "value -= learning_rate * gradient;")
 _MOMENTUM = Kernel(
     "sgd_momentum",
@@ -66,17 +65,18 @@ class SGD(Optimizer):
         self.nesterov: bool = bool(nesterov)
 
     @property
-    def _slot_values(self) -> dict[str, float]:
+    def slots(self) -> dict[str, float]:
+        """See `Optimizer.slots`."""
         return {"momentum": 0.0} if self.momentum else {}
 
-    def _rule(self, learning_rate: float, step: int) -> tuple[Rule, tuple[float, ...]]:
-        numbers = (learning_rate, self.momentum, self.nesterov)
-        return _descent(*numbers), numbers
+    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
+        """See `Optimizer.update_rule`."""
+        return _descent(learning_rate, self.momentum, self.nesterov)
 
 
 @functools.lru_cache(maxsize=128)
-def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
-    def descend(value: Array, gradient: Array, slots: Sequence[Array], work: Array) -> None:
+def _descent(learning_rate: float, momentum: float, nesterov: bool) -> UpdateRule:
+    def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
         number = value.dtype.type
         np.multiply(gradient, number(learning_rate), out=gradient)
         if not slots:
@@ -86,12 +86,13 @@ def _descent(learning_rate: float, momentum: float, nesterov: bool) -> Rule:
         np.multiply(velocity, number(momentum), out=velocity)
         np.subtract(velocity, gradient, out=velocity)
         if nesterov:
-            np.multiply(velocity, number(momentum), out=work)
-            np.subtract(work, gradient, out=work)
-            np.add(value, work, out=value)
+            np.multiply(velocity, number(momentum), out=scratch)
+            np.subtract(scratch, gradient, out=scratch)
+            np.add(value, scratch, out=value)
         else:
             np.add(value, velocity, out=value)
 
+    constants = {"learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov}
     if not momentum:
-        return Rule(descend, _PLAIN, (learning_rate,), _AGREED)
-    return Rule(descend, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum), _AGREED)
+        return UpdateRule(descend, constants, _PLAIN, (learning_rate,))
+    return UpdateRule(descend, constants, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum))

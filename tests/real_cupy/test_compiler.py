@@ -44,10 +44,10 @@ def sources():
     texts = []
     for dtype in DTYPES:
         for optimizer in OPTIMIZERS.values():
-            update, _ = optimizer._rule(0.1, 1)
+            update = optimizer.update_rule(0.1, 1)
             kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
-            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *update.numbers, *arrays]))
+            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *update.kernel_constants, *arrays]))
         kernel = rows._kernel(accumulator(dtype) != dtype)
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))

@@ -18,14 +18,14 @@ def test_buffers_may_be_passed_in_another_order():
     plan = storage.plan(blocks, [()] * 3)
     storage.make_buffers("test", plan)
     assert plan.buffers is not None
-    rule, numbers = optimizers.SGD(1.0)._rule(1.0, 1)
+    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
     for turn in range(3):
         for number, buffer in enumerate(plan.buffers):
             buffer[...] = number + 1
         values = [plan.buffers[(i + turn) % 3] for i in range(3)]
         values[2] = values[2][::-1]  # a view
         before = [block.array.copy() for block in blocks]
-        storage.update("test", plan, values, ReduceOp.SUM, rule, numbers)
+        storage.update("test", plan, values, ReduceOp.SUM, rule)
         changes = [(old - block.array).tolist() for old, block in zip(before, blocks, strict=True)]
         assert changes == [[(i + turn) % 3 + 1] * 3 for i in range(3)]
 
@@ -33,13 +33,13 @@ def test_buffers_may_be_passed_in_another_order():
 def test_a_message_that_became_too_small_is_given_back():
     """It would live as long as the plans that used it, of which each variable that is assigned has one."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
-    rule, numbers = optimizers.SGD(1.0)._rule(1.0, 1)
+    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
     plans = [storage.plan([storage.create("test", np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]
     for turn in range(2):
         messages = []
         for plan in plans:
             gradient = np.ones(plan.blocks[0].array.shape, np.float32)
-            storage.update("test", plan, [gradient], ReduceOp.SUM, rule, numbers)
+            storage.update("test", plan, [gradient], ReduceOp.SUM, rule)
             messages.append(weakref.ref(plan.message))
             assert plan.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()

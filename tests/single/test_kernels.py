@@ -87,7 +87,7 @@ def numbers(random, size, dtype):
 def arrays_of(optimizer, dtype, size, steps=1):
     """A variable, a gradient, and slots, as an optimizer has them before this step."""
     random = np.random.default_rng(steps)
-    value, *slots = (np.full(size, initial, dtype) for initial in (1, *optimizer._slot_values.values()))
+    value, *slots = (np.full(size, initial, dtype) for initial in (1, *optimizer.slots.values()))
     for step in range(1, steps):
         operations(optimizer, step, value, numbers(random, size, dtype), slots)
     return numbers(random, size, dtype), numbers(random, size, dtype), slots
@@ -95,14 +95,14 @@ def arrays_of(optimizer, dtype, size, steps=1):
 
 def update(optimizer, step, value, gradient, slots):
     """One step by the kernel."""
-    optimizer._rule(0.1, step)[0].on_gpu(value, gradient.copy(), slots)
+    optimizer.update_rule(0.1, step).on_gpu(value, gradient.copy(), slots)
 
 
 def operations(optimizer, step, value, gradient, slots):
     """The same by operations on arrays, those of 16 bits rounded at the end, as a kernel does."""
     changed, work = [array.astype(accumulator(array.dtype)) for array in (value, *slots)], np.empty_like
     gradient = gradient.astype(changed[0].dtype)
-    optimizer._rule(0.1, step)[0].apply(changed[0], gradient, changed[1:], work(gradient))
+    optimizer.update_rule(0.1, step).apply(changed[0], gradient, changed[1:], work(gradient))
     for array, new in zip((value, *slots), changed, strict=True):
         array[...] = new
 
