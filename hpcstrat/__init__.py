@@ -8,11 +8,6 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
-from hpcstrat._context import ReplicaContext as ReplicaContext
-from hpcstrat._context import experimental_set_strategy as experimental_set_strategy
-from hpcstrat._context import get_replica_context as get_replica_context
-from hpcstrat._context import get_strategy as get_strategy
-from hpcstrat._context import has_strategy as has_strategy
 from hpcstrat._context import in_cross_replica_context as in_cross_replica_context
 from hpcstrat._errors import ReplicaMismatchError as ReplicaMismatchError
 from hpcstrat._program import agree as agree
@@ -25,8 +20,13 @@ from hpcstrat._program import patience as patience
 from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
+from hpcstrat._strategies.base import ReplicaContext as ReplicaContext
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from hpcstrat._strategies.current import experimental_set_strategy as experimental_set_strategy
+from hpcstrat._strategies.current import get_replica_context as get_replica_context
+from hpcstrat._strategies.current import get_strategy as get_strategy
+from hpcstrat._strategies.current import has_strategy as has_strategy
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
 from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import Any, final
 
-import numpy as np
-
-from hpcstrat import _output, _world
-from hpcstrat._types import MaybeNone, ReduceOp
-
-if TYPE_CHECKING:
-    from hpcstrat._strategies.base import Strategy
-    from hpcstrat._variables import Variable
+from hpcstrat import _output
+from hpcstrat._group import ReplicaGroup, default_group
 
 
-class CrossReplicaContext:
-    """The script's own level within a strategy."""
+class Context:
+    """Where a line runs within a strategy, of which only the group of replicas is known here.
 
-    __slots__ = ("strategy",)
+    Attributes:
+        group: the replicas.
+        owner: what users hold of the context: the strategy or, in a replica function, the `ReplicaContext`.
+    """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self.strategy = strategy
+    __slots__ = ("group", "owner")
+
+    def __init__(self, group: ReplicaGroup, owner: object) -> None:
+        self.group = group
+        self.owner = owner
 
 
-class UpdateContext(CrossReplicaContext):
+@final
+class InReplica(Context):
+    """Inside the function of `Strategy.run`, which runs on every replica."""
+
+    __slots__ = ()
+
+
+class AcrossReplicas(Context):
+    """The script's own level within a strategy, which TensorFlow calls the cross-replica context."""
+
+    __slots__ = ()
+
+
+@final
+class InUpdate(AcrossReplicas):
     """Inside the function of `StrategyExtended.update`, which one rank runs: nothing here may communicate.
 
     Attributes:
@@ -34,129 +48,71 @@ class UpdateContext(CrossReplicaContext):
 
     __slots__ = ("variables",)
 
-    def __init__(self, strategy: Strategy, variables: Sequence[Variable]) -> None:
-        super().__init__(strategy)
+    def __init__(self, group: ReplicaGroup, owner: object, variables: Sequence[object]) -> None:
+        super().__init__(group, owner)
         self.variables = variables
 
 
-class ReplicaContext:
-    """What a replica function knows of its replica, and how it talks to the others.
+current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
+"""The context; None outside of every strategy."""
 
-    `hpcstrat.get_replica_context()` gives it, inside `Strategy.run`.
+_set_by_user: AcrossReplicas | None = None
+
+
+def context() -> Context | None:
+    """The context of this line, what `experimental_set_strategy` set included."""
+    found = current.get()
+    return _set_by_user if found is None else found
+
+
+def group() -> ReplicaGroup:
+    """The replicas of this line's strategy; outside of every scope the default strategy's one."""
+    found = context()
+    return default_group() if found is None else found.group
+
+
+def set_outside_scopes(context: AcrossReplicas | None) -> None:
+    """Sets the context of every line outside of scopes; None is that of the default strategy.
+
+    Raises:
+        RuntimeError: called inside a scope or a replica.
     """
+    global _set_by_user
+    if current.get() is not None:
+        raise RuntimeError(
+            "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
+        )
+    _set_by_user = context
 
-    __slots__ = ("_strategy",)
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+def in_cross_replica_context() -> bool:
+    """Whether this line runs in the cross-replica context of a strategy."""
+    return isinstance(context(), AcrossReplicas)
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that runs this replica."""
-        return self._strategy
 
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The index of this replica, 0..num_replicas_in_sync-1."""
-        return self._strategy._communicator.rank
+def require_cross_replica(group: ReplicaGroup, call: str) -> None:
+    """Refuses a call that is not made in the cross-replica context of this group, or outside of every scope.
 
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
-        return self._strategy._communicator.size
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one canonical string."""
-        return (self._strategy.extended.worker_devices[self.replica_id_in_sync_group],)
-
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Reduces `value` elementwise over all replicas. Collective: all replicas call this.
-
-        Args:
-            reduce_op: a `ReduceOp` or its name.
-            value: a nest of arrays or numbers, of equal shapes and dtypes on all replicas. They travel together.
-            options: taken for TensorFlow's sake.
-
-        Returns:
-            A nest like `value`, the same on every replica; integers stay integers in a sum, and become `float64` in a
-            mean.
-
-        Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
-            ReplicaMismatchError: shapes or dtypes differ between replicas.
-        """
-        del options
-        self._require("all_reduce")
-        return self._strategy._all_reduce("ReplicaContext.all_reduce", reduce_op, value)
-
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates `value` over all replicas along `axis`, in replica order. Collective: all replicas call this.
-
-        Args:
-            value: a nest of arrays with at least one dimension; sizes may differ along `axis` only.
-            axis: the axis, counted from the end where negative.
-            options: taken for TensorFlow's sake.
-
-        Returns:
-            A nest like `value`, the same on every replica.
-
-        Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            NotImplementedError: a leaf is an `IndexedSlices`.
-            ReplicaMismatchError: the shapes do not fit; every replica's is named.
-        """
-        del options
-        self._require("all_gather")
-        return self._strategy._all_gather("ReplicaContext.all_gather", value, axis)
-
-    def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context. Collective: all replicas call this.
-
-        Args:
-            merge_fn: runs on every rank, with the leaves of `args` and `kwargs` as `PerReplica` values.
-            args: positional arguments, nests.
-            kwargs: keyword arguments, nests.
-
-        Returns:
-            This replica's component of what `merge_fn` returns.
-
-        Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
-        """
-        self._require("merge_call")
-        check_arguments("ReplicaContext.merge_call", merge_fn, args)
-        return self._strategy._merge_call(merge_fn, tuple(args), dict(kwargs or {}))
-
-    def random_generator(self, seed: int) -> Any:
-        """A random generator of this replica's own: `numpy.random.Generator`, or CuPy's on a GPU.
-
-        One seed gives independent streams on all replicas, and the same ones in every run.
-        """
-        strategy = self._strategy
-        own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))
-        if strategy.xp is np:
-            return np.random.default_rng(own)
-        return strategy.xp.random.default_rng(int(own.generate_state(1, np.uint64)[0]))
-
-    def _require(self, method: str) -> None:
-        if get_replica_context() is not self:
-            raise RuntimeError(
-                f"ReplicaContext.{method} was called outside of its replica context; call it inside the function that "
-                "Strategy.run runs"
-            )
-        if context() is None and (ranks := _world.size()) > 1:  # the default strategy's, which has one replica
-            raise RuntimeError(
-                f"ReplicaContext.{method} was called outside of Strategy.run, where each of the {ranks} ranks is "
-                "alone; call it inside the function that strategy.run runs, or use strategy.reduce and strategy.gather"
-            )
-
-    def __repr__(self) -> str:
-        return f"ReplicaContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
+    Raises:
+        RuntimeError: it is not, or the strategy is closed.
+    """
+    if group.lifetime.is_closed:
+        raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
+    found = context()
+    if found is None or (type(found) is AcrossReplicas and found.group is group):
+        group.communicator.require_open(call)
+    elif isinstance(found, InUpdate):
+        raise RuntimeError(
+            f"{call} was called inside an update, which one rank runs: nothing may communicate there; "
+            "call it before or after"
+        )
+    elif isinstance(found, InReplica):
+        raise RuntimeError(
+            f"{call} was called inside a replica function; call it outside of Strategy.run, or inside "
+            "ReplicaContext.merge_call. For a sum over replicas there is ReplicaContext.all_reduce"
+        )
+    else:
+        raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
 
 
 def check_arguments(call: str, fn: Any, args: Any) -> None:
@@ -173,73 +129,12 @@ def check_arguments(call: str, fn: Any, args: Any) -> None:
         )
 
 
-current: ContextVar[CrossReplicaContext | ReplicaContext | None] = ContextVar("hpcstrat_context", default=None)
-"""The context; None outside of every strategy."""
-
-
-def _none_yet() -> Strategy:
-    raise RuntimeError("hpcstrat is not imported completely")
-
-
-default_strategy: Callable[[], Strategy] = _none_yet
-"""Gives the strategy of one replica that counts outside of every scope. Filled in by the floor of the strategies."""
-
-_set_by_user: CrossReplicaContext | None = None
-
-
-def context() -> CrossReplicaContext | ReplicaContext | None:
-    """The context of this line, what `experimental_set_strategy` set included."""
-    found = current.get()
-    return _set_by_user if found is None else found
-
-
-def get_strategy() -> Strategy:
-    """The strategy of this line; outside of every scope the default strategy, of one replica."""
-    found = context()
-    return default_strategy() if found is None else found.strategy
-
-
-def has_strategy() -> bool:
-    """Whether this line runs in the scope, or in a replica, of a strategy other than the default one."""
-    return get_strategy() is not default_strategy()
-
-
-def in_cross_replica_context() -> bool:
-    """Whether this line runs in the cross-replica context of a strategy."""
-    return isinstance(context(), CrossReplicaContext)
-
-
-def get_replica_context() -> ReplicaContext | MaybeNone:
-    """This replica's context; None in the cross-replica context; the default strategy's outside of every scope.
-
-    That one's `all_reduce`, `all_gather` and `merge_call` work where there is one rank.
-    """
-    found = context()
-    if found is None:
-        return default_strategy()._replica_context
-    return found if isinstance(found, ReplicaContext) else None
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` the one of every line outside of scopes, as if all stood in its scope; None takes it back.
-
-    Raises:
-        RuntimeError: called inside a scope or a replica.
-    """
-    global _set_by_user
-    if current.get() is not None:
-        raise RuntimeError(
-            "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
-        )
-    _set_by_user = None if strategy in (None, default_strategy()) else strategy._cross_context
-
-
 def _shows() -> bool | None:
     """Whether this line's output is a replica's own; None where this thread has no context."""
     found = context()
     if found is None:
         return None
-    return isinstance(found, ReplicaContext) and found.strategy._communicator.size > 1
+    return isinstance(found, InReplica) and found.group.communicator.size > 1
 
 
 _output.replica_context = _shows

@@ -29,7 +29,7 @@ class ExportsArray(ReadableAsArray):
     @property
     def device(self) -> str:
         """The canonical string of the device where it lives: the parameter device, or this replica's for a mirror."""
-        return self._strategy._variable_device
+        return str(self._group.variable_device)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
@@ -37,7 +37,7 @@ class ExportsArray(ReadableAsArray):
             raise TypeError(
                 f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
             )
-        in_place = in_replica_of(self._strategy)
+        in_place = in_replica_of(self._group)
         if copy is False and not in_place:
             raise ValueError(
                 f"Variable {self.name!r} is read without a copy, copy=False, in a replica context only; "
@@ -49,7 +49,7 @@ class ExportsArray(ReadableAsArray):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
-        if self._interface is None or self._block.torn or not in_replica_of(self._strategy):
+        if self._interface is None or self._block.torn or not in_replica_of(self._group):
             raise AttributeError(
                 f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
             )
@@ -80,7 +80,7 @@ class ExportsArray(ReadableAsArray):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         array = self._block.view
-        if not _gpu.is_on_gpu(array) or not in_replica_of(self._strategy):  # as `__array_interface__`
+        if not _gpu.is_on_gpu(array) or not in_replica_of(self._group):  # as `__array_interface__`
             raise AttributeError(
                 f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
             )

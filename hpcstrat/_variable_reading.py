@@ -10,12 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
-from hpcstrat._context import ReplicaContext
+from hpcstrat._context import InReplica
+from hpcstrat._group import ReplicaGroup
 from hpcstrat._storage.base import Array
 from hpcstrat._storage.memory import Block
-
-if TYPE_CHECKING:
-    from hpcstrat._strategies.base import Strategy
 
 Axis: TypeAlias = "int | Sequence[int] | None"
 
@@ -23,11 +21,11 @@ Axis: TypeAlias = "int | Sequence[int] | None"
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What reads a variable. Nothing here communicates; a variable with a value a replica refuses where it would."""
 
-    __slots__ = ("_block", "_is_on_read", "_strategy", "name")
+    __slots__ = ("_block", "_group", "_is_on_read", "name")
 
     _block: Block
     _is_on_read: bool
-    _strategy: Strategy
+    _group: ReplicaGroup
     name: str
 
     # ---- facts
@@ -76,7 +74,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         """
         view = self._block.view
         context = _context.current.get()
-        if type(context) is ReplicaContext and context._strategy is self._strategy:
+        if type(context) is InReplica and context.group is self._group:
             return view.view()  # whose shape and flags the caller may change
         self._check_readable()
         return view.copy()
@@ -96,9 +94,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _is_divided(self) -> bool:
         """Whether a read here would have to bring several replicas' values together."""
-        if not self._is_on_read or self._strategy.num_replicas_in_sync == 1:
+        if not self._is_on_read or self._group.communicator.size == 1:
             return False
-        return not in_replica_of(self._strategy)
+        return not in_replica_of(self._group)
 
     # ---- operators and indexing
 
@@ -115,7 +113,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Array:
         part = self._readable()[index]
-        return part if in_replica_of(self._strategy) or isinstance(part, np.generic) else part.copy()
+        return part if in_replica_of(self._group) or isinstance(part, np.generic) else part.copy()
 
     if not TYPE_CHECKING:  # to which assigning to an item is an error
 
@@ -252,10 +250,10 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._readable().dot(other._readable() if isinstance(other, ReadableAsArray) else other, out)
 
 
-def in_replica_of(strategy: Strategy) -> bool:
-    """Whether this line runs in a replica context of `strategy`."""
+def in_replica_of(group: ReplicaGroup) -> bool:
+    """Whether this line runs in a replica of the group."""
     context = _context.current.get()
-    return type(context) is ReplicaContext and context._strategy is strategy
+    return type(context) is InReplica and context.group is group
 
 
 def note_read_only(error: BaseException) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
 from hpcstrat._communicators.dtypes import check_reducible
-from hpcstrat._context import CrossReplicaContext, ReplicaContext, UpdateContext
+from hpcstrat._context import Context, InReplica, InUpdate, require_cross_replica
+from hpcstrat._group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Array, Storage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import MaybeNone, ReduceOp, parse_choice
@@ -26,9 +27,6 @@ from hpcstrat._variable_values import (
     shared_out,
     written_array,
 )
-
-if TYPE_CHECKING:
-    from hpcstrat._strategies.base import Strategy
 
 
 class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
@@ -91,32 +89,32 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
     ) -> None:
-        strategy = self._strategy = _context.get_strategy()
+        group = self._group = _context.group()
         _require_no_update("Variable")
-        with strategy._communicator.joint("Variable"):
+        with group.communicator.joint("Variable"):
             self.synchronization: VariableSynchronization = parse_choice(
                 VariableSynchronization, synchronization or "AUTO", "Variable", "synchronization"
             )
             self.aggregation: VariableAggregation = parse_choice(
                 VariableAggregation, aggregation or "NONE", "Variable", "aggregation"
             )
-            if self.synchronization is VariableSynchronization.NONE and strategy._mirrors:
+            if self.synchronization is VariableSynchronization.NONE and group.mirrors:
                 raise ValueError(
-                    f"Variable: synchronization is NONE, and the copies that {type(strategy).__name__} keeps on the "
+                    f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
                     "replicas change together; leave it out, or take ON_READ for one value a replica"
                 )
             self._is_on_read: bool = self.synchronization is VariableSynchronization.ON_READ
             self.trainable: bool = not self._is_on_read if trainable is None else bool(trainable)
-            initial = initial_array(initial_value, dtype, shape, strategy._stream is not None)
+            initial = initial_array(initial_value, dtype, shape, group.stream is not None)
         self.name: str = self._common_name("Variable" if name is None else str(name))
         call = f"Variable {self.name!r}"
-        strategy._communicator.require_equal(call, [initial])
+        group.communicator.require_equal(call, [initial])
         self._store(call, initial)
 
     def _common_name(self, name: str) -> str:
         """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
-        communicator = self._strategy._communicator
-        if communicator.size == 1 or not isinstance(_context.context(), ReplicaContext):
+        communicator = self._group.communicator
+        if communicator.size == 1 or not isinstance(_context.context(), InReplica):
             return name
         names = communicator.all_gather_obj("Variable", name)
         stem = names[0].removesuffix("0")
@@ -129,7 +127,7 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
 
     @property
     def _storage(self) -> Storage:
-        return self._strategy._replica_storage if self._is_on_read else self._strategy._storage
+        return self._group.replica_storage if self._is_on_read else self._group.storage
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # One of its own with the same value, of the same strategy; as collective as making one is.
@@ -137,7 +135,7 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         _require_no_update(call)
         other = object.__new__(type(self))
         memo[id(self)] = other
-        other._strategy, other._is_on_read, other.name = self._strategy, self._is_on_read, self.name
+        other._group, other._is_on_read, other.name = self._group, self._is_on_read, self.name
         other.synchronization, other.aggregation = self.synchronization, self.aggregation
         other.trainable = self.trainable
         other._store(call, self._block.view)
@@ -214,29 +212,29 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
 
     def _write(self, verb: str, value: Any) -> None:
         call = f"Variable.{verb} of {self.name!r}"
-        strategy, context = self._strategy, _context.context()
-        if isinstance(context, UpdateContext):
+        group, context = self._group, _context.context()
+        if isinstance(context, InUpdate):
             if not any(self is one for one in context.variables):
                 raise RuntimeError(
                     f"{call}: this update may write only the variables that were passed to it; pass it too"
                 )
             self._storage.write(self._block, self._checked(call, verb, value), RULES[verb])
             return
-        if context is not None and context.strategy is not strategy and not self._is_plain_here(context):
+        if context is not None and context.group is not group and not self._is_plain_here(context):
             raise RuntimeError(self._foreign(call, context))
         if self._is_on_read:
             self._write_own(call, verb, value)
-        elif isinstance(context, ReplicaContext) and not strategy._aggregates_nothing:
+        elif isinstance(context, InReplica) and group.requires_aggregation:
             self._write_aggregated(call, verb, value)
         else:
-            with strategy._communicator.joint(call):
+            with group.communicator.joint(call):
                 new = self._checked(call, verb, value)
-            strategy._communicator.require_equal(call, [new])
+            group.communicator.require_equal(call, [new])
             self._update(call, new, None, verb)
 
     def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
-        with self._strategy._communicator.joint(call):
+        with self._group.communicator.joint(call):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(f"{call} in a replica context: {NO_AGGREGATION}")
             op = OPERATIONS[self.aggregation]
@@ -252,12 +250,12 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
 
     def _write_own(self, call: str, verb: str, value: Any) -> None:
         """A write to an ON_READ variable: each replica has its own."""
-        strategy = self._strategy
-        if isinstance(_context.context(), ReplicaContext) or strategy.num_replicas_in_sync == 1:
-            strategy._replica_storage.write(self._block, self._checked(call, verb, value), RULES[verb])
+        group = self._group
+        if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
+            group.replica_storage.write(self._block, self._checked(call, verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
-        with strategy._communicator.joint(call):
+        with group.communicator.joint(call):
             if is_sum and verb != "assign":
                 raise ValueError(
                     f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "
@@ -265,11 +263,11 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
                 )
             new = self._checked(call, verb, value)
             if is_sum:
-                new = shared_out(call, new, strategy.num_replicas_in_sync)
-        strategy._communicator.require_equal(call, [new])
-        with strategy._communicator.change(call):
-            new = strategy._communicator.broadcast_obj(call, _gpu.to_host(new), strategy._root)
-            strategy._replica_storage.write(self._block, new, RULES[verb])
+                new = shared_out(call, new, group.communicator.size)
+        group.communicator.require_equal(call, [new])
+        with group.communicator.change(call):
+            new = group.communicator.broadcast_obj(call, _gpu.to_host(new), group.root)
+            group.replica_storage.write(self._block, new, RULES[verb])
 
     def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
         if self._plan is None:
@@ -279,48 +277,48 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
     # ---- help
 
     def _aggregated(self, call: str) -> Array:
-        strategy, array = self._strategy, self._block.view
+        group, array = self._group, self._block.view
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(f"{call} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
         op = OPERATIONS[self.aggregation]
-        strategy._require_cross_replica(call)
+        require_cross_replica(group, call)
         if op is None:
-            with strategy._on_stream():
-                own = strategy._communicator.broadcast_obj(call, _gpu.to_host(array))
-                return strategy.xp.asarray(own)
-        return strategy._communicator.all_reduce(call, [array], op)[0]
+            with group.on_stream():
+                own = group.communicator.broadcast_obj(call, _gpu.to_host(array))
+                return group.xp.asarray(own)
+        return group.communicator.all_reduce(call, [array], op)[0]
 
     def _checked(self, call: str, verb: str, value: Any) -> Array:
-        return written_array(call, verb, value, self.shape, self.dtype, self._strategy._stream is not None)
+        return written_array(call, verb, value, self.shape, self.dtype, self._group.stream is not None)
 
-    def _strategy_here(self, call: str) -> Strategy:
-        """The variable's strategy, for an update by it in this line.
+    def _group_here(self, call: str) -> ReplicaGroup:
+        """The variable's group, for an update by its strategy in this line.
 
         Raises:
             RuntimeError: this line runs in another strategy.
         """
         context = _context.context()
-        if context is not None and context.strategy is not self._strategy:
+        if context is not None and context.group is not self._group:
             raise RuntimeError(self._foreign(call, context))
-        return self._strategy
+        return self._group
 
-    def _is_plain_here(self, context: CrossReplicaContext | ReplicaContext) -> bool:
+    def _is_plain_here(self, context: Context) -> bool:
         """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""
-        divided = isinstance(context, ReplicaContext) and context.num_replicas_in_sync > 1
-        return self._strategy is _context.default_strategy() and not divided
+        divided = isinstance(context, InReplica) and context.group.communicator.size > 1
+        return self._group is default_group() and not divided
 
-    def _foreign(self, call: str, context: CrossReplicaContext | ReplicaContext) -> str:
-        if self._strategy is _context.default_strategy():
+    def _foreign(self, call: str, context: Context) -> str:
+        if self._group is default_group():
             return (
                 f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
                 "make it under `with strategy.scope():`"
             )
         return (
-            f"{call}: the variable belongs to another strategy than {type(context.strategy).__name__}, which runs "
+            f"{call}: the variable belongs to another strategy than {context.group.name}, which runs "
             "here; write it in its own strategy's scope"
         )
 
 
 def _require_no_update(call: str) -> None:
-    if isinstance(_context.context(), UpdateContext):
+    if isinstance(_context.context(), InUpdate):
         raise RuntimeError(f"{call} was made inside an update, which one rank runs; make it under strategy.scope()")

@@ -1,4 +1,4 @@
-"""Warnings that concern all ranks."""
+"""Warnings that concern all ranks, and warnings of old names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import sys
 import warnings
 
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
+_warned: set[str] = set()
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns, once a process, that a method has a newer name. For use directly in the method of the old one."""
+    if old not in _warned:
+        _warned.add(old)
+        warnings.warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning, stacklevel=3)
 
 
 def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:

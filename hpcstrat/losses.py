@@ -74,4 +74,4 @@ def _replicas(call: str) -> int:
         raise RuntimeError(
             f"{call} was called in the cross-replica context; call it inside the function of Strategy.run"
         )
-    return _context.get_strategy().num_replicas_in_sync
+    return _context.group().communicator.size

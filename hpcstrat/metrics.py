@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _array_protocols, _context, _gpu
-from hpcstrat._context import ReplicaContext
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
 from hpcstrat._variables import Variable
@@ -33,9 +32,9 @@ class Metric:
     def result(self) -> Any:
         """The metric over all replicas, a `float64` on the host. Collective: all ranks call this."""
         context = _context.context()
-        if isinstance(context, ReplicaContext) and context.num_replicas_in_sync > 1:
+        if isinstance(context, _context.InReplica) and context.group.communicator.size > 1:
             call = f"{type(self).__name__}.result"
-            communicator = context.strategy._communicator
+            communicator = context.group.communicator
             total, count = _gpu.to_host(communicator.all_reduce(call, [self._sums.value()], ReduceOp.SUM)[0])
         else:
             total, count = self._sums.numpy()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from hpcstrat import _world
+from hpcstrat._communicators import Communicator
+from hpcstrat._group import ReplicaGroup
+from hpcstrat._strategies.base import group_of
 from hpcstrat._strategies.mirrored import MirroredStrategy
 from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy
 from hpcstrat._types import ReduceOp
@@ -23,11 +25,12 @@ def check() -> int:
     """Prints a table on the lead; returns the exit status, 1 where anything arrived wrong. Collective."""
     world = _world.start()
     strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
+    group = group_of(strategy)
     table = Table("call", "bytes a rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")
     is_right = True
     for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
         for nbytes in _SIZES:
-            seconds, right = _timed(strategy, lambda nbytes=nbytes, call=call: call(strategy, nbytes // 8))
+            seconds, right = _timed(group.communicator, lambda nbytes=nbytes, call=call: call(group, nbytes // 8))
             is_right &= right
             rate = f"{nbytes / seconds / 1e9:,.2f}"
             table.add_row(name, f"{nbytes:,}", f"{1e6 * seconds:,.0f}", rate, "right" if right else "[bold red]WRONG")
@@ -38,25 +41,25 @@ def check() -> int:
     return 0 if is_right else 1
 
 
-def _timed(strategy: Any, call: Callable[[], bool]) -> tuple[float, bool]:
+def _timed(communicator: Communicator, call: Callable[[], bool]) -> tuple[float, bool]:
     """The best time of some rounds, of the slowest rank, and whether all were right on all ranks."""
     times, right = [], True
     for _ in range(_ROUNDS):
-        strategy._communicator.barrier("check")
+        communicator.barrier("check")
         begin = time.perf_counter()
         right &= call()
         times.append(time.perf_counter() - begin)
-    everyones = strategy._communicator.all_gather_obj("check", (min(times), right))
+    everyones = communicator.all_gather_obj("check", (min(times), right))
     return max(seconds for seconds, _ in everyones), all(one for _, one in everyones)
 
 
-def _all_reduce(strategy: Any, count: int) -> bool:
-    xp, n, rank = strategy.xp, strategy._communicator.size, strategy._communicator.rank
-    (total,) = strategy._communicator.all_reduce("check", [xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
+def _all_reduce(group: ReplicaGroup, count: int) -> bool:
+    xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
+    (total,) = group.communicator.all_reduce("check", [xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
     return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
 
 
-def _all_gather(strategy: Any, count: int) -> bool:
-    xp, n, rank = strategy.xp, strategy._communicator.size, strategy._communicator.rank
-    (parts,) = strategy._communicator.all_gather("check", [xp.full(count, rank, np.float64)], 0)
+def _all_gather(group: ReplicaGroup, count: int) -> bool:
+    xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
+    (parts,) = group.communicator.all_gather("check", [xp.full(count, rank, np.float64)], 0)
     return bool((parts == xp.repeat(xp.arange(n, dtype=np.float64), count)).all())

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpcstrat import _devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
+from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
 
@@ -55,6 +56,7 @@ class CentralStorageStrategy(Strategy):
 
             assert isinstance(communicator, SharedMemoryCommunicator)
             storage = host_storage(communicator)
-        super().__init__(communicator, devices, parameter, storage, local)
-        self._root = root
-        self._updates_everywhere = communicator.size == 1
+        updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 else UpdatesOn.ROOT
+        super().__init__(
+            ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root, updates_on=updates_on)
+        )

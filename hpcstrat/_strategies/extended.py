@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from hpcstrat import _context, _devices, _nest
-from hpcstrat._context import UpdateContext, check_arguments
-from hpcstrat._strategies import reduction, travel
+from hpcstrat._context import AcrossReplicas, InUpdate, check_arguments, require_cross_replica
+from hpcstrat._group import UpdatesOn, default_group
+from hpcstrat._strategies import reduction
+from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica
 from hpcstrat._variables import Variable
-
-if TYPE_CHECKING:
-    from hpcstrat._strategies.base import Strategy
 
 
 class StrategyExtended:
@@ -23,20 +22,22 @@ class StrategyExtended:
     Those marked collective are called by all ranks, in the cross-replica context or outside of every scope.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, across: AcrossReplicas, run: Callable[..., Any]) -> None:
+        self._across = across
+        self._group = across.group
+        self._run = run
 
     # ---- facts
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The canonical string of each replica's device."""
-        return tuple(str(device) for device in self._strategy._devices)
+        return tuple(str(device) for device in self._group.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The canonical string of the device where variables live."""
-        return (str(self._strategy._parameter_device),)
+        return (str(self._group.parameter_device),)
 
     @property
     def should_checkpoint(self) -> bool:
@@ -64,8 +65,8 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """`Strategy.run` by its older name."""
-        self._strategy._require_cross_replica("StrategyExtended.call_for_each_replica")
-        return self._strategy.run(fn, args, kwargs)
+        require_cross_replica(self._group, "StrategyExtended.call_for_each_replica")
+        return self._run(fn, args, kwargs)
 
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduces `value` elementwise over the replicas. Collective.
@@ -94,12 +95,12 @@ class StrategyExtended:
         return self._reduce("StrategyExtended.batch_reduce_to", reduce_op, list(value_destination_pairs))
 
     def _reduce(self, call: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        strategy = self._strategy
-        strategy._require_cross_replica(call)
-        with strategy._communicator.joint(call):
+        group = self._group
+        require_cross_replica(group, call)
+        with group.communicator.joint(call):
             for _, destinations in pairs:
                 self._check_destinations(call, destinations)
-        totals = reduction.reduce(strategy._communicator, call, reduce_op, [value for value, _ in pairs], None)
+        totals = reduction.reduce(group.communicator, call, reduce_op, [value for value, _ in pairs], None)
         return [self._sent(total, destinations) for total, (_, destinations) in zip(totals, pairs, strict=True)]
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -114,19 +115,19 @@ class StrategyExtended:
             ValueError: no destination.
         """
         call = "StrategyExtended.broadcast_to"
-        strategy = self._strategy
-        strategy._require_cross_replica(call)
-        with strategy._on_stream():
-            with strategy._communicator.joint(call):
+        group = self._group
+        require_cross_replica(group, call)
+        with group.on_stream():
+            with group.communicator.joint(call):
                 self._check_destinations(call, destinations)
-                packed = travel.to_send(call, tensor)
-                sent = strategy._communicator.broadcast_obj(call, packed, strategy._root)
-                return self._sent(travel.received(sent, strategy._stream), destinations)
+                packed = to_wire(call, tensor)
+                sent = group.communicator.broadcast_obj(call, packed, group.root)
+                return self._sent(from_wire(sent, group.stream), destinations)
 
     def _check_destinations(self, call: str, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
-        alone = self._strategy.num_replicas_in_sync == 1
+        alone = self._group.communicator.size == 1
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
                 _devices.parse(one, call)
@@ -138,7 +139,7 @@ class StrategyExtended:
                 )
 
     def _sent(self, total: Any, destinations: Any) -> Any:
-        communicator = self._strategy._communicator
+        communicator = self._group.communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
         return _nest.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total)
@@ -172,9 +173,8 @@ class StrategyExtended:
             Exception: what `fn` raised, on every rank.
         """
         call = "StrategyExtended.update"
-        strategy = self._strategy
-        strategy._require_cross_replica(call)
-        with strategy._communicator.joint(call):
+        require_cross_replica(self._group, call)
+        with self._group.communicator.joint(call):
             if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
                 raise ValueError(
                     f"{call}: {var!r} is not a variable of this strategy; pass one made under `with strategy.scope():`"
@@ -193,21 +193,21 @@ class StrategyExtended:
         """Runs `fn(*args, **kwargs)` on what `non_slot_devices` gave; otherwise as `update`. Collective."""
         del colocate_with
         call = "StrategyExtended.update_non_slot"
-        self._strategy._require_cross_replica(call)
-        with self._strategy._communicator.joint(call):
+        require_cross_replica(self._group, call)
+        with self._group.communicator.joint(call):
             check_arguments(call, fn, args)
         return self._run_update(call, fn, tuple(args), dict(kwargs or {}), group)
 
     def _run_update(
-        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
     ) -> Any:
-        with self._strategy._communicator.change(call):
-            return self._changed(call, fn, args, kwargs, group)
+        with self._group.communicator.change(call):
+            return self._changed(call, fn, args, kwargs, is_grouped)
 
     def _changed(
-        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], group: bool
+        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
     ) -> Any:
-        strategy, communicator = self._strategy, self._strategy._communicator
+        group, communicator = self._group, self._group.communicator
         leaves, structure = _nest.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
@@ -218,54 +218,54 @@ class StrategyExtended:
         plain = [leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         communicator.barrier(call)  # nobody reads what is written next
-        if strategy._updates_everywhere:
+        if group.updates_on is UpdatesOn.ALL_RANKS:
             with communicator.joint(call):
                 results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
                 communicator.barrier(call)
         else:
-            written = [one._block for one in variables if one._strategy is strategy and not one._is_on_read]
+            written = [one._block for one in variables if one._group is group and not one._is_on_read]
             try:
                 result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
             except Exception:  # which all ranks raise: they see how far the update came
-                strategy._storage.publish(call, written)
+                group.storage.publish(call, written)
                 communicator.settle()
                 raise
-            strategy._storage.publish(call, written)
+            group.storage.publish(call, written)
             results, form = _nest.flatten(result)
             results = [variables[leaf.place] if isinstance(leaf, _Reference) else leaf for leaf in results]
-        return form.unflatten(results if group else [(leaf,) for leaf in results])  # pyright: ignore
+        return form.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
     def _updated(
         self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]
     ) -> tuple[list[Any], _nest.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
-        strategy = self._strategy
+        group = self._group
         before = _context.current.get()
         try:
-            _context.current.set(UpdateContext(strategy, variables))
-            strategy._communicator.pause(call)
-            with strategy._on_stream():
+            _context.current.set(InUpdate(group, self._across.owner, variables))
+            group.communicator.pause(call)
+            with group.on_stream():
                 return _nest.flatten(fn())
         finally:
-            strategy._communicator.pause(None)
+            group.communicator.pause(None)
             _context.current.set(before)
 
     def _updated_by_root(self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
-        strategy, communicator = self._strategy, self._strategy._communicator
+        group, communicator = self._group, self._group.communicator
         sent: list[Any] = []
         with communicator.joint(call):
-            if communicator.rank == strategy._root:
+            if communicator.rank == group.root:
                 results, form = self._updated(call, fn, variables)
                 leaves = [
                     _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
                 ]
                 sent = [form.unflatten(leaves)]
-        with strategy._on_stream():
+        with group.on_stream():
             with communicator.joint(call):
-                packed = travel.to_send(call, sent)
-                sent = communicator.broadcast_obj(call, packed, strategy._root)
-                return travel.received(sent, strategy._stream)[0]
+                packed = to_wire(call, sent)
+                sent = communicator.broadcast_obj(call, packed, group.root)
+                return from_wire(sent, group.stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for what belongs to several variables: the parameter device."""
@@ -285,8 +285,9 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def _colocated(self, variable: Variable) -> Any:
-        context = _context.context() or _context.default_strategy()._cross_context
-        if context is not self._strategy._cross_context:
+        context = _context.context()
+        is_here = self._group is default_group() if context is None else context is self._across
+        if not is_here:
             raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")
         if not self.variable_created_in_scope(variable):
             raise ValueError(
@@ -297,7 +298,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether the variable was made in this strategy's scope."""
-        return v._strategy is self._strategy
+        return v._group is self._group
 
     def value_container(self, value: Any) -> Any:
         """What `value` is a component of. A variable has no components of its own, so it is `value`."""

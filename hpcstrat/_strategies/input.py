@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat import _gpu
-from hpcstrat._communicators import Communicator
-from hpcstrat._strategies.renamed import warn_renamed
+from hpcstrat._context import require_cross_replica
+from hpcstrat._group import ReplicaGroup
+from hpcstrat._warnings import warn_renamed
 from hpcstrat.data import distributed
 from hpcstrat.data._sharing import Stage
 from hpcstrat.data.dataset import Dataset
 from hpcstrat.data.distributed import DistributedDataset
 from hpcstrat.data.options import InputContext, InputOptions
-from hpcstrat.data.workers import Workers
 
 
-class InputMethods(abc.ABC):
-    """A part of `Strategy`."""
+class InputMethods:
+    """A part of `Strategy`, which has its group."""
 
-    _communicator: Communicator
-    _stream: _gpu.Stream | None
-    _workers: Workers
-
-    @abc.abstractmethod
-    def _require_cross_replica(self, call: str) -> None: ...
+    _group: ReplicaGroup
 
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Spreads the batches of a dataset over the replicas. Collective, and so is iterating.
@@ -60,8 +53,8 @@ class InputMethods(abc.ABC):
             (array([6, 7]),)
             (array([8, 9]),)
         """
-        self._require_cross_replica("Strategy.experimental_distribute_dataset")
-        return distributed.distribute_dataset(dataset, self._communicator, options, self._stage(options))
+        require_cross_replica(self._group, "Strategy.experimental_distribute_dataset")
+        return distributed.distribute_dataset(dataset, self._group.communicator, options, self._stage(options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -95,19 +88,19 @@ class InputMethods(abc.ABC):
             >>> strategy.experimental_local_results(next(iterator))[0]
             array([1., 1., 1., 1.], dtype=float32)
         """
-        self._require_cross_replica("Strategy.distribute_datasets_from_function")
+        require_cross_replica(self._group, "Strategy.distribute_datasets_from_function")
         return distributed.distribute_from_function(
-            dataset_fn, self._communicator, options, self._stage(options), self._workers
+            dataset_fn, self._group.communicator, options, self._stage(options), self._group.workers
         )
 
     def _stage(self, options: Any) -> Stage | None:
         """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
-        if self._stream is None or not options.experimental_fetch_to_device:
+        if self._group.stream is None or not options.experimental_fetch_to_device:
             return None
         from hpcstrat.data.staging import stage_to_gpu
 
-        return stage_to_gpu(self._stream, 1 + options.experimental_per_replica_buffer_size)
+        return stage_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

@@ -8,6 +8,7 @@ from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._devices import Device
+from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
 
@@ -29,20 +30,22 @@ class MirroredStrategy(Strategy):
 
     def __init__(self, devices: Sequence[str] | None = None) -> None:
         call = "MirroredStrategy"
-        self._mirror(call, *place_on_one_host(call, devices))
+        super().__init__(mirrored_group(call, *place_on_one_host(call, devices)))
 
-    def _mirror(self, call: str, placed: list[Device], communicator: Communicator) -> None:
-        """Mirrors variables over replicas that are placed and connected."""
-        with given_back_on_error(communicator):
-            communicator.exchange(signature(call, *map(str, placed)))
-        local = storage = replica_storage(communicator)
-        is_mixed = len({device.kind for device in placed}) > 1
-        if is_mixed and isinstance(communicator, DeviceCommunicator):
-            # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
-            from hpcstrat._storage.broadcast import BroadcastStorage
 
-            storage = BroadcastStorage(communicator, root=0)
-        super().__init__(communicator, placed, placed[communicator.rank], storage, local)
-        self._mirrors = True
-        self._updates_everywhere = not is_mixed
-        self._parameter_device = placed[0]
+def mirrored_group(
+    call: str, devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = ()
+) -> ReplicaGroup:
+    """Replicas that are placed and connected, over which variables are mirrored. Collective."""
+    with given_back_on_error(communicator):
+        communicator.exchange(signature(call, *map(str, devices)))
+    local = storage = replica_storage(communicator)
+    updates_on = UpdatesOn.ALL_RANKS
+    if isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
+        # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
+        from hpcstrat._storage.broadcast import BroadcastStorage
+
+        storage, updates_on = BroadcastStorage(communicator, root=0), UpdatesOn.ROOT
+    return ReplicaGroup(
+        call, communicator, devices, devices[0], storage, local, updates_on=updates_on, mirrors=True, hosts=hosts
+    )

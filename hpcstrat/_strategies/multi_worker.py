@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat import _world
-from hpcstrat._strategies.mirrored import MirroredStrategy
+from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.mirrored import MirroredStrategy, mirrored_group
 from hpcstrat._strategies.placement import place_on_hosts
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
-from hpcstrat.data.workers import Workers
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
@@ -36,10 +36,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def __init__(self, cluster_resolver: ClusterResolver | None = None, communication_options: Any = None) -> None:
         del communication_options
         call = "MultiWorkerMirroredStrategy"
-        placed, communicator = place_on_hosts(call)
-        self._mirror(call, placed, communicator)
+        devices, communicator = place_on_hosts(call)
         world = _world.start()
-        self._workers = Workers(world.hosts, world.rank)
+        group = mirrored_group(call, devices, communicator, world.hosts)
+        Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
         with communicator.joint(call):
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
                 raise TypeError(
@@ -49,10 +49,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             if cluster_resolver is not None:
                 spec = cluster_resolver.cluster_spec().as_dict()
                 tasks = sum(len(tasks) for tasks in spec.values())
-                if tasks not in (self._workers.count, world.size):
+                if tasks not in (group.workers.count, world.size):
                     raise RuntimeError(
                         f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
-                        f"{self._workers.count} hosts; omit it, or make it name every host once"
+                        f"{group.workers.count} hosts; omit it, or make it name every host once"
                     )
             communicator.barrier(call)
         if cluster_resolver is None:

@@ -1,16 +1,12 @@
-"""OneDeviceStrategy, and the strategy that counts outside of every scope: one replica."""
+"""OneDeviceStrategy: one replica."""
 
 from __future__ import annotations
 
-import functools
-from typing import final
-
-from hpcstrat import _context, _devices
-from hpcstrat._communicators import SoloCommunicator, connect
-from hpcstrat._storage.mirrored import MirroredStorage
+from hpcstrat import _devices
+from hpcstrat._communicators import connect
+from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host, replica_storage
-from hpcstrat._strategies.scope import DefaultScope, Scope
 
 
 class OneDeviceStrategy(Strategy):
@@ -44,23 +40,6 @@ class OneDeviceStrategy(Strategy):
                 )
         placed, communicator = place_on_one_host(call, [device])
         storage = replica_storage(communicator)
-        super().__init__(communicator, placed, placed[0], storage, storage)
-        self._aggregates_nothing = True
-
-
-@final
-class DefaultStrategy(Strategy):
-    """Outside of every scope each process is one replica of its own; starts no MPI."""
-
-    def __init__(self) -> None:
-        communicator = SoloCommunicator()
-        storage = MirroredStorage(communicator)
-        super().__init__(communicator, [_devices.CPU], _devices.CPU, storage, storage)
-        self._aggregates_nothing = True
-
-    def scope(self) -> Scope:
-        """Changes nothing: what is outside of every scope is in the default strategy's already."""
-        return DefaultScope(self)
-
-
-_context.default_strategy = functools.cache(DefaultStrategy)
+        super().__init__(
+            ReplicaGroup(call, communicator, placed, placed[0], storage, storage, requires_aggregation=False)
+        )

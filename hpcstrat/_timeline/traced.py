@@ -10,7 +10,7 @@ from hpcstrat._communicators import device, hierarchical, host, nccl, shared_mem
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device import DeviceStorage
-from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.base import Strategy, group_of
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import CHECKPOINT, COMMUNICATION, INPUT, RUN, UPDATE, WAITING
 from hpcstrat.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ Describe = Callable[..., Facts]
 
 def _run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Facts:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return Facts(f"run {name.rpartition('.<locals>.')[2]}", None, strategy._stream)
+    return Facts(f"run {name.rpartition('.<locals>.')[2]}", None, group_of(strategy).stream)
 
 
 def _arrays(_: Communicator, call: str, arrays: Any, *__: Any, **___: Any) -> Facts:

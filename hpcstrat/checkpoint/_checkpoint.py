@@ -12,6 +12,7 @@ from hpcstrat import _gpu
 from hpcstrat._communicators import connect
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.records import Listed, Signature, new_signature, signature
+from hpcstrat._group import UpdatesOn
 from hpcstrat._storage.base import PART, Bytes, flat, host_parts
 from hpcstrat._storage.memory import Block
 from hpcstrat._variable_values import RULES
@@ -222,7 +223,7 @@ class _Restoring:
     def _load(self, name: str, v: Variable, block: Block) -> None:
         """Brings an array of the file to a block: on the rank that has it, or on every rank."""
         communicator, is_root = self._communicator, self._file is not None
-        is_everywhere = v._strategy._updates_everywhere and communicator.size > 1
+        is_everywhere = v._group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
         nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
         for start in range(0, nbytes, PART):
@@ -262,12 +263,11 @@ class _Restoring:
                     flat(array)[start : start + part.size] = part
                     start += part.size
             array = communicator.broadcast_obj(self._call, array, self._root)
-        v._strategy._replica_storage.write(v._block, own_share(v, array), RULES["assign"])
+        v._group.replica_storage.write(v._block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float) -> None:
         """Fills a slot of which the file knows nothing: when it was written, the variable had no step behind it."""
-        strategy = v._strategy
-        if strategy._updates_everywhere or strategy._communicator.rank == strategy._root:
+        if v._group.updates_here:
             itemsize = v.dtype.itemsize
             part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
             for start in range(0, v.size * itemsize, part.size):
@@ -280,9 +280,9 @@ class _Restoring:
 
 def _all_values(call: str, v: Variable) -> np.ndarray[Any, Any]:
     """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
-    strategy = v._strategy
-    with strategy._on_stream():
-        return _gpu.to_host(strategy._communicator.all_gather(call, [v._block.view[np.newaxis]], 0)[0])
+    group = v._group
+    with group.on_stream():
+        return _gpu.to_host(group.communicator.all_gather(call, [v._block.view[np.newaxis]], 0)[0])
 
 
 def _opened(call: str, path: str, communicator: Communicator) -> _file.CheckpointFile:

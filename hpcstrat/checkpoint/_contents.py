@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from hpcstrat import _context, _nest
+from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.memory import Block
 from hpcstrat._types import ReduceOp
@@ -145,7 +146,7 @@ class Contents:
         found = {name: _entry(v) for name, v in self.variables.items()}
         found |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
         for name, v in self.divided.items():
-            found[name] = _entry(v, v._strategy.num_replicas_in_sync)
+            found[name] = _entry(v, v._group.communicator.size)
         return found
 
     def facts(self) -> dict[str, dict[str, Any]]:
@@ -191,10 +192,10 @@ class Contents:
 
     # ---- where it is
 
-    def strategies(self) -> list[Any]:
-        """The strategies of all variables, in one order on all ranks."""
+    def groups(self) -> list[ReplicaGroup]:
+        """The groups of replicas that all variables belong to, in one order on all ranks."""
         everything = [*sorted(self.variables.items()), *sorted(self.divided.items())]
-        return list(dict.fromkeys(v._strategy for _, v in everything))
+        return list(dict.fromkeys(v._group for _, v in everything))
 
     def parameter_rank(self) -> int:
         """The rank that writes: the one that has all optimizers' slots.
@@ -202,7 +203,7 @@ class Contents:
         Raises:
             ValueError: they lie on different ranks.
         """
-        roots = {strategy._root for strategy in self.strategies() if not strategy._updates_everywhere}
+        roots = {group.root for group in self.groups() if group.updates_on is UpdatesOn.ROOT}
         if len(roots) > 1:
             raise ValueError(
                 f"{self._call}: the objects belong to strategies whose variables live on the ranks {sorted(roots)}, "
@@ -213,19 +214,19 @@ class Contents:
     def require_cross_replica(self) -> None:
         """Raises RuntimeError unless this line is the script's own level, for all strategies of the variables."""
         context = _context.context()
-        if isinstance(context, (_context.ReplicaContext, _context.UpdateContext)):
+        if isinstance(context, (_context.InReplica, _context.InUpdate)):
             raise RuntimeError(
                 f"{self._call} was called inside a replica function or an update; call it at the script's own level, "
                 "outside of Strategy.run"
             )
-        for strategy in self.strategies():
-            if strategy is not _context.default_strategy():
-                strategy._require_cross_replica(self._call)
+        for group in self.groups():
+            if group is not default_group():
+                _context.require_cross_replica(group, self._call)
 
 
 def storage_of(v: Variable) -> Storage:
     """Where an ordinary variable and its slots are."""
-    return v._strategy._storage
+    return v._group.storage
 
 
 def position_of(facts: Mapping[str, Any]) -> Position:
@@ -240,7 +241,7 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     Each gets its own where there are as many replicas as then. Otherwise the first gets the sum of a SUM variable and
     the others zeros, so that nothing is rounded by sharing it out; all get the mean of a MEAN variable, or the first.
     """
-    communicator = v._strategy._communicator
+    communicator = v._group.communicator
     if len(values) == communicator.size:
         return values[communicator.rank]
     op = OPERATIONS[v.aggregation]
@@ -280,7 +281,7 @@ def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any
 def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
     if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
         return [f"{name} is {_entry(v)} on each replica here and {entry} for all of them in the file"]
-    replicas = v._strategy.num_replicas_in_sync
+    replicas = v._group.communicator.size
     integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
     if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):
         return [

@@ -79,7 +79,7 @@ class PreemptionHandler:
         call = "PreemptionHandler.check"
         communicator = connect()
         with communicator.joint(call):
-            if isinstance(_context.context(), (_context.ReplicaContext, _context.UpdateContext)):
+            if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
                 raise RuntimeError(f"{call} was called inside a replica function; call it outside of Strategy.run")
         noted = self._noted
 

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._group import Workers
 from hpcstrat.data._node import Node
 from hpcstrat.data._walk import Shuffler, Walk
-from hpcstrat.data.workers import Workers
 
 
 class Communicator(Protocol):

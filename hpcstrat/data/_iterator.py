@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from hpcstrat import _context, _nest, _settings
-from hpcstrat._context import ReplicaContext
+from hpcstrat._context import InReplica
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import PerReplica
 from hpcstrat._warnings import warn_together
@@ -71,7 +71,7 @@ class DistributedIterator(Iteration):
             ReplicaMismatchError: The ranks' pipelines had different numbers of elements, or different elements.
             Exception: What a function of the pipeline raised on any rank. The next call gives the step after this one.
         """
-        if isinstance(_context.current.get(), ReplicaContext):
+        if isinstance(_context.current.get(), InReplica):
             raise ValueError(
                 f"{self._call}: next was called inside a replica function, and a step is of all replicas; call it "
                 "outside, and pass on what it gives: strategy.run(fn, args=(next(iterator),))"

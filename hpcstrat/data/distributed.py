@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from hpcstrat import _nest, _settings
+from hpcstrat._group import Workers
 from hpcstrat._types import PerReplicaSpec
 from hpcstrat.data._beginning import Communicator, begin_together
 from hpcstrat.data._iterator import DistributedIterator
@@ -17,7 +18,6 @@ from hpcstrat.data._sources import Batches
 from hpcstrat.data._walk import Walk
 from hpcstrat.data.dataset import Dataset, node_of
 from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
-from hpcstrat.data.workers import Workers
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from hpcstrat import _context
 from hpcstrat._communicators.records import signature
-from hpcstrat._context import ReplicaContext
+from hpcstrat._context import InReplica
+from hpcstrat._group import ReplicaGroup
 from hpcstrat._storage.base import Array, Storage, UpdateRule
 from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
@@ -108,10 +109,10 @@ class Optimizer(abc.ABC):
         pairs = [(v, copy.deepcopy(v, memo)) for v, _ in sorted(self._slots.values(), key=_number_of)]
         other._make_slots([v for _, v in pairs])
         for old, new in pairs:
-            strategy = new._strategy
-            if strategy._updates_everywhere or strategy._communicator.rank == strategy._root:
+            group = new._group
+            if group.updates_here:
                 for own, copied in zip(self._slots[id(old)][1], other._slots[id(new)][1], strict=True):
-                    _copy(strategy._storage, own, copied)
+                    _copy(group.storage, own, copied)
         return other
 
     def _not_negative(self, argument: str, value: Any) -> float:
@@ -155,12 +156,12 @@ class Optimizer(abc.ABC):
         if not skip_gradients_aggregation and self._apply_as_before(call, pairs):
             return
         if not pairs:
-            _context.get_strategy()._communicator.exchange(signature(call, "no variable"))
+            _context.group().communicator.exchange(signature(call, "no variable"))
             return
         for pair in pairs:
             _check_pair(call, pair)
-        strategy = pairs[0][1]._strategy_here(f"{call} to {pairs[0][1].name!r}")
-        communicator = strategy._communicator
+        group = pairs[0][1]._group_here(f"{call} to {pairs[0][1].name!r}")
+        communicator = group.communicator
         with communicator.joint(call):
             gradients, dense, sparse = _sorted(call, pairs)
             if not gradients and not sparse:
@@ -169,29 +170,29 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
             key = tuple([id(v) for v in dense])
             if sparse or key not in self._plans:
-                self._check_variables(call, strategy, [*dense, *(v for _, v in sparse)])
+                self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
             rate = float(self._current_rate())
-        summed = skip_gradients_aggregation or not isinstance(_context.context(), ReplicaContext)
+        summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
         op = None if summed else ReduceOp.SUM
         if summed:
             communicator.require_equal(call, gradients)
-        rows = [self._summed_rows(call, strategy, slices, v, summed) for slices, v in sparse]
+        rows = [self._summed_rows(call, group, slices, v, summed) for slices, v in sparse]
         if self.global_clipnorm is not None:
             if op is not None:
                 gradients, op = communicator.all_reduce(call, gradients, op), None
-            with strategy._on_stream():
-                gradients, rows = _clipped(strategy.xp, self.global_clipnorm, gradients, rows)
+            with group.on_stream():
+                gradients, rows = _clipped(group.xp, self.global_clipnorm, gradients, rows)
         rule = self.update_rule(rate, self._iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
-                plan = self._plan(strategy, dense)
-                strategy._storage.update(call, plan, gradients, op, rule)
+                plan = self._plan(group, dense)
+                group.storage.update(call, plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                slots = self._slots_of(strategy, [v])[0]
-                strategy._storage.update_rows(call, v._block, slots, indices, values, rule)
+                slots = self._slots_of(group, [v])[0]
+                group.storage.update_rows(call, v._block, slots, indices, values, rule)
             self._iterations += 1
         except BaseException as error:
-            strategy._storage.tear(call, error, [v._block for v in (*dense, *(v for _, v in sparse))])
+            group.storage.tear(call, error, [v._block for v in (*dense, *(v for _, v in sparse))])
             raise
 
     def _apply_as_before(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> bool:
@@ -200,24 +201,24 @@ class Optimizer(abc.ABC):
         Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome is known.
         """
         context = _context.current.get()
-        if type(context) is not ReplicaContext or self._constant_rate is None or self.global_clipnorm is not None:
+        if type(context) is not InReplica or self._constant_rate is None or self.global_clipnorm is not None:
             return False
         try:
             plan = self._plans.get(tuple([id(variable) for _, variable in pairs]))
         except (TypeError, ValueError):  # no pairs
             return False
-        strategy = context._strategy
-        if plan is None or pairs[0][1]._strategy is not strategy:
+        group = context.group
+        if plan is None or pairs[0][1]._group is not group:
             return False
         gradients = [gradient for gradient, _ in pairs]
         if not plan.fits(gradients):
             return False
         rule = self.update_rule(self._constant_rate, self._iterations + 1)
         try:
-            strategy._storage.update(call, plan, gradients, ReduceOp.SUM, rule)
+            group.storage.update(call, plan, gradients, ReduceOp.SUM, rule)
             self._iterations += 1
         except BaseException as error:  # a signal's may come between the two
-            strategy._storage.tear(call, error, plan.blocks)
+            group.storage.tear(call, error, plan.blocks)
             raise
         return True
 
@@ -244,21 +245,21 @@ class Optimizer(abc.ABC):
         variables = list(variables)
         if not variables or not all(isinstance(v, Variable) for v in variables):
             raise ValueError(f"{call}: it takes variables, at least one, and got {variables!r}; pass them in a list")
-        strategy = variables[0]._strategy_here(f"{call} of {variables[0].name!r}")
-        with strategy._communicator.joint(call):
-            self._check_variables(call, strategy, variables)
-            strategy._communicator.exchange(signature(call, *[v._block.held() for v in variables]))
-        plan = self._plan(strategy, variables)
+        group = variables[0]._group_here(f"{call} of {variables[0].name!r}")
+        with group.communicator.joint(call):
+            self._check_variables(call, group, variables)
+            group.communicator.exchange(signature(call, *[v._block.held() for v in variables]))
+        plan = self._plan(group, variables)
         if plan.buffers is None:
-            strategy._storage.make_buffers(call, plan)
+            group.storage.make_buffers(call, plan)
         assert plan.buffers is not None
         return list(plan.buffers)
 
-    def _check_variables(self, call: str, strategy: Any, variables: Sequence[Variable]) -> None:
+    def _check_variables(self, call: str, group: ReplicaGroup, variables: Sequence[Variable]) -> None:
         if len({id(v) for v in variables}) < len(variables):
             raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
         for v in variables:
-            if v._strategy is not strategy:
+            if v._group is not group:
                 raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
             if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
                 raise ValueError(
@@ -270,24 +271,24 @@ class Optimizer(abc.ABC):
                     f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
                 )
 
-    def _plan(self, strategy: Any, variables: Sequence[Variable]) -> Plan:
+    def _plan(self, group: ReplicaGroup, variables: Sequence[Variable]) -> Plan:
         """The plan for these variables, kept; of those without buffers only the newest few are."""
         key = tuple([id(v) for v in variables])
         if key not in self._plans:
-            plan = strategy._storage.plan([v._block for v in variables], self._slots_of(strategy, variables))
+            plan = group.storage.plan([v._block for v in variables], self._slots_of(group, variables))
             droppable = [other for other, old in self._plans.items() if old.buffers is None]
             for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
                 del self._plans[other]
             self._plans[key] = plan
         return self._plans[key]
 
-    def _slots_of(self, strategy: Any, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
+    def _slots_of(self, group: ReplicaGroup, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
         new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: v._block.number)
         if new:
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
             kinds = [
-                [strategy._storage.create_slot(f"{self.name}: {name} of {v.name!r}", v._block, value) for v in new]
+                [group.storage.create_slot(f"{self.name}: {name} of {v.name!r}", v._block, value) for v in new]
                 for name, value in self.slots.items()
             ]
             for i, v in enumerate(new):
@@ -306,22 +307,22 @@ class Optimizer(abc.ABC):
         Raises:
             MemoryError: there is no room for them, on any rank.
         """
-        for strategy in dict.fromkeys(v._strategy for v in variables):
-            self._slots_of(strategy, [v for v in variables if v._strategy is strategy])
+        for group in dict.fromkeys(v._group for v in variables):
+            self._slots_of(group, [v for v in variables if v._group is group])
 
     # ---- help
 
     def _summed_rows(
-        self, call: str, strategy: Any, slices: IndexedSlices, variable: Variable, summed: bool
+        self, call: str, group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
     ) -> tuple[Array, Array]:
         """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
-        communicator = strategy._communicator
+        communicator = group.communicator
         with communicator.joint(call):
             indices, values = _checked_slices(call, slices, variable)
         if not summed:
             agreed = f"{call} of rows of {variable.name!r}, variable {variable._block.number}"
             indices, values = communicator.all_gather(agreed, [indices, values], 0)
-        with strategy._on_stream():
+        with group.on_stream():
             return sum_rows(indices, values)
 
 
@@ -349,11 +350,11 @@ def _clipped(
 
 
 def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
-    strategy = variable._strategy
-    on_gpu = strategy._stream is not None
+    group = variable._group
+    on_gpu = group.stream is not None
     indices, values = (as_operand(call, array, on_gpu) for array in (slices.indices, slices.values))
     if on_gpu:
-        indices, values = strategy.xp.asarray(indices), strategy.xp.asarray(values)
+        indices, values = group.xp.asarray(indices), group.xp.asarray(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
         raise ValueError(
             f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
@@ -412,7 +413,7 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
             "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     view = variable._block.view
-    array = as_operand(call, gradient, variable._strategy._stream is not None)
+    array = as_operand(call, gradient, variable._group.stream is not None)
     if array.shape != view.shape:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "
@@ -423,4 +424,4 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
             f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
             f"{view.dtype.name}; cast it first"
         )
-    return array if isinstance(view, np.ndarray) else variable._strategy.xp.asarray(array)
+    return array if isinstance(view, np.ndarray) else variable._group.xp.asarray(array)

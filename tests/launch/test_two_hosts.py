@@ -200,7 +200,7 @@ def test_train_on_two_hosts(launch):
 def test_one_host_without_memory_stops_all_once(launch):
     """All ranks raise; the same call then works, though the other host has grown meanwhile."""
     program = """
-    transport = strategy._communicator._host
+    transport = strategy._group.communicator._host
     commit, missing = transport.segment.commit, [hosts[rank] == 1 and transport.rank == 0]
 
     def commit_later(start, stop):

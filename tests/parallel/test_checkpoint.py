@@ -16,6 +16,7 @@ from transports import has, kind
 import hpcstrat as hs
 from hpcstrat import _devices
 from hpcstrat._communicators import connect_devices
+from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.base import PART
 from hpcstrat._storage.broadcast import BroadcastStorage
 from hpcstrat._strategies.placement import replica_storage
@@ -36,9 +37,11 @@ def apart(place):
     communicator = connect_devices(("",) * N, None, nccl=False)
     devices = [_devices.CPU] * N
     storage = BroadcastStorage(communicator, root=N - 1)
-    strategy = hs.Strategy(communicator, devices, _devices.CPU, storage, replica_storage(communicator))
-    strategy._root, strategy._updates_everywhere = N - 1, N == 1
-    return strategy
+    updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
+    local = replica_storage(communicator)
+    return hs.Strategy(
+        ReplicaGroup("apart", communicator, devices, _devices.CPU, storage, local, root=N - 1, updates_on=updates_on)
+    )
 
 
 MAKERS = {

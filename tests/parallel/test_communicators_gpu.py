@@ -60,8 +60,8 @@ def _closed_in_the_end():
 @pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     with place.make(made) as strategy, place.make(made) as other:
-        assert type(strategy._communicator) is (NcclCommunicator if N > 1 else StagedCommunicator)
-        assert other._communicator is strategy._communicator
+        assert type(strategy._group.communicator) is (NcclCommunicator if N > 1 else StagedCommunicator)
+        assert other._group.communicator is strategy._group.communicator
 
 
 # ---- arrays of the GPU and of the host

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcstrat as hs
+from hpcstrat import _context
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
@@ -60,10 +61,12 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    read = []
-    v._strategy.run(lambda: read.append(v.read_value()))
-    assert type(read[0]) is v._strategy.xp.ndarray
-    assert hs.asnumpy(read[0]).tobytes() == v.numpy().tobytes()
+    context = _context.current.set(_context.InReplica(v._group, None))
+    with v._group.on_stream():
+        read = v.read_value()
+    _context.current.reset(context)
+    assert type(read) is v._group.xp.ndarray
+    assert hs.asnumpy(read).tobytes() == v.numpy().tobytes()
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
     np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
 
@@ -444,7 +447,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(type(strategy._storage), "_apply", stop)
+        monkeypatch.setattr(type(strategy._group.storage), "_apply", stop)
         with pytest.raises(KeyboardInterrupt):
             strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
         monkeypatch.undo()
@@ -452,7 +455,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
             with pytest.raises(RuntimeError, match=r"SGD\.apply_gradients, which changed it, was broken off"):
                 read()
         assert optimizer.iterations == 0
-        calls: Any = strategy._communicator._calls
+        calls: Any = strategy._group.communicator._calls
         if strategy.num_replicas_in_sync > 1:
             assert calls.torn.call == "SGD.apply_gradients"
             calls.torn, calls.barred = None, False  # so that the test can go on, which a program cannot

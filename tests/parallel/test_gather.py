@@ -70,10 +70,10 @@ def test_large_parts(strategy, place):
 def test_a_nest(strategy, place):
     xp = place.xp
     value = strategy.run(lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])})
-    counts = [strategy._communicator.number]
+    counts = [strategy._group.communicator.number]
     for nest in (value["a"], value):  # which takes no more calls than an array
         found = strategy.gather(nest, 0)
-        counts.append(strategy._communicator.number)
+        counts.append(strategy._group.communicator.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
     assert found["a"].tolist() == [[rank] * 2 for rank in range(N) for _ in range(rank)]
     assert found["b"][0].shape == (N, 1)

@@ -66,12 +66,12 @@ def test_update_state_never_communicates(strategy):
     mean = make(strategy, hs.metrics.Mean)
 
     def replica():
-        before = strategy._communicator.number
+        before = strategy._group.communicator.number
         for _ in range(RANK + 1):
             mean.update_state([1.0, 2.0, 6.0])
         if RANK == 0:
             mean.reset_state()  # in a replica: this one's
-        assert strategy._communicator.number == before
+        assert strategy._group.communicator.number == before
 
     strategy.run(replica)
     assert mean.result() == (3 if N > 1 else 0)

@@ -175,10 +175,10 @@ def test_nests_travel_together(strategy):
         return {"loss": xp.array(1.0 * RANK), "more": [xp.full(3, RANK, np.int32), None, {"x": xp.ones((2, 2)) * RANK}]}
 
     value = strategy.run(replica)
-    counts = [strategy._communicator.number]
+    counts = [strategy._group.communicator.number]
     for nest in (value["loss"], value):
         found = strategy.reduce("SUM", nest, None)
-        counts.append(strategy._communicator.number)
+        counts.append(strategy._group.communicator.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
     total = N * (N - 1) / 2
     assert found["loss"] == total and found["more"][1] is None

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat._strategies import renamed
+from hpcstrat import _warnings
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
@@ -164,11 +164,11 @@ def test_a_distributed_value_is_no_number(strategy):
     found: Any = per_replica(strategy)
     assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
     assert issubclass(type(found), hs.DistributedValues)
-    before = strategy._communicator.number
+    before = strategy._group.communicator.number
     for wrong in (lambda: found + 1, lambda: found[0], lambda: float(found), lambda: found < 2, lambda: bool(found)):
         with pytest.raises(TypeError, match=r"^PerReplica\.__\w+__: this is one value a replica; reduce it first"):
             wrong()
-    assert strategy._communicator.number == before
+    assert strategy._group.communicator.number == before
     with pytest.raises(TypeError, match="one value a replica"):  # as `if found:` would end a loop after its first step
         hs.agree(found)
     assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
@@ -205,9 +205,9 @@ def test_local_results_of_anything_else(strategy, place):
     assert strategy.experimental_local_results(array)[0] is array
     with strategy.scope():
         v = hs.Variable(1.0)
-    made = strategy._communicator.number
+    made = strategy._group.communicator.number
     assert strategy.experimental_local_results(v) == (v,)
-    assert strategy._communicator.number == made + (N > 1)  # another rank may have one value a replica
+    assert strategy._group.communicator.number == made + (N > 1)  # another rank may have one value a replica
 
 
 def test_local_results_of_what_cannot_travel(strategy):
@@ -279,7 +279,7 @@ def test_nests_from_a_function_that_differ(strategy):
 
 
 def test_old_names_warn_once_a_process(strategy, monkeypatch):
-    monkeypatch.setattr(renamed, "_warned", set())
+    monkeypatch.setattr(_warnings, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -332,7 +332,7 @@ def test_agree_fails_on_all_ranks(strategy):
 @pytest.fixture
 def checked(strategy, monkeypatch):
     """A strategy of a job with `HPCSTRAT_CHECK=1`."""
-    monkeypatch.setattr(strategy._communicator, "checks", N > 1)
+    monkeypatch.setattr(strategy._group.communicator, "checks", N > 1)
     return strategy
 
 

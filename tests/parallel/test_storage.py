@@ -97,7 +97,7 @@ def test_memory_goes_back_to_the_system(strategy):
 
 def backed(strategy):
     """Bytes of memory behind the segment in which the strategy's variables are."""
-    communicator: Any = strategy._communicator
+    communicator: Any = strategy._group.communicator
     shared = isinstance(strategy, hs.CentralStorageStrategy) and N > 1
     found = communicator.segment if shared else private_memory().segment
     return os.fstat(found._file).st_blocks * 512

@@ -479,9 +479,9 @@ def test_no_read_communicates(strategy, xp):
     if RANK == 0:
         reads()
     with strategy.scope():
-        before = strategy._communicator.number
+        before = strategy._group.communicator.number
         reads()
-        assert strategy._communicator.number == before
+        assert strategy._group.communicator.number == before
     strategy.run(lambda: v.assign(xp.ones((2, 3))))
     assert (v.numpy() == N).all()
 
@@ -504,7 +504,7 @@ def rows():
 
 @pytest.fixture
 def checked(monkeypatch, strategy):
-    monkeypatch.setattr(strategy._communicator, "checks", N > 1)
+    monkeypatch.setattr(strategy._group.communicator, "checks", N > 1)
     return strategy
 
 

@@ -10,9 +10,9 @@ from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
 from hpcstrat import _failure, _warnings
+from hpcstrat._group import Workers
 from hpcstrat.data import Dataset, InputOptions
 from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
-from hpcstrat.data.workers import Workers
 
 EVENLY = InputOptions(even_batches=True)
 

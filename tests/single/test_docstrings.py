@@ -14,9 +14,9 @@ import hpcstrat as hs
 MODULES = [name for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.") if not name.endswith("__main__")]
 EXAMPLES = [
     "Strategy.run",
-    "Strategy.reduce",
-    "Strategy.gather",
-    "Strategy.experimental_distribute_values_from_function",
+    "ValueMethods.reduce",
+    "ValueMethods.gather",
+    "ValueMethods.experimental_distribute_values_from_function",
     "InputMethods.experimental_distribute_dataset",
     "InputMethods.distribute_datasets_from_function",
     "OneDeviceStrategy",

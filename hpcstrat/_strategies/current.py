@@ -1,0 +1,84 @@
+"""The strategy that a line runs in, and the default one, which counts outside of every scope."""
+
+from __future__ import annotations
+
+import functools
+from typing import final
+
+from hpcstrat import _context
+from hpcstrat._context import InReplica
+from hpcstrat._group import default_group
+from hpcstrat._strategies.base import ReplicaContext, Scope, Strategy
+from hpcstrat._types import MaybeNone
+
+
+@final
+class DefaultStrategy(Strategy):
+    """Outside of every scope each process is one replica of its own; starts no MPI."""
+
+    def __init__(self) -> None:
+        super().__init__(default_group())
+
+    def scope(self) -> Scope:
+        """Changes nothing: what is outside of every scope is in the default strategy's already."""
+        return _DefaultScope(self, self._across)
+
+
+class _DefaultScope(Scope):
+    """The default strategy's, which changes nothing: its contexts count there already, as in TensorFlow."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Strategy:
+        if has_strategy():
+            raise RuntimeError("Strategy.scope was called in the scope of another strategy; leave that scope first")
+        return self._strategy
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@functools.cache
+def default_strategy() -> Strategy:
+    """The strategy of one replica that counts outside of every scope."""
+    return DefaultStrategy()
+
+
+def get_strategy() -> Strategy:
+    """The strategy of this line; outside of every scope the default strategy, of one replica."""
+    found = _context.context()
+    if found is None:
+        return default_strategy()
+    owner = found.owner
+    if isinstance(owner, ReplicaContext):
+        return owner.strategy
+    assert isinstance(owner, Strategy)
+    return owner
+
+
+def has_strategy() -> bool:
+    """Whether this line runs in the scope, or in a replica, of a strategy other than the default one."""
+    return _context.group() is not default_group()
+
+
+def get_replica_context() -> ReplicaContext | MaybeNone:
+    """This replica's context; None in the cross-replica context; the default strategy's outside of every scope.
+
+    That one's `all_reduce`, `all_gather` and `merge_call` work where there is one rank.
+    """
+    found = _context.context()
+    if found is None:
+        return default_strategy()._replica_context
+    if not isinstance(found, InReplica):
+        return None
+    assert isinstance(found.owner, ReplicaContext)
+    return found.owner
+
+
+def experimental_set_strategy(strategy: Strategy | None) -> None:
+    """Makes `strategy` the default outside any scope; None restores the default.
+
+    Raises:
+        RuntimeError: called inside a scope or a replica.
+    """
+    _context.set_outside_scopes(None if strategy is None or strategy is default_strategy() else strategy._across)

@@ -1,0 +1,247 @@
+"""The methods of a strategy that combine the replicas' values, bring them together, or make them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _context, _nest
+from hpcstrat._array_protocols import as_array
+from hpcstrat._communicators.records import signature
+from hpcstrat._context import AcrossReplicas, require_cross_replica
+from hpcstrat._group import ReplicaGroup
+from hpcstrat._strategies import reduction
+from hpcstrat._strategies.reduction import as_numbers
+from hpcstrat._strategies.transfer import from_wire, to_wire
+from hpcstrat._types import ReduceOp
+from hpcstrat._values import DistributedValues, PerReplica
+from hpcstrat.data.options import ValueContext
+
+_LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this one
+
+
+class ValueMethods:
+    """A part of `Strategy`, which has its group."""
+
+    _group: ReplicaGroup
+
+    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+        """Combines the replicas' values into one, the same on every rank. Collective: all ranks call this.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name.
+            value: a nest of distributed values, of arrays or numbers. They travel together.
+            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An int, or several,
+                reduces along these axes within each replica too; `MEAN` then divides by the number of elements that
+                there really are. So with a last batch of 6 elements over 2 replicas, 4 and 2, the mean is the sum of
+                six over six, and nan where there is none at all.
+
+        Returns:
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that those of 8 bits have 64
+            along an axis, as in NumPy; means of integers are `float64`. Of a plain value, the mean is itself, or its
+            mean along `axis`; a plain zero sums to itself.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
+            ValueError: an axis that is not there, or the sum of a plain value over several replicas.
+            ReplicaMismatchError: shapes or dtypes differ between replicas.
+
+        Examples:
+            As one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are `[4 6 8 10]` and 28:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(8)):
+            ...     result = strategy.run(lambda value: value, args=(x,))
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=None))
+            [0 1 2 3 4 5 6 7]
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=0))
+            28
+            >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
+            3.5
+        """
+        require_cross_replica(self._group, "Strategy.reduce")
+        return reduction.reduce(self._group.communicator, "Strategy.reduce", reduce_op, value, axis)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values along `axis`, in replica order. Collective: all ranks call this.
+
+        Args:
+            value: a distributed value, or a nest of them, of arrays with at least one dimension. Sizes may differ along
+                `axis` only. A plain array is returned as it is.
+            axis: the axis, counted from the end where negative.
+
+        Returns:
+            A nest like `value` of plain arrays, the same on every rank.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            NotImplementedError: a leaf is an `IndexedSlices`.
+            ReplicaMismatchError: the shapes do not fit; every replica's is named.
+
+        Examples:
+            As one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+
+            >>> import numpy as np
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: np.array([[[0, 1, 2], [3, 4, 5]]]) + context.replica_id_in_sync_group)
+            >>> for axis in (0, 1, 2):
+            ...     print(strategy.gather(value, axis).shape)
+            (1, 2, 3)
+            (1, 2, 3)
+            (1, 2, 3)
+        """
+        require_cross_replica(self._group, "Strategy.gather")
+        return reduction.gather(self._group.communicator, "Strategy.gather", value, axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of this worker's replicas. Collective: all ranks call this, but in a replica function.
+
+        Args:
+            value: anything.
+
+        Returns:
+            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas, but in a
+            `MultiWorkerMirroredStrategy` of those of this host. For a nest that holds such leaves a tuple of nests; for
+            anything else `(value,)`. Arrays of other libraries are NumPy's, or CuPy's, there.
+
+        Raises:
+            TypeError: a component cannot travel between ranks.
+            ReplicaMismatchError: the replicas' values have different structures.
+        """
+        leaves, structure = _nest.flatten(value)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+        call = "Strategy.experimental_local_results"
+        if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
+            reduction.require_alike(self._group.communicator, call, structure)
+        if not places:
+            return (reduction.as_own(call, value),)
+        own = [leaves[i]._component for i in places]
+        if any(isinstance(leaf, PerReplica) for leaf in leaves):
+            with self._group.on_stream():
+                with self._group.communicator.joint(call):
+                    packed = to_wire(call, own)
+                    at = [f"distributed at {places}"] if len(places) < len(leaves) else []
+                    everyones = self._group.communicator.all_gather_obj(call, packed, _nest.describe(structure), *at)
+                    everyones = [from_wire(everyones[rank], self._group.stream) for rank in self._group.workers.peers]
+        else:
+            everyones = [own] * len(self._group.workers.peers)
+        results = []
+        for components in everyones:
+            nest = list(leaves)
+            for i, component in zip(places, components, strict=True):
+                nest[i] = component
+            results.append(structure.unflatten(nest))
+        return tuple(results)
+
+    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+        """Distributed values whose components on each replica are `value_fn(ValueContext)`, called there.
+
+        Collective, so that a failure of one replica is one of all.
+
+        Args:
+            value_fn: returns a nest of arrays, or of what becomes one.
+
+        Returns:
+            The nest with `PerReplica` leaves; with plain ones where there is one replica.
+
+        Raises:
+            TypeError: a leaf is no array of numbers and does not become one.
+            ReplicaMismatchError: the replicas' nests differ in structure.
+
+        Examples:
+            As one replica prints it: a constant, an element of an array by the replica's index, a computed value:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> constant = strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+            >>> strategy.experimental_local_results(constant)
+            (1.0,)
+            >>> values = [3.0, 2.0, 1.0, 0.0]
+            >>> by_index = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: values[context.replica_id_in_sync_group])
+            >>> strategy.experimental_local_results(by_index)
+            (3.0,)
+            >>> computed = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: context.num_replicas_in_sync)
+            >>> strategy.experimental_local_results(computed)
+            (1,)
+        """
+        call = "Strategy.experimental_distribute_values_from_function"
+        require_cross_replica(self._group, call)
+        communicator = self._group.communicator
+        with communicator.joint(call):
+            nest = value_fn(ValueContext(communicator.rank, communicator.size))
+            leaves, structure = _nest.flatten(nest)
+            leaves = [self._own_value(call, leaf) for leaf in leaves]
+            communicator.exchange(signature(call, _nest.describe(structure)))
+        if communicator.size > 1:
+            leaves = [PerReplica(leaf, communicator.rank, communicator.size) for leaf in leaves]
+        return structure.unflatten(leaves)
+
+    def _own_value(self, call: str, value: Any) -> Any:
+        """A number as it is, anything else as an array on this replica's device."""
+        if isinstance(value, (np.generic, bool, int, float, complex)):
+            return value
+        array = as_array(call, value, on_gpu=True) if isinstance(value, np.ndarray) else as_numbers(call, value)
+        if self._group.stream is None or not isinstance(array, np.ndarray):
+            return array
+        with self._group.stream.current():
+            return self._group.stream.xp.asarray(array)
+
+    # ---- logical devices
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """`tensor`, which is on the replica's one logical device, number 0, already.
+
+        Raises:
+            ValueError: another number.
+        """
+        if not 0 <= logical_device_id < _LOGICAL_DEVICES:
+            raise ValueError(
+                f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
+                "a replica has one, so pass 0"
+            )
+        return tensor
+
+    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+        """`tensor`, in one part for the replica's one logical device.
+
+        Args:
+            tensor: an array.
+            partition_dimensions: for each dimension the number of parts along it; all of them are 1.
+
+        Raises:
+            ValueError: another number of entries than the tensor has dimensions, a product that is not the number of
+                logical devices, or one that does not divide the shape.
+        """
+        call = "Strategy.experimental_split_to_logical_devices"
+        shape = np.shape(tensor)
+        parts = list(partition_dimensions)
+        if len(parts) != len(shape):
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as the shape {shape} has"
+            )
+        if math.prod(parts) != _LOGICAL_DEVICES:
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; for the replica's one "
+                "logical device all must be 1"
+            )
+        if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+            raise ValueError(f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}")
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """`tensor`, which is on every logical device of the replica already."""
+        return tensor
+
+
+def _is_cross_replica() -> bool:
+    context = _context.context()
+    return context is None or type(context) is AcrossReplicas
