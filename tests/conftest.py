@@ -11,6 +11,7 @@ for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not
 
 # Every rank draws the same examples, and so does every run.
 hypothesis.settings.register_profile("hpcstrat", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("hpcstrat"), max_examples=20)
 hypothesis.settings.load_profile("hpcstrat")
 
 
