@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+from adadelta import Adadelta
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -61,6 +62,13 @@ def rmsprop(rate, t, value, g, slots, rho=0.9, momentum=0.0, epsilon=1e-7, cente
     return value - change
 
 
+def adadelta(rate, t, value, g, slots, rho=0.95, epsilon=1e-6):
+    slots["squares"] = rho * slots.get("squares", 0) + (1 - rho) * g**2
+    change = np.sqrt((slots.get("changes", 0) + epsilon) / (slots["squares"] + epsilon)) * g
+    slots["changes"] = rho * slots.get("changes", 0) + (1 - rho) * change**2
+    return value - rate * change
+
+
 CASES = [
     (hs.optimizers.SGD, sgd, {}),
     (hs.optimizers.SGD, sgd, {"momentum": 0.9}),
@@ -79,6 +87,8 @@ CASES = [
     (hs.optimizers.RMSprop, rmsprop, {"momentum": 0.8}),
     (hs.optimizers.RMSprop, rmsprop, {"centered": True}),
     (hs.optimizers.RMSprop, rmsprop, {"centered": True, "momentum": 0.8, "global_clipnorm": 1.0}),
+    (Adadelta, adadelta, {}),
+    (Adadelta, adadelta, {"rho": 0.5, "global_clipnorm": 2.0}),
 ]
 
 

@@ -1,0 +1,81 @@
+"""An optimizer written outside of the package has what the package's own have. Its steps: test_acceptance.py."""
+
+import copy
+import os
+
+import numpy as np
+import pytest
+from adadelta import Adadelta
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+N = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+
+
+@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def model(strategy):
+    with strategy.scope():
+        return hs.Variable(np.ones((4, 3))), Adadelta(0.5)
+
+
+def train(strategy, w, optimizer, steps):
+    for step in range(steps):
+        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.full((4, 3), RANK + step + 1.0), w)]))
+
+
+def test_a_checkpoint_holds_its_slots(strategy, tmp_path):
+    path = MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))
+    w, optimizer = model(strategy)
+    train(strategy, w, optimizer, 2)
+    hs.checkpoint.Checkpoint(w=w, optimizer=optimizer).save(path)
+    train(strategy, w, optimizer, 2)
+    restored, other = model(strategy)
+    hs.checkpoint.Checkpoint(w=restored, optimizer=other).restore(path)
+    assert other.iterations == 2
+    train(strategy, restored, other, 2)
+    np.testing.assert_array_equal(restored.numpy(), w.numpy())
+
+
+def test_a_copy_goes_on_with_slots_of_its_own(strategy):
+    w, optimizer = model(strategy)
+    train(strategy, w, optimizer, 2)
+    copied, other = copy.deepcopy((w, optimizer))
+    for pair in ((w, optimizer), (copied, other)):
+        train(strategy, *pair, 2)
+    np.testing.assert_array_equal(copied.numpy(), w.numpy())
+
+
+def test_its_repr_and_its_name(strategy):
+    optimizer = model(strategy)[1]
+    assert repr(optimizer) == (
+        "Adadelta(learning_rate=0.5, rho=0.95, epsilon=1e-06, global_clipnorm=None, iterations=0)"
+    )
+    assert optimizer.name == "Adadelta"
+
+
+@pytest.mark.skipif(N == 1, reason="one rank's constants are everyone's")
+def test_constants_that_differ_are_named(strategy):
+    w, optimizer = model(strategy)
+    optimizer.rho = 0.5 if RANK else 0.25
+    with pytest.raises(hs.ReplicaMismatchError, match=r"(?s)Adadelta\.apply_gradients.*rho=0\.5"):
+        train(strategy, w, optimizer, 1)
+    np.testing.assert_array_equal(w.numpy(), np.ones((4, 3)))
+
+
+def test_rows_of_a_table(strategy):
+    """A sparse step changes its rows as a dense one does, and no other row."""
+    w, optimizer = model(strategy)
+    table, other = model(strategy)
+    xp = strategy.xp
+    rows = hs.IndexedSlices(xp.full((2, 3), RANK + 1.0), xp.asarray([1, 3]), (4, 3))
+    strategy.run(lambda: other.apply_gradients([(rows, table)]))
+    train(strategy, w, optimizer, 1)
+    np.testing.assert_array_equal(table.numpy()[[1, 3]], w.numpy()[[1, 3]])
+    np.testing.assert_array_equal(table.numpy()[[0, 2]], np.ones((2, 3)))
