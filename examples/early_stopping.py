@@ -53,7 +53,7 @@ def main():
         weights=weights, optimizer=optimizer, epoch=epoch, best=best, best_epoch=best_epoch, train=train
     )
     model = hs.checkpoint.Checkpoint(weights=weights)
-    if hs.agree(os.path.exists(last_file)):
+    if hs.any_rank(os.path.exists(last_file)):
         state.restore(last_file)
         print(f"goes on after epoch {int(epoch.numpy())}")
 

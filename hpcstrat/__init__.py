@@ -11,9 +11,11 @@ from hpcstrat import optimizers as optimizers
 from hpcstrat._context import in_cross_replica_context as in_cross_replica_context
 from hpcstrat._errors import ReplicaMismatchError as ReplicaMismatchError
 from hpcstrat._program import agree as agree
+from hpcstrat._program import any_rank as any_rank
 from hpcstrat._program import asnumpy as asnumpy
 from hpcstrat._program import barrier as barrier
 from hpcstrat._program import broadcast_object as broadcast_object
+from hpcstrat._program import extend_timeout as extend_timeout
 from hpcstrat._program import function as function
 from hpcstrat._program import is_lead as is_lead
 from hpcstrat._program import patience as patience

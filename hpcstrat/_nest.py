@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import optree
 from optree.utils import total_order_sorted
@@ -15,6 +15,7 @@ from optree.utils import total_order_sorted
 Structure: TypeAlias = optree.PyTreeSpec
 """What a nest is without its leaves. Hashable; two nests of equal structure have equal ones."""
 
+_Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
 _LEAF: Structure = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
 _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
@@ -59,6 +60,12 @@ def describe(structure: Structure) -> str:
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """The nest of this structure with these leaves."""
     return structure.unflatten(leaves)
+
+
+def leaf(cls: _Class) -> _Class:
+    """Makes the instances of a dataclass leaves, not nests: for one value of several parts. A class decorator."""
+    _leaf_types.add(cls)
+    return cls
 
 
 def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Helpers around a program's own lines: which rank this is, what all ranks agree on, host copies of arrays."""
+"""Helpers for a program's own lines: which rank this is, what all ranks decide together, host copies of arrays."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hpcstrat._array_protocols import to_host
 from hpcstrat._communicators import connect, connected
 from hpcstrat._communicators.records import signature
 from hpcstrat._variables import Variable
+from hpcstrat._warnings import warn_renamed
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Item = TypeVar("_Item")
@@ -46,43 +47,43 @@ def broadcast_object(obj: Any) -> Any:
     return connect().broadcast_obj("broadcast_object", obj)
 
 
-def agree(flag: Any) -> bool:
+def any_rank(flag: Any) -> bool:
     """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
     communicator = connect()
-    with communicator.joint("agree"):
+    with communicator.joint("any_rank"):
         own = bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
         message[0] = own
 
-    return any(bool(message[0]) for message in communicator.exchange(signature("agree"), 1, write))
+    return any(bool(message[0]) for message in communicator.exchange(signature("any_rank"), 1, write))
 
 
 def barrier() -> None:
-    """Waits until every rank has come here. Collective: all ranks call this."""
+    """Waits until every rank has arrived here. Collective: all ranks call this."""
     connect().barrier("barrier")
 
 
-def patience(seconds: float) -> AbstractContextManager[None]:
-    """A context manager: while this rank is in it, all ranks wait so much longer for each other than usual.
+def extend_timeout(seconds: float) -> AbstractContextManager[None]:
+    """A context manager: while this rank is inside, the stall report and the time-out come later on every rank.
 
-    Where ranks wait for one that does not come, a report follows after `HPCSTRAT_STALL_SECONDS` (60), and the end of
+    If ranks wait for a rank that does not arrive, a report follows after `HPCSTRAT_STALL_SECONDS` (60) and the end of
     the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Around what is known to take long on one rank, such as
-    `if hs.is_lead(): evaluate()`, this puts both off. Starts nothing, and does not communicate; before the first
-    strategy or collective call it has no effect.
+    `if hs.is_lead(): evaluate()`, this puts both off by `seconds`. Starts nothing, and does not communicate; before the
+    first strategy or collective call it has no effect.
 
     Args:
         seconds: a number, not negative; `math.inf` for as long as it takes.
 
     Raises:
-        ValueError: `seconds` is negative or no number.
+        ValueError: `seconds` is negative or not a number.
     """
     try:
         number = float(seconds)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not number >= 0:
-        raise ValueError(f"patience: seconds is {seconds!r}; it must be a number from 0 up")
+        raise ValueError(f"extend_timeout: seconds is {seconds!r}; it must be a number from 0 up")
     communicator = connected()
     if communicator is None or communicator.watch is None:
         return nullcontext()
@@ -128,3 +129,18 @@ def function(fn: Any = None, **options: Any) -> Any:
     """
     del options
     return (lambda inner: inner) if fn is None else fn
+
+
+# Names of before 0.1.0, which programs may still use.
+
+
+def agree(flag: Any) -> bool:
+    """Deprecated: `any_rank` under the name that it had."""
+    warn_renamed("hpcstrat.agree", "hpcstrat.any_rank")
+    return any_rank(flag)
+
+
+def patience(seconds: float) -> AbstractContextManager[None]:
+    """Deprecated: `extend_timeout` under the name that it had."""
+    warn_renamed("hpcstrat.patience", "hpcstrat.extend_timeout")
+    return extend_timeout(seconds)

@@ -9,13 +9,6 @@ _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
 _warned: set[str] = set()
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Warns, once a process, that a method has a newer name. For use directly in the method of the old one."""
-    if old not in _warned:
-        _warned.add(old)
-        warnings.warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning, stacklevel=3)
-
-
 def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
     """Warns on the lead, at the line of the program. Where a filter makes it an error, all ranks that call this raise.
 
@@ -29,6 +22,13 @@ def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
         warnings.warn(message, category, stacklevel=level)
     elif _is_error(message, category, _module(frame.f_globals), frame.f_lineno):
         raise category(message)
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns that a function has a new name, once a process. Call it directly in the function of the old name."""
+    if old not in _warned:
+        _warned.add(old)
+        warnings.warn(f"{old} is now called {new}; use that", DeprecationWarning, stacklevel=3)
 
 
 def _module(names: dict[str, object]) -> str:

@@ -186,7 +186,7 @@ class Strategy(InputMethods, ValueMethods):
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """The name of `run` in TensorFlow 2.0."""
-        warn_renamed("experimental_run_v2", "run")
+        warn_renamed("Strategy.experimental_run_v2", "Strategy.run")
         return self.run(fn, args, kwargs)
 
 

@@ -106,7 +106,9 @@ class InputMethods:
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
         """The older name of `distribute_datasets_from_function`."""
-        warn_renamed("experimental_distribute_datasets_from_function", "distribute_datasets_from_function")
+        warn_renamed(
+            "Strategy.experimental_distribute_datasets_from_function", "Strategy.distribute_datasets_from_function"
+        )
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:

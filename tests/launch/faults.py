@@ -16,13 +16,14 @@ def harmless(program, *prints, **others):
 
 
 HARMLESS = {
-    "patience": harmless("with hs.patience(60):\n    if last: time.sleep(5)\n    hs.barrier()"),
-    "patience of the late rank alone": harmless("if last:\n    with hs.patience(60): time.sleep(5)"),
+    "an extended time-out": harmless("with hs.extend_timeout(60):\n    if last: time.sleep(5)\n    hs.barrier()"),
+    "an extended time-out of the late rank alone": harmless("if last:\n    with hs.extend_timeout(60): time.sleep(5)"),
     "long work without a call": harmless("time.sleep(5)"),
     "a wait that is shorter": harmless("if last: time.sleep(0.6)\nhs.barrier()\n" * 6),
-    "patience of odd lengths": harmless(
+    "time-outs extended by odd lengths": harmless(
         """
-        with hs.patience(np.float32(9)), hs.patience(float("inf")), hs.patience(1e308), hs.patience(1e308):
+        extend = hs.extend_timeout
+        with extend(np.float32(9)), extend(float("inf")), extend(1e308), extend(1e308):
             if last: time.sleep(5)
             hs.barrier()
         """

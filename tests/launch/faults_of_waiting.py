@@ -28,13 +28,13 @@ STALLS = {
         "if rank == 0: stop()\nhs.barrier()" + WAIT, waits("ranks 1, 2", "barrier"), silent("rank 0", "(stop|<module>)")
     ),
     "SIGSTOP in the midst of calls": silenced(
-        "for i in range(10**9):\n    if i == 20_000 and last: stop()\n    hs.agree(False)",
-        waits("ranks 0, 1", "agree"),
+        "for i in range(10**9):\n    if i == 20_000 and last: stop()\n    hs.any_rank(False)",
+        waits("ranks 0, 1", "any_rank"),
         silent("rank 2", "(stop|<module>)"),
     ),
     "one rank skips a call": stalled(
-        "for _ in range(3):\n    if not last: hs.agree(False)\nif last: time.sleep(1000)",
-        waits("ranks 0, 1", "agree"),
+        "for _ in range(3):\n    if not last: hs.any_rank(False)\nif last: time.sleep(1000)",
+        waits("ranks 0, 1", "any_rank"),
         missing("rank 2", "<module>"),
     ),
     "an endless loop in a replica function": stalled(
@@ -120,14 +120,14 @@ STALLS = {
         rf"  rank 2: through with the program, but its process does not end; now at {HERE}loop",
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="),
     ),
-    "no patience": stalled("if last: time.sleep(6)" + WAIT, BARRIER, missing("rank 2", "<module>")),
-    "patience without end, which has ended": stalled(
-        "with hs.patience(float('inf')): hs.barrier()\nif last: time.sleep(1000)" + WAIT,
+    "no extended time-out": stalled("if last: time.sleep(6)" + WAIT, BARRIER, missing("rank 2", "<module>")),
+    "a time-out extended without end, which has ended": stalled(
+        "with hs.extend_timeout(float('inf')): hs.barrier()\nif last: time.sleep(1000)" + WAIT,
         BARRIER,
         missing("rank 2", "<module>"),
     ),
-    "patience that is too short": Fault(
-        "with hs.patience(1):\n    if last: loop()\n    hs.barrier()",
+    "a time-out extended too little": Fault(
+        "with hs.extend_timeout(1):\n    if last: loop()\n    hs.barrier()",
         [
             r"the ranks wait for each other since 2 s \(HPCSTRAT_STALL_SECONDS\)",
             r"the job ends: the ranks wait for each other since 4 s",

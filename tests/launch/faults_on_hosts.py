@@ -39,8 +39,8 @@ ON_HOSTS = {
     "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 2 {LEFT}"),
     "hosts: an exception": raised("if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause"),
     "hosts: another call": Fault(
-        "hs.agree(True) if last else hs.barrier()",
-        ["ReplicaMismatchError: ", "rank 0: barrier", "rank 1: barrier", "rank 2: agree"],
+        "hs.any_rank(True) if last else hs.barrier()",
+        ["ReplicaMismatchError: ", "rank 0: barrier", "rank 1: barrier", "rank 2: any_rank"],
         r"\[rank 0\] Traceback",
     ),
     "hosts: a loop after the others have left": stalled(

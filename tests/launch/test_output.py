@@ -127,7 +127,7 @@ def test_the_users_own_timer_of_tracebacks_stays(launch):
 
     faulthandler.dump_traceback_later(3, exit=True)
     hs.barrier()
-    with hs.patience(100):
+    with hs.extend_timeout(100):
         time.sleep(100)
     """
     result = launch(program, 2, timeout=60)

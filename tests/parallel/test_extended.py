@@ -222,7 +222,7 @@ def collectives(strategy):
         "optimizer": lambda v: optimizer.apply_gradients([(xp.ones(2), w)]),
         "dataset": lambda v: list(dataset),
         "barrier": lambda v: hs.barrier(),
-        "agree": lambda v: hs.agree(True),
+        "any_rank": lambda v: hs.any_rank(True),
         "broadcast_object": lambda v: hs.broadcast_object(1),
         "close": lambda v: strategy.close(),
     }
@@ -230,7 +230,7 @@ def collectives(strategy):
 
 COMMUNICATING = [
     *("reduce", "gather", "run", "scope", "values from function", "reduce_to", "broadcast_to", "update"),
-    *("update_non_slot", "new variable", "optimizer", "barrier", "agree", "broadcast_object", "close"),
+    *("update_non_slot", "new variable", "optimizer", "barrier", "any_rank", "broadcast_object", "close"),
 ]
 if N > 1:  # with one replica these have nothing to ask others for
     COMMUNICATING += ["local results", "read of ON_READ", "metric", "dataset"]

@@ -101,7 +101,7 @@ DIFFERENT = {
     ),
     "assign: variables": (lambda e, odd: (e.none if odd else e.v).assign(e.here(ONES)), ("'none'",)),
     "reduce or close": (lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(), ("barrier",)),
-    "agree or barrier": (lambda e, odd: hs.agree(False) if odd else hs.barrier(), ("agree",)),
+    "any_rank or barrier": (lambda e, odd: hs.any_rank(False) if odd else hs.barrier(), ("any_rank",)),
     "strategies": (
         lambda e, odd: e.place.make(hs.MirroredStrategy if odd else hs.CentralStorageStrategy),
         ("MirroredStrategy",),

@@ -170,7 +170,7 @@ def test_a_distributed_value_is_no_number(strategy):
             wrong()
     assert strategy._group.communicator.number == before
     with pytest.raises(TypeError, match="one value a replica"):  # as `if found:` would end a loop after its first step
-        hs.agree(found)
+        hs.any_rank(found)
     assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
 
 
@@ -298,6 +298,16 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
     assert all(one.filename == __file__ for one in caught)
 
 
+def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
+    monkeypatch.setattr(_warnings, "_warned", set())
+    with pytest.warns(DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank") as caught:
+        assert (hs.agree(RANK == N - 1), hs.agree(False)) == (True, False)
+    with pytest.warns(DeprecationWarning, match=r"hpcstrat.patience is now called hpcstrat.extend_timeout") as later:
+        with hs.patience(1):
+            hs.barrier()
+    assert [one.filename for one in [*caught, *later]] == [__file__, __file__]
+
+
 @pytest.mark.skipif(N == 1, reason="one replica's nest cannot differ from another's")
 @pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]])
 def test_local_results_of_nests_that_differ(strategy, odd):
@@ -319,11 +329,11 @@ def test_a_run_on_one_rank_does_not_count_as_a_fault_later(strategy):
         assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
 
 
-def test_agree_fails_on_all_ranks(strategy):
+def test_any_rank_fails_on_all_ranks(strategy):
     with pytest.raises(ValueError, match="truth value"):
-        hs.agree(np.ones(2) if RANK == N - 1 else True)
-    assert hs.agree(RANK == N - 1) is True
-    assert hs.agree(False) is False
+        hs.any_rank(np.ones(2) if RANK == N - 1 else True)
+    assert hs.any_rank(RANK == N - 1) is True
+    assert hs.any_rank(False) is False
 
 
 # ---- HPCSTRAT_CHECK

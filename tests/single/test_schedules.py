@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from hpcstrat import _nest
 from hpcstrat.optimizers import schedules
 
 STEPS = range(0, 25)
@@ -57,3 +58,23 @@ def test_cosine_decay():
         return cosine(step - 5)
 
     close(schedules.CosineDecay(0.0, 10, alpha=0.2, warmup_target=0.1, warmup_steps=5), warmed)
+
+
+SCHEDULES = [
+    schedules.ExponentialDecay(0.1, 10, 0.9),
+    schedules.InverseTimeDecay(0.1, 10, 0.9),
+    schedules.PolynomialDecay(0.1, 10),
+    schedules.CosineDecay(0.1, 10),
+    schedules.PiecewiseConstantDecay([1], [2.0, 3.0]),
+]
+
+
+def test_schedules_of_different_kinds_differ():
+    assert schedules.ExponentialDecay(0.1, 10, 0.9) == SCHEDULES[0]
+    assert SCHEDULES[0] != SCHEDULES[1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_schedule_is_one_leaf(schedule):
+    assert _nest.flatten({"rate": schedule})[0] == [schedule]
+    assert _nest.flatten(schedule)[0] == [schedule]

@@ -236,7 +236,7 @@ def test_patience_ends_with_its_block(watch, monkeypatch, seconds):
     monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watch=one))
     with contextlib.ExitStack() as stack:
         for some in seconds:
-            stack.enter_context(_program.patience(some))
+            stack.enter_context(_program.extend_timeout(some))
         assert one._note().patience == sum(float(some) for some in seconds)
     assert one._note().patience == 0
 
@@ -254,9 +254,9 @@ def test_no_working_folder(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j])
-def test_no_patience(seconds):
-    with pytest.raises(ValueError, match=r"patience: seconds is .*; it must be a number from 0 up"):
-        _program.patience(seconds)
+def test_a_wrong_extension_of_the_timeout(seconds):
+    with pytest.raises(ValueError, match=r"extend_timeout: seconds is .*; it must be a number from 0 up"):
+        _program.extend_timeout(seconds)
 
 
 def connect(listener, *said):

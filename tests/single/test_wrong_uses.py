@@ -71,8 +71,8 @@ def tf_config(text):
 
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
     # the program
-    "patience: negative": (lambda _: hs.patience(-1), ValueError, "patience: seconds is -1; it must"),
-    "patience: nan": (lambda _: hs.patience(np.nan), ValueError, "patience: seconds is nan"),
+    "extend_timeout: negative": (lambda _: hs.extend_timeout(-1), ValueError, "extend_timeout: seconds is -1; it must"),
+    "extend_timeout: nan": (lambda _: hs.extend_timeout(np.nan), ValueError, "extend_timeout: seconds is nan"),
     "broadcast_object": (
         lambda _: hs.broadcast_object(lambda: 0),
         TypeError,

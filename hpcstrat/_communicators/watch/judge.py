@@ -87,7 +87,7 @@ class Judge:
             left = self._timeout_seconds + patience - quiet
             text = (
                 f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                "`with hs.patience(seconds):` around it allows a known long wait"
+                "`with hs.extend_timeout(seconds):` around it allows a known long wait"
             )
             return self._verdict(False, text, notes, dead, silence)
         return None
