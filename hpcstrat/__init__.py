@@ -40,9 +40,9 @@ from hpcstrat._types import TensorSpec as TensorSpec
 from hpcstrat._values import DistributedValues as DistributedValues
 from hpcstrat._values import Mirrored as Mirrored
 from hpcstrat._values import PerReplica as PerReplica
-from hpcstrat._variable_creators import variable_creator_scope as variable_creator_scope
-from hpcstrat._variable_values import VariableAggregation as VariableAggregation
-from hpcstrat._variable_values import VariableSynchronization as VariableSynchronization
+from hpcstrat._variable_options import VariableAggregation as VariableAggregation
+from hpcstrat._variable_options import VariableSynchronization as VariableSynchronization
+from hpcstrat._variable_options import variable_creator_scope as variable_creator_scope
 from hpcstrat._variables import Variable as Variable
 from hpcstrat.data import DistributedDataset as DistributedDataset
 from hpcstrat.data import DistributedIterator as DistributedIterator

@@ -9,27 +9,24 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
+from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.dtypes import check_reducible
-from hpcstrat._context import Context, InReplica, InUpdate, require_cross_replica
-from hpcstrat._group import ReplicaGroup, default_group
-from hpcstrat._storage.base import Array, Storage
-from hpcstrat._storage.plan import Plan
+from hpcstrat._context import InReplica, InUpdate, require_cross_replica
+from hpcstrat._storage.base import Array
 from hpcstrat._types import MaybeNone, ReduceOp, parse_choice
-from hpcstrat._variable_creators import VariableType
-from hpcstrat._variable_exports import ExportsArray
-from hpcstrat._variable_values import (
+from hpcstrat._variable_array import ReadableAsArray
+from hpcstrat._variable_options import (
     NO_AGGREGATION,
     OPERATIONS,
-    RULES,
     VariableAggregation,
     VariableSynchronization,
-    initial_array,
-    shared_out,
-    written_array,
+    VariableType,
 )
+from hpcstrat._variable_state import VariableState
+from hpcstrat._variable_writing import RULES, initial_array, shared_out, written_array
 
 
-class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
     """Numbers that live in the strategy's storage. In arithmetic a variable acts as its array, and has its methods.
 
     Making one is collective under a strategy: all ranks do it, and the parameter rank's initial value counts.
@@ -76,7 +73,7 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         1
     """
 
-    __slots__ = ("__weakref__", "_plan", "aggregation", "synchronization", "trainable")
+    __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __init__(
@@ -89,7 +86,7 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
     ) -> None:
-        group = self._group = _context.group()
+        group = _context.group()
         _require_no_update("Variable")
         with group.communicator.joint("Variable"):
             self.synchronization: VariableSynchronization = parse_choice(
@@ -103,44 +100,25 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
                     f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
                     "replicas change together; leave it out, or take ON_READ for one value a replica"
                 )
-            self._is_on_read: bool = self.synchronization is VariableSynchronization.ON_READ
-            self.trainable: bool = not self._is_on_read if trainable is None else bool(trainable)
+            is_on_read = self.synchronization is VariableSynchronization.ON_READ
+            self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
             initial = initial_array(initial_value, dtype, shape, group.stream is not None)
-        self.name: str = self._common_name("Variable" if name is None else str(name))
+        self.name: str = _common_name(group.communicator, "Variable" if name is None else str(name))
         call = f"Variable {self.name!r}"
         group.communicator.require_equal(call, [initial])
-        self._store(call, initial)
-
-    def _common_name(self, name: str) -> str:
-        """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
-        communicator = self._group.communicator
-        if communicator.size == 1 or not isinstance(_context.context(), InReplica):
-            return name
-        names = communicator.all_gather_obj("Variable", name)
-        stem = names[0].removesuffix("0")
-        return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
-
-    def _store(self, call: str, initial: Array) -> None:
-        self._block = self._storage.create(call, initial)
-        self._plan: Plan | None = None
-        self._make_interface()
-
-    @property
-    def _storage(self) -> Storage:
-        return self._group.replica_storage if self._is_on_read else self._group.storage
+        self._state = VariableState(call, group, is_on_read, initial)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # One of its own with the same value, of the same strategy; as collective as making one is.
-        call = f"Variable: deepcopy of {self.name!r}"
+        call, state = f"Variable: deepcopy of {self.name!r}", self._state
         _require_no_update(call)
         other = object.__new__(type(self))
         memo[id(self)] = other
-        other._group, other._is_on_read, other.name = self._group, self._is_on_read, self.name
-        other.synchronization, other.aggregation = self.synchronization, self.aggregation
+        other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
         other.trainable = self.trainable
-        other._store(call, self._block.view)
-        if self._is_on_read:  # where making one took the first replica's value
-            self._storage.write(other._block, self._block.view, RULES["assign"])
+        other._state = VariableState(call, state.group, state.is_on_read, state.block.view)
+        if state.is_on_read:  # where making one took the first replica's value
+            state.storage.write(other._state.block, state.block.view, RULES["assign"])
         return other
 
     # ---- reading what is brought together
@@ -154,17 +132,18 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         Raises:
             ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica context.
         """
-        if not self._is_divided():
-            return self._block.view.copy()
+        if not self._state.needs_aggregation_to_read():
+            return self._state.block.view.copy()
         return self._aggregated("Variable.read_value")
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value in host memory. Collective where `read_value` is."""
-        value = self._aggregated("Variable.numpy") if self._is_divided() else self._block.view
+        state = self._state
+        value = self._aggregated("Variable.numpy") if state.needs_aggregation_to_read() else state.block.view
         return value.get() if _gpu.is_on_gpu(value) else value.copy()
 
     def __repr__(self) -> str:
-        value = "one value a replica" if self._is_divided() else repr(self._block.view)
+        value = "one value a replica" if self._state.needs_aggregation_to_read() else repr(self._state.block.view)
         return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
 
     # ---- writing
@@ -212,29 +191,28 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
 
     def _write(self, verb: str, value: Any) -> None:
         call = f"Variable.{verb} of {self.name!r}"
-        group, context = self._group, _context.context()
+        state, context = self._state, _context.context()
         if isinstance(context, InUpdate):
             if not any(self is one for one in context.variables):
                 raise RuntimeError(
                     f"{call}: this update may write only the variables that were passed to it; pass it too"
                 )
-            self._storage.write(self._block, self._checked(call, verb, value), RULES[verb])
+            state.storage.write(state.block, self._checked(call, verb, value), RULES[verb])
             return
-        if context is not None and context.group is not group and not self._is_plain_here(context):
-            raise RuntimeError(self._foreign(call, context))
-        if self._is_on_read:
+        state.require_writable(call)
+        if state.is_on_read:
             self._write_own(call, verb, value)
-        elif isinstance(context, InReplica) and group.requires_aggregation:
+        elif isinstance(context, InReplica) and state.group.requires_aggregation:
             self._write_aggregated(call, verb, value)
         else:
-            with group.communicator.joint(call):
+            with state.group.communicator.joint(call):
                 new = self._checked(call, verb, value)
-            group.communicator.require_equal(call, [new])
-            self._update(call, new, None, verb)
+            state.group.communicator.require_equal(call, [new])
+            state.storage.update(call, state.plan_alone(), [new], None, RULES[verb])
 
     def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
-        with self._group.communicator.joint(call):
+        with self._state.group.communicator.joint(call):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(f"{call} in a replica context: {NO_AGGREGATION}")
             op = OPERATIONS[self.aggregation]
@@ -246,13 +224,13 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
                     f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
                     "make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
                 )
-        self._update(call, new, op, verb)
+        self._state.storage.update(call, self._state.plan_alone(), [new], op, RULES[verb])
 
     def _write_own(self, call: str, verb: str, value: Any) -> None:
         """A write to an ON_READ variable: each replica has its own."""
-        group = self._group
+        state, group = self._state, self._state.group
         if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
-            group.replica_storage.write(self._block, self._checked(call, verb, value), RULES[verb])
+            state.storage.write(state.block, self._checked(call, verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.joint(call):
@@ -267,17 +245,12 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         group.communicator.require_equal(call, [new])
         with group.communicator.change(call):
             new = group.communicator.broadcast_obj(call, _gpu.to_host(new), group.root)
-            group.replica_storage.write(self._block, new, RULES[verb])
-
-    def _update(self, call: str, new: Array, op: ReduceOp | None, verb: str) -> None:
-        if self._plan is None:
-            self._plan = self._storage.plan([self._block], [()])
-        self._storage.update(call, self._plan, [new], op, RULES[verb])
+            state.storage.write(state.block, new, RULES[verb])
 
     # ---- help
 
     def _aggregated(self, call: str) -> Array:
-        group, array = self._group, self._block.view
+        group, array = self._state.group, self._state.block.view
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(f"{call} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
         op = OPERATIONS[self.aggregation]
@@ -289,34 +262,21 @@ class Variable(ExportsArray, metaclass=VariableType):  # pyright: ignore[reportG
         return group.communicator.all_reduce(call, [array], op)[0]
 
     def _checked(self, call: str, verb: str, value: Any) -> Array:
-        return written_array(call, verb, value, self.shape, self.dtype, self._group.stream is not None)
+        return written_array(call, verb, value, self.shape, self.dtype, self._state.group.stream is not None)
 
-    def _group_here(self, call: str) -> ReplicaGroup:
-        """The variable's group, for an update by its strategy in this line.
 
-        Raises:
-            RuntimeError: this line runs in another strategy.
-        """
-        context = _context.context()
-        if context is not None and context.group is not self._group:
-            raise RuntimeError(self._foreign(call, context))
-        return self._group
+def state_of(variable: Variable) -> VariableState:
+    """What a variable is made of."""
+    return variable._state
 
-    def _is_plain_here(self, context: Context) -> bool:
-        """Whether a variable made outside of every scope may be written here: all ranks do the same to theirs."""
-        divided = isinstance(context, InReplica) and context.group.communicator.size > 1
-        return self._group is default_group() and not divided
 
-    def _foreign(self, call: str, context: Context) -> str:
-        if self._group is default_group():
-            return (
-                f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
-                "make it under `with strategy.scope():`"
-            )
-        return (
-            f"{call}: the variable belongs to another strategy than {context.group.name}, which runs "
-            "here; write it in its own strategy's scope"
-        )
+def _common_name(communicator: Communicator, name: str) -> str:
+    """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
+    if communicator.size == 1 or not isinstance(_context.context(), InReplica):
+        return name
+    names = communicator.all_gather_obj("Variable", name)
+    stem = names[0].removesuffix("0")
+    return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
 
 
 def _require_no_update(call: str) -> None:

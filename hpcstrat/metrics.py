@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _array_protocols, _context, _gpu
+from hpcstrat import _array_protocols, _context, _gpu, _variables
 from hpcstrat._types import ReduceOp
-from hpcstrat._variable_values import VariableAggregation, VariableSynchronization
+from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
 from hpcstrat._variables import Variable
 
 
@@ -48,7 +48,7 @@ class Metric:
         return f"{type(self).__name__}(name={self.name!r})"
 
     def _add(self, total: Any, count: Any) -> None:
-        if self._sums._is_divided():
+        if _variables.state_of(self._sums).needs_aggregation_to_read():
             raise RuntimeError(
                 f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
                 "for itself; call it inside the function of Strategy.run"

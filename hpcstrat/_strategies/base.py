@@ -24,8 +24,8 @@ from hpcstrat._strategies.transfer import check_alike, regroup
 from hpcstrat._strategies.values import ValueMethods
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import select
-from hpcstrat._variable_creators import creators
-from hpcstrat._variable_reading import note_read_only
+from hpcstrat._variable_array import note_read_only
+from hpcstrat._variable_options import creators
 from hpcstrat._warnings import warn_renamed
 from hpcstrat.data.options import RunOptions
 

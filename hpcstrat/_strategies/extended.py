@@ -13,7 +13,7 @@ from hpcstrat._strategies import reduction
 from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica
-from hpcstrat._variables import Variable
+from hpcstrat._variables import Variable, state_of
 
 
 class StrategyExtended:
@@ -223,7 +223,9 @@ class StrategyExtended:
                 results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
                 communicator.barrier(call)
         else:
-            written = [one._block for one in variables if one._group is group and not one._is_on_read]
+            written = [
+                state.block for state in map(state_of, variables) if state.group is group and not state.is_on_read
+            ]
             try:
                 result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
             except Exception:  # which all ranks raise: they see how far the update came
@@ -298,7 +300,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether the variable was made in this strategy's scope."""
-        return v._group is self._group
+        return state_of(v).group is self._group
 
     def value_container(self, value: Any) -> Any:
         """What `value` is a component of. A variable has no components of its own, so it is `value`."""

@@ -15,8 +15,8 @@ from hpcstrat._communicators.records import Listed, Signature, new_signature, si
 from hpcstrat._group import UpdatesOn
 from hpcstrat._storage.base import PART, Bytes, flat, host_parts
 from hpcstrat._storage.memory import Block
-from hpcstrat._variable_values import RULES
-from hpcstrat._variables import Variable
+from hpcstrat._variable_writing import RULES
+from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint import _file
 from hpcstrat.checkpoint._contents import Contents, Fit, listed, own_share, position_of, storage_of
 
@@ -86,7 +86,7 @@ class Checkpoint:
             entries, facts, root = contents.entries(), contents.facts(), contents.parameter_rank()
             communicator.exchange(_signature(call, path, f"keep={keep}", root, contents, entries))
         arrays = {name: _all_values(call, v) for name, v in contents.divided.items()}
-        blocks = {name: (v, v._block) for name, v in contents.variables.items()}
+        blocks = {name: (v, state_of(v).block) for name, v in contents.variables.items()}
         blocks |= {name: (slot.variable, slot.block) for name, slot in contents.slots().items()}
 
         def parts(name: str) -> Iterator[Bytes]:
@@ -185,7 +185,7 @@ class _Restoring:
             self._run()
         except BaseException as error:  # which not all ranks raise: a signal's, say
             for v in self._contents.variables.values():
-                storage_of(v).tear(self._call, error, [v._block])
+                storage_of(v).tear(self._call, error, [state_of(v).block])
             raise
 
     def _run(self) -> None:
@@ -197,7 +197,7 @@ class _Restoring:
         for name in names:
             if name in contents.variables:
                 v = contents.variables[name]
-                self._load(name, v, v._block)
+                self._load(name, v, state_of(v).block)
             elif name in slots:
                 self._load(name, slots[name].variable, slots[name].block)
             elif name in contents.divided:
@@ -223,7 +223,7 @@ class _Restoring:
     def _load(self, name: str, v: Variable, block: Block) -> None:
         """Brings an array of the file to a block: on the rank that has it, or on every rank."""
         communicator, is_root = self._communicator, self._file is not None
-        is_everywhere = v._group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
+        is_everywhere = state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
         nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
         for start in range(0, nbytes, PART):
@@ -263,11 +263,11 @@ class _Restoring:
                     flat(array)[start : start + part.size] = part
                     start += part.size
             array = communicator.broadcast_obj(self._call, array, self._root)
-        v._group.replica_storage.write(v._block, own_share(v, array), RULES["assign"])
+        state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float) -> None:
         """Fills a slot of which the file knows nothing: when it was written, the variable had no step behind it."""
-        if v._group.updates_here:
+        if state_of(v).group.updates_here:
             itemsize = v.dtype.itemsize
             part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
             for start in range(0, v.size * itemsize, part.size):
@@ -275,14 +275,14 @@ class _Restoring:
 
     def _publish(self, variables: list[Variable]) -> None:
         for storage in dict.fromkeys(map(storage_of, variables)):
-            storage.publish(self._call, [v._block for v in variables if storage_of(v) is storage])
+            storage.publish(self._call, [state_of(v).block for v in variables if storage_of(v) is storage])
 
 
 def _all_values(call: str, v: Variable) -> np.ndarray[Any, Any]:
     """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
-    group = v._group
-    with group.on_stream():
-        return _gpu.to_host(group.communicator.all_gather(call, [v._block.view[np.newaxis]], 0)[0])
+    state = state_of(v)
+    with state.group.on_stream():
+        return _gpu.to_host(state.group.communicator.all_gather(call, [state.block.view[np.newaxis]], 0)[0])
 
 
 def _opened(call: str, path: str, communicator: Communicator) -> _file.CheckpointFile:

@@ -14,8 +14,8 @@ from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.memory import Block
 from hpcstrat._types import ReduceOp
-from hpcstrat._variable_values import OPERATIONS, VariableAggregation
-from hpcstrat._variables import Variable
+from hpcstrat._variable_options import OPERATIONS, VariableAggregation
+from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint._file import Entry
 from hpcstrat.data._position import Position, Positioned
 from hpcstrat.metrics import Metric
@@ -90,7 +90,7 @@ class Contents:
             self._add(name, leaf)
 
     def _add(self, name: str, leaf: Any) -> None:
-        if isinstance(leaf, Variable) and not leaf._is_on_read:
+        if isinstance(leaf, Variable) and not state_of(leaf).is_on_read:
             self.variables[name] = leaf
             return
         if isinstance(leaf, Variable):
@@ -146,7 +146,7 @@ class Contents:
         found = {name: _entry(v) for name, v in self.variables.items()}
         found |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
         for name, v in self.divided.items():
-            found[name] = _entry(v, v._group.communicator.size)
+            found[name] = _entry(v, state_of(v).group.communicator.size)
         return found
 
     def facts(self) -> dict[str, dict[str, Any]]:
@@ -195,7 +195,7 @@ class Contents:
     def groups(self) -> list[ReplicaGroup]:
         """The groups of replicas that all variables belong to, in one order on all ranks."""
         everything = [*sorted(self.variables.items()), *sorted(self.divided.items())]
-        return list(dict.fromkeys(v._group for _, v in everything))
+        return list(dict.fromkeys(state_of(v).group for _, v in everything))
 
     def parameter_rank(self) -> int:
         """The rank that writes: the one that has all optimizers' slots.
@@ -226,7 +226,7 @@ class Contents:
 
 def storage_of(v: Variable) -> Storage:
     """Where an ordinary variable and its slots are."""
-    return v._group.storage
+    return state_of(v).group.storage
 
 
 def position_of(facts: Mapping[str, Any]) -> Position:
@@ -241,7 +241,7 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     Each gets its own where there are as many replicas as then. Otherwise the first gets the sum of a SUM variable and
     the others zeros, so that nothing is rounded by sharing it out; all get the mean of a MEAN variable, or the first.
     """
-    communicator = v._group.communicator
+    communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
         return values[communicator.rank]
     op = OPERATIONS[v.aggregation]
@@ -281,7 +281,7 @@ def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any
 def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
     if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
         return [f"{name} is {_entry(v)} on each replica here and {entry} for all of them in the file"]
-    replicas = v._group.communicator.size
+    replicas = state_of(v).group.communicator.size
     integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
     if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):
         return [

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from hpcstrat import _context
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import InReplica
@@ -20,9 +18,8 @@ from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import sum_rows
 from hpcstrat._types import IndexedSlices, ReduceOp
-from hpcstrat._values import DistributedValues
-from hpcstrat._variable_values import as_operand
-from hpcstrat._variables import Variable
+from hpcstrat._variables import Variable, state_of
+from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -109,7 +106,7 @@ class Optimizer(abc.ABC):
         pairs = [(v, copy.deepcopy(v, memo)) for v, _ in sorted(self._slots.values(), key=_number_of)]
         other._make_slots([v for _, v in pairs])
         for old, new in pairs:
-            group = new._group
+            group = state_of(new).group
             if group.updates_here:
                 for own, copied in zip(self._slots[id(old)][1], other._slots[id(new)][1], strict=True):
                     _copy(group.storage, own, copied)
@@ -159,17 +156,18 @@ class Optimizer(abc.ABC):
             _context.group().communicator.exchange(signature(call, "no variable"))
             return
         for pair in pairs:
-            _check_pair(call, pair)
-        group = pairs[0][1]._group_here(f"{call} to {pairs[0][1].name!r}")
+            check_pair(call, pair)
+        first = pairs[0][1]
+        state_of(first).require_strategy(f"{call} to {first.name!r}")
+        group = state_of(first).group
         communicator = group.communicator
         with communicator.joint(call):
-            gradients, dense, sparse = _sorted(call, pairs)
+            gradients, dense, sparse = sorted_pairs(call, pairs)
             if not gradients and not sparse:
                 communicator.exchange(signature(call, "no gradient"))
                 communicator.settle()
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
-            key = tuple([id(v) for v in dense])
-            if sparse or key not in self._plans:
+            if sparse or _key(group, dense) not in self._plans:
                 self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
@@ -181,7 +179,7 @@ class Optimizer(abc.ABC):
             if op is not None:
                 gradients, op = communicator.all_reduce(call, gradients, op), None
             with group.on_stream():
-                gradients, rows = _clipped(group.xp, self.global_clipnorm, gradients, rows)
+                gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
         rule = self.update_rule(rate, self._iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
@@ -189,10 +187,10 @@ class Optimizer(abc.ABC):
                 group.storage.update(call, plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
                 slots = self._slots_of(group, [v])[0]
-                group.storage.update_rows(call, v._block, slots, indices, values, rule)
+                group.storage.update_rows(call, state_of(v).block, slots, indices, values, rule)
             self._iterations += 1
         except BaseException as error:
-            group.storage.tear(call, error, [v._block for v in (*dense, *(v for _, v in sparse))])
+            group.storage.tear(call, error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
             raise
 
     def _apply_as_before(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> bool:
@@ -203,12 +201,12 @@ class Optimizer(abc.ABC):
         context = _context.current.get()
         if type(context) is not InReplica or self._constant_rate is None or self.global_clipnorm is not None:
             return False
+        group = context.group
         try:
-            plan = self._plans.get(tuple([id(variable) for _, variable in pairs]))
+            plan = self._plans.get((id(group), *[id(variable) for _, variable in pairs]))  # as `_key` has it
         except (TypeError, ValueError):  # no pairs
             return False
-        group = context.group
-        if plan is None or pairs[0][1]._group is not group:
+        if plan is None:
             return False
         gradients = [gradient for gradient, _ in pairs]
         if not plan.fits(gradients):
@@ -245,10 +243,11 @@ class Optimizer(abc.ABC):
         variables = list(variables)
         if not variables or not all(isinstance(v, Variable) for v in variables):
             raise ValueError(f"{call}: it takes variables, at least one, and got {variables!r}; pass them in a list")
-        group = variables[0]._group_here(f"{call} of {variables[0].name!r}")
+        state_of(variables[0]).require_strategy(f"{call} of {variables[0].name!r}")
+        group = state_of(variables[0]).group
         with group.communicator.joint(call):
             self._check_variables(call, group, variables)
-            group.communicator.exchange(signature(call, *[v._block.held() for v in variables]))
+            group.communicator.exchange(signature(call, *[state_of(v).block.held() for v in variables]))
         plan = self._plan(group, variables)
         if plan.buffers is None:
             group.storage.make_buffers(call, plan)
@@ -259,23 +258,24 @@ class Optimizer(abc.ABC):
         if len({id(v) for v in variables}) < len(variables):
             raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
         for v in variables:
-            if v._group is not group:
+            state = state_of(v)
+            if state.group is not group:
                 raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
             if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
                 raise ValueError(
                     f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
                     "leave it out"
                 )
-            if v._is_on_read:
+            if state.is_on_read:
                 raise ValueError(
                     f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
                 )
 
     def _plan(self, group: ReplicaGroup, variables: Sequence[Variable]) -> Plan:
         """The plan for these variables, kept; of those without buffers only the newest few are."""
-        key = tuple([id(v) for v in variables])
+        key = _key(group, variables)
         if key not in self._plans:
-            plan = group.storage.plan([v._block for v in variables], self._slots_of(group, variables))
+            plan = group.storage.plan([state_of(v).block for v in variables], self._slots_of(group, variables))
             droppable = [other for other, old in self._plans.items() if old.buffers is None]
             for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
                 del self._plans[other]
@@ -284,11 +284,11 @@ class Optimizer(abc.ABC):
 
     def _slots_of(self, group: ReplicaGroup, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
-        new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: v._block.number)
+        new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: state_of(v).block.number)
         if new:
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
             kinds = [
-                [group.storage.create_slot(f"{self.name}: {name} of {v.name!r}", v._block, value) for v in new]
+                [group.storage.create_slot(f"{self.name}: {name} of {v.name!r}", state_of(v).block, value) for v in new]
                 for name, value in self.slots.items()
             ]
             for i, v in enumerate(new):
@@ -307,8 +307,8 @@ class Optimizer(abc.ABC):
         Raises:
             MemoryError: there is no room for them, on any rank.
         """
-        for group in dict.fromkeys(v._group for v in variables):
-            self._slots_of(group, [v for v in variables if v._group is group])
+        for group in dict.fromkeys(state_of(v).group for v in variables):
+            self._slots_of(group, [v for v in variables if state_of(v).group is group])
 
     # ---- help
 
@@ -318,16 +318,21 @@ class Optimizer(abc.ABC):
         """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
         communicator = group.communicator
         with communicator.joint(call):
-            indices, values = _checked_slices(call, slices, variable)
+            indices, values = checked_slices(call, slices, variable)
         if not summed:
-            agreed = f"{call} of rows of {variable.name!r}, variable {variable._block.number}"
+            agreed = f"{call} of rows of {variable.name!r}, variable {state_of(variable).block.number}"
             indices, values = communicator.all_gather(agreed, [indices, values], 0)
         with group.on_stream():
             return sum_rows(indices, values)
 
 
+def _key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
+    """The key of a plan, which keeps its variables, and so all of these ids, alive."""
+    return (id(group), *[id(v) for v in variables])
+
+
 def _number_of(slots: tuple[Variable, tuple[Block, ...]]) -> int:
-    return slots[0]._block.number
+    return state_of(slots[0]).block.number
 
 
 def _copy(storage: Storage, source: Block, target: Block) -> None:
@@ -335,93 +340,3 @@ def _copy(storage: Storage, source: Block, target: Block) -> None:
     for part in storage.parts(source):
         storage.write_part(target, start, part)
         start += part.size
-
-
-def _clipped(
-    xp: Any, most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
-) -> tuple[list[Array], list[tuple[Array, Array]]]:
-    """All gradients, scaled down together so that their norm is at most `most`."""
-    arrays = [*gradients, *(values for _, values in rows)]
-    with np.errstate(all="ignore"):  # as in the update: infinite gradients are no reason to stop on one rank
-        # In float64, where the squares of large float32 numbers do not overflow.
-        norm = xp.sqrt(sum(xp.sum(xp.abs(g).astype(np.float64) ** 2) for g in arrays))
-        scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
-        return [g * scale.astype(g.dtype) for g in gradients], [(i, v * scale.astype(v.dtype)) for i, v in rows]
-
-
-def _checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
-    group = variable._group
-    on_gpu = group.stream is not None
-    indices, values = (as_operand(call, array, on_gpu) for array in (slices.indices, slices.values))
-    if on_gpu:
-        indices, values = group.xp.asarray(indices), group.xp.asarray(values)
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
-        raise ValueError(
-            f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
-            f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} "
-            f"they must be {('k', *variable.shape[1:])} and ('k',), of integers"
-        )
-    indices = indices.astype(np.int64)
-    if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:  # negative ones are large ones there
-        raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be")
-    if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
-        raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
-            f"{variable.dtype.name}; cast it first"
-        )
-    return indices, values.astype(variable.dtype, copy=False)
-
-
-def _check_pair(call: str, pair: Any) -> None:
-    is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-    if is_pair and isinstance(pair[1], Variable):
-        return
-    if is_pair and isinstance(pair[0], Variable):
-        raise ValueError(
-            f"{call}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} comes first; pass the variable "
-            "second"
-        )
-    kind = f"({', '.join(type(one).__name__ for one in pair)})" if is_pair else type(pair).__name__
-    raise ValueError(f"{call}: it takes (gradient, variable) pairs, and one is {kind}; pass zip(gradients, variables)")
-
-
-def _sorted(
-    call: str, pairs: Sequence[tuple[Any, Variable]]
-) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
-    """The gradients that are arrays, their variables, and the pairs whose gradients are slices."""
-    gradients: list[Array] = []
-    dense: list[Variable] = []
-    sparse: list[tuple[IndexedSlices, Variable]] = []
-    for gradient, variable in pairs:
-        if gradient is None:
-            continue
-        if isinstance(gradient, IndexedSlices):
-            sparse.append((gradient, variable))
-            continue
-        view = variable._block.view
-        if type(gradient) is not type(view) or gradient.shape != view.shape or gradient.dtype != view.dtype:
-            gradient = _checked(call, gradient, variable)
-        gradients.append(gradient)
-        dense.append(variable)
-    return gradients, dense, sparse
-
-
-def _checked(call: str, gradient: Any, variable: Variable) -> Array:
-    if isinstance(gradient, DistributedValues):
-        raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; apply it "
-            "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
-        )
-    view = variable._block.view
-    array = as_operand(call, gradient, variable._group.stream is not None)
-    if array.shape != view.shape:
-        raise ValueError(
-            f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "
-            "they must be equal"
-        )
-    if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
-        raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
-            f"{view.dtype.name}; cast it first"
-        )
-    return array if isinstance(view, np.ndarray) else variable._group.xp.asarray(array)

@@ -61,11 +61,11 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    context = _context.current.set(_context.InReplica(v._group, None))
-    with v._group.on_stream():
+    context = _context.current.set(_context.InReplica(v._state.group, None))
+    with v._state.group.on_stream():
         read = v.read_value()
     _context.current.reset(context)
-    assert type(read) is v._group.xp.ndarray
+    assert type(read) is v._state.group.xp.ndarray
     assert hs.asnumpy(read).tobytes() == v.numpy().tobytes()
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
     np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
@@ -164,7 +164,7 @@ def scattered(count, collector):
 @pytest.mark.parametrize("collector", [0, N - 1])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     variables = scattered(12, collector)
-    starts = [v._block.start - variables[0]._block.start for v in variables]
+    starts = [v._state.block.start - variables[0]._state.block.start for v in variables]
     assert len(set(map(tuple, COMM.allgather(starts)))) > 1
     optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
 

@@ -52,7 +52,7 @@ def settle():
 
 
 def start_of(v):
-    return v._block.start
+    return v._state.block.start
 
 
 def test_many_come_and_go(strategy):

@@ -22,7 +22,11 @@ def array(shape, dtype: Any = np.float32) -> Any:
 def variable(shape, dtype: Any = np.float32) -> Any:
     """A variable whose array is CuPy's."""
     made: Any = hs.Variable(np.zeros(shape, dtype))
-    made._block.array, made._block.view, made._interface = array(shape, dtype), array(shape, dtype), None
+    made._state.block.array, made._state.block.view, made._state.interface = (
+        array(shape, dtype),
+        array(shape, dtype),
+        None,
+    )
     return made
 
 

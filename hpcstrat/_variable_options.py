@@ -1,13 +1,50 @@
-"""Who has a hand in making a variable."""
+"""Choices for a new variable: synchronization, aggregation, and functions that have a hand in making it."""
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+from hpcstrat._types import ReduceOp
+
+
+class VariableSynchronization(enum.Enum):
+    """When replicas' writes to a variable come together."""
+
+    AUTO = "AUTO"
+    NONE = "NONE"
+    ON_WRITE = "ON_WRITE"
+    ON_READ = "ON_READ"
+
+
+class VariableAggregation(enum.Enum):
+    """How values that replicas write to a variable become one."""
+
+    NONE = "NONE"
+    SUM = "SUM"
+    MEAN = "MEAN"
+    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
+
+
+OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+    VariableAggregation.ONLY_FIRST_REPLICA: None,
+}
+"""What aggregates values; `None` takes those of the first replica."""
+
+NO_AGGREGATION = (
+    "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "
+    "'ONLY_FIRST_REPLICA'"
+)
+"""What is wrong with a variable of aggregation `NONE` where replicas' values meet."""
+
+# ---- creators
 
 creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
 """Those of every scope that this line is in, from the outside in."""

@@ -1,9 +1,9 @@
-"""Reading a variable as the array that it is: in arithmetic, by methods of arrays, as a Python number."""
+"""A variable as the array that it is: arithmetic, methods of arrays, Python numbers, protocols of other libraries."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
 from hpcstrat._context import InReplica
-from hpcstrat._group import ReplicaGroup
 from hpcstrat._storage.base import Array
-from hpcstrat._storage.memory import Block
+from hpcstrat._variable_state import VariableState, in_replica_of
 
 Axis: TypeAlias = "int | Sequence[int] | None"
 
@@ -21,11 +20,9 @@ Axis: TypeAlias = "int | Sequence[int] | None"
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What reads a variable. Nothing here communicates; a variable with a value a replica refuses where it would."""
 
-    __slots__ = ("_block", "_group", "_is_on_read", "name")
+    __slots__ = ("_state", "name")
 
-    _block: Block
-    _is_on_read: bool
-    _group: ReplicaGroup
+    _state: VariableState
     name: str
 
     # ---- facts
@@ -33,32 +30,32 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape."""
-        return self._block.view.shape
+        return self._state.block.view.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype, which never changes."""
-        return self._block.view.dtype
+        return self._state.block.view.dtype
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self._block.view.ndim
+        return self._state.block.view.ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self._block.view.size
+        return self._state.block.view.size
 
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return self._block.view.itemsize
+        return self._state.block.view.itemsize
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return self._block.view.nbytes
+        return self._state.block.view.nbytes
 
     # ---- the array
 
@@ -72,31 +69,25 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         Raises:
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
         """
-        view = self._block.view
-        context = _context.current.get()
-        if type(context) is InReplica and context.group is self._group:
+        state, context = self._state, _context.current.get()
+        view = state.block.view
+        if type(context) is InReplica and context.group is state.group:
             return view.view()  # whose shape and flags the caller may change
         self._check_readable()
         return view.copy()
 
     def _readable(self) -> Array:
         """The array in storage, for a read whose result is a fresh array."""
-        if self._is_on_read:
+        if self._state.is_on_read:
             self._check_readable()
-        return self._block.view
+        return self._state.block.view
 
     def _check_readable(self) -> None:
-        if self._is_divided():
+        if self._state.needs_aggregation_to_read():
             raise RuntimeError(
                 f"Variable {self.name!r} has one value a replica (ON_READ), and in the cross-replica context "
                 "arithmetic does not bring them together; call read_value() or numpy(), which do"
             )
-
-    def _is_divided(self) -> bool:
-        """Whether a read here would have to bring several replicas' values together."""
-        if not self._is_on_read or self._group.communicator.size == 1:
-            return False
-        return not in_replica_of(self._group)
 
     # ---- operators and indexing
 
@@ -113,7 +104,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getitem__(self, index: Any) -> Array:
         part = self._readable()[index]
-        return part if in_replica_of(self._group) or isinstance(part, np.generic) else part.copy()
+        return part if in_replica_of(self._state.group) or isinstance(part, np.generic) else part.copy()
 
     if not TYPE_CHECKING:  # to which assigning to an item is an error
 
@@ -124,7 +115,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
             )
 
     def __len__(self) -> int:
-        return len(self._block.view)
+        return len(self._state.block.view)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.value())
@@ -189,7 +180,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
         """The array in another dtype; without `copy` the array itself if it has it."""
         array = self._readable().astype(dtype, copy=copy)
-        return self.value() if array is self._block.view else array
+        return self.value() if array is self._state.block.view else array
 
     def copy(self) -> Array:
         """A copy of the array, in a replica context too."""
@@ -249,11 +240,74 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         """The product with another array, or variable, by NumPy's rules of `dot`."""
         return self._readable().dot(other._readable() if isinstance(other, ReadableAsArray) else other, out)
 
+    # ---- other libraries: in place, read-only, in a replica context; as a copy elsewhere
 
-def in_replica_of(group: ReplicaGroup) -> bool:
-    """Whether this line runs in a replica of the group."""
-    context = _context.current.get()
-    return type(context) is InReplica and context.group is group
+    @property
+    def device(self) -> str:
+        """The canonical string of the device where it lives: the parameter device, or this replica's for a mirror."""
+        return str(self._state.group.variable_device)
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        array = self._readable()
+        if _gpu.is_on_gpu(array):
+            raise TypeError(
+                f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
+            )
+        in_place = in_replica_of(self._state.group)
+        if copy is False and not in_place:
+            raise ValueError(
+                f"Variable {self.name!r} is read without a copy, copy=False, in a replica context only; "
+                "call value() there"
+            )
+        array = array.astype(dtype or array.dtype, copy=bool(copy) or not in_place)
+        return array.view() if array is self._state.block.view else array
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
+        if self._state.interface is None or self._state.block.torn or not in_replica_of(self._state.group):
+            raise AttributeError(
+                f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
+            )
+        return self._state.interface.copy()
+
+    def __dlpack__(
+        self,
+        *,
+        stream: Any = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        if copy is False:
+            raise BufferError(
+                f"Variable {self.name!r} is exported as a copy, because who takes it could write to it; without a "
+                "copy, and read-only, pass value() in a replica context"
+            )
+        if dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory")
+        del max_version  # what is writable needs no flag of the newer ones
+        self._check_readable()
+        return self._state.block.view.copy().__dlpack__(stream=stream)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._state.block.view.__dlpack_device__()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        array = self._state.block.view
+        if not _gpu.is_on_gpu(array) or not in_replica_of(self._state.group):  # as `__array_interface__`
+            raise AttributeError(
+                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
+            )
+        # Who takes it works on the stream that is current, with which the strategy's is ordered: nobody has to wait.
+        return {**array.__cuda_array_interface__, "stream": None}
+
+    @property
+    def __cupy_get_ndarray__(self) -> Callable[[], Array]:
+        if not _gpu.is_on_gpu(self._state.block.view):
+            raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
+        return self.value
 
 
 def note_read_only(error: BaseException) -> None:

@@ -1,8 +1,7 @@
-"""What goes into a variable: how values of replicas come together, and which arrays fit."""
+"""What is written to a variable: which arrays fit, and how each verb changes it."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,40 +11,7 @@ import numpy.typing as npt
 from hpcstrat._array_protocols import as_array, has_own_dtype
 from hpcstrat._communicators.dtypes import is_number, native
 from hpcstrat._storage.base import Array, UpdateRule
-from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues
-
-
-class VariableSynchronization(enum.Enum):
-    """When replicas' writes to a variable come together."""
-
-    AUTO = "AUTO"
-    NONE = "NONE"
-    ON_WRITE = "ON_WRITE"
-    ON_READ = "ON_READ"
-
-
-class VariableAggregation(enum.Enum):
-    """How values that replicas write to a variable become one."""
-
-    NONE = "NONE"
-    SUM = "SUM"
-    MEAN = "MEAN"
-    ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
-
-
-OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA: None,
-}
-"""What aggregates values; `None` takes those of the first replica."""
-
-NO_AGGREGATION = (
-    "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "
-    "'ONLY_FIRST_REPLICA'"
-)
-"""What is wrong with a variable of aggregation `NONE` where replicas' values meet."""
 
 
 def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:

@@ -1,0 +1,102 @@
+"""VariableState: what a variable is made of, as optimizers, checkpoints and strategies use it."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat import _context
+from hpcstrat._context import Context, InReplica
+from hpcstrat._group import ReplicaGroup, default_group
+from hpcstrat._storage.base import Array, Storage
+from hpcstrat._storage.memory import Block
+from hpcstrat._storage.plan import Plan
+
+
+@final
+class VariableState:
+    """Where a variable's numbers are, and whose they are. Making one is collective.
+
+    Args:
+        call: the user's name of the method.
+        group: the replicas of the variable's strategy.
+        is_on_read: whether each replica has a value of its own.
+        initial: the value; the parameter rank's counts.
+
+    Attributes:
+        group: as above.
+        is_on_read: as above.
+        block: the numbers.
+        plan: how to update this variable alone; made by the first such update.
+        interface: what `__array_interface__` gives in a replica context; `None` where NumPy cannot describe it.
+    """
+
+    __slots__ = ("block", "group", "interface", "is_on_read", "plan")
+
+    def __init__(self, call: str, group: ReplicaGroup, is_on_read: bool, initial: Array) -> None:
+        self.group = group
+        self.is_on_read = is_on_read
+        self.block: Block = self.storage.create(call, initial)
+        self.plan: Plan | None = None
+        view = self.block.view
+        # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere outside of a replica.
+        has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
+        self.interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
+
+    @property
+    def storage(self) -> Storage:
+        """Where the numbers are."""
+        return self.group.replica_storage if self.is_on_read else self.group.storage
+
+    def needs_aggregation_to_read(self) -> bool:
+        """Whether a read in this line would have to bring several replicas' values together."""
+        if not self.is_on_read or self.group.communicator.size == 1:
+            return False
+        return not in_replica_of(self.group)
+
+    def plan_alone(self) -> Plan:
+        """The plan of updates of this variable alone."""
+        if self.plan is None:
+            self.plan = self.storage.plan([self.block], [()])
+        return self.plan
+
+    def require_strategy(self, call: str) -> None:
+        """Refuses an update in the context of another strategy.
+
+        Raises:
+            RuntimeError: this line runs in one.
+        """
+        context = _context.context()
+        if context is not None and context.group is not self.group:
+            raise RuntimeError(self._foreign_context_message(call, context))
+
+    def require_writable(self, call: str) -> None:
+        """`require_strategy`, but what was made outside of every scope may be written by all ranks alike.
+
+        Raises:
+            RuntimeError: this line runs in another strategy's context.
+        """
+        context = _context.context()
+        if context is None or context.group is self.group:
+            return
+        differs = isinstance(context, InReplica) and context.group.communicator.size > 1
+        if self.group is not default_group() or differs:
+            raise RuntimeError(self._foreign_context_message(call, context))
+
+    def _foreign_context_message(self, call: str, context: Context) -> str:
+        if self.group is default_group():
+            return (
+                f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
+                "make it under `with strategy.scope():`"
+            )
+        return (
+            f"{call}: the variable belongs to another strategy than {context.group.name}, which runs here; write it "
+            "in its own strategy's scope"
+        )
+
+
+def in_replica_of(group: ReplicaGroup) -> bool:
+    """Whether this line runs in a replica of the group."""
+    context = _context.current.get()
+    return type(context) is InReplica and context.group is group
