@@ -1,17 +1,24 @@
 """The public names of the library: what a program can write."""
 
+import importlib
 import inspect
+import pkgutil
 import re
 
 import hpcstrat as hs
 
+# What a program imports from; the files of a package, such as hpcstrat.data.options, are not.
 PUBLIC_MODULES = [
-    *(hs, hs.data, hs.optimizers, hs.optimizers.schedules, hs.metrics, hs.checkpoint, hs.losses, hs.compat.v1),
-    hs.cluster_resolver,
+    importlib.import_module(name)
+    for name in (
+        "hpcstrat",
+        *(name for _, name, _ in pkgutil.iter_modules(hs.__path__, "hpcstrat.") if "._" not in name),
+        *("hpcstrat.compat.v1", "hpcstrat.optimizers.schedules"),
+    )
 ]
 
 
-def public_names():
+def public_names(with_methods=True):
     """(name, object) of all public functions, classes and methods."""
     found = {}
     for module in PUBLIC_MODULES:
@@ -21,7 +28,7 @@ def public_names():
             if not thing.__module__.startswith("hpcstrat"):
                 continue
             found[f"{module.__name__}.{name}"] = thing
-            if inspect.isclass(thing):
+            if inspect.isclass(thing) and with_methods:
                 for method in dir(thing):
                     inner = inspect.getattr_static(thing, method)
                     inner = getattr(inner, "__func__", inner)
