@@ -74,6 +74,11 @@ class Mirrored(DistributedValues):
     __slots__ = ()
 
 
+def component_of(value: Any) -> Any:
+    """This replica's component of a distributed value; anything else as it is."""
+    return value._component if isinstance(value, DistributedValues) else value
+
+
 def select(nest: Any) -> Any:
     """`nest` with every distributed value replaced by the component of this process's replica."""
     leaves, structure = _nest.flatten(nest)

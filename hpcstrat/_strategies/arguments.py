@@ -11,7 +11,7 @@ from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._array_protocols import is_foreign, to_host
 from hpcstrat._communicators import Communicator
 from hpcstrat._errors import ReplicaMismatchError
-from hpcstrat._values import DistributedValues
+from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
 from hpcstrat.data._checksum import of_array
 
@@ -43,7 +43,7 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
 def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     """Adds a note to what leaves a replica function where a distributed value among its arguments is empty here."""
     leaves, _ = _nest.flatten((args, kwargs))
-    parts = [leaf._component for leaf in leaves if isinstance(leaf, DistributedValues)]
+    parts = [component_of(leaf) for leaf in leaves if isinstance(leaf, DistributedValues)]
     if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
         _failure.add_note(
             error,

@@ -12,7 +12,7 @@ from hpcstrat._group import UpdatesOn, default_group
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._types import IndexedSlices, ReduceOp
-from hpcstrat._values import DistributedValues, Mirrored, PerReplica
+from hpcstrat._values import DistributedValues, Mirrored, PerReplica, component_of
 from hpcstrat._variables import Variable, state_of
 
 
@@ -215,7 +215,7 @@ class StrategyExtended:
                 raise ValueError(
                     f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
                 )
-        plain = [leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves]
+        plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         communicator.barrier(call)  # nobody reads what is written next
         if group.updates_on is UpdatesOn.ALL_RANKS:

@@ -14,7 +14,7 @@ from hpcstrat._communicators.base import Array, check_gatherable
 from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
 from hpcstrat._communicators.records import signature
 from hpcstrat._types import IndexedSlices, ReduceOp
-from hpcstrat._values import DistributedValues
+from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
 
 
@@ -101,7 +101,7 @@ def reduce(
             elif leaf is not None:
                 results[i] = _reduce_plain(call, op, leaf, axis)
         if places:
-            own = [_component(leaves[i]) for i in places]
+            own = [component_of(leaves[i]) for i in places]
             # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
             facts = [_nest.describe(structure), f"axis={axis}"]
             if len(places) < len(leaves):
@@ -238,7 +238,7 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
         facts = [_nest.describe(structure)]
         if len(places) < len(leaves):
             facts.append(f"distributed at {places}")
-        gathered = _gather_leaves(communicator, call, [leaves[i]._component for i in places], axis, *facts)
+        gathered = _gather_leaves(communicator, call, [component_of(leaves[i]) for i in places], axis, *facts)
         for i, result in zip(places, gathered, strict=True):
             leaves[i] = result
     else:
@@ -265,10 +265,6 @@ def _gatherable(call: str, value: Any, axis: int) -> Array:
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{call}: axis is {axis!r}; it must be an int")
     return as_numbers(call, value)
-
-
-def _component(value: Any) -> Any:
-    return value._component if isinstance(value, DistributedValues) else value
 
 
 def _scalar(array: Array) -> Any:

@@ -17,7 +17,7 @@ from hpcstrat._strategies import reduction
 from hpcstrat._strategies.reduction import as_numbers
 from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._types import ReduceOp
-from hpcstrat._values import DistributedValues, PerReplica
+from hpcstrat._values import DistributedValues, PerReplica, component_of
 from hpcstrat.data.options import ValueContext
 
 _LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this one
@@ -122,7 +122,7 @@ class ValueMethods:
             reduction.require_alike(self._group.communicator, call, structure)
         if not places:
             return (reduction.as_own(call, value),)
-        own = [leaves[i]._component for i in places]
+        own = [component_of(leaves[i]) for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
                 with self._group.communicator.joint(call):

@@ -2,53 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 
 from hpcstrat import _context, _nest, _settings
 from hpcstrat._context import InReplica
 from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._group import Workers
+from hpcstrat._types import PerReplicaSpec
 from hpcstrat._values import PerReplica
 from hpcstrat._warnings import warn_together
+from hpcstrat.data._beginning import Communicator
 from hpcstrat.data._checksum import Checksum
+from hpcstrat.data._node import INFINITE, Node
 from hpcstrat.data._position import Iteration, after
-from hpcstrat.data._sharing import Step, deal_elements
+from hpcstrat.data._sharing import Stage, Step, deal_elements
 from hpcstrat.data._walk import Walk
 
-if TYPE_CHECKING:
-    from hpcstrat.data.distributed import DistributedDataset
-
 _END = Step(None, None)
+
+
+@dataclass(eq=False)
+class Distribution:
+    """How a dataset is shared out to the replicas: what it and its iterators have in common.
+
+    Attributes:
+        node: the last stage of the pipeline.
+        communicator: the replicas.
+        share_out: gives this replica's steps of the pipeline.
+        call: the user's name of the method that distributed it.
+        stage: what the steps pass through on their way; `None` for nothing.
+        workers: those that have a pipeline each.
+        has_warned: whether a step without elements for some replicas was warned of.
+    """
+
+    node: Node
+    communicator: Communicator
+    share_out: Callable[[Node, Walk, int, int], Iterator[Step]]
+    call: str
+    stage: Stage | None
+    workers: Workers
+    has_warned: bool = False
+
+    def element_spec(self) -> Any:
+        """See `DistributedDataset.element_spec`."""
+        spec = self.node.spec()
+        size = self.communicator.size
+        if size == 1:
+            return spec
+        steps = self.node.cardinality()
+        whole = self.share_out is deal_elements and self.workers.count == 1
+        whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
+
+        def component(leaf: Any) -> PerReplicaSpec:
+            if not leaf.shape or whole:
+                return PerReplicaSpec(leaf.shape, leaf.dtype)
+            rows = leaf.shape[0]
+            if self.share_out is deal_elements or rows is None or rows % size:
+                return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
+            return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
+
+        return _nest.map_leaves(component, spec)
 
 
 @final
 class DistributedIterator(Iteration):
     """One iteration over a `DistributedDataset`."""
 
-    def __init__(self, dataset: DistributedDataset, walk: Walk, taken: int) -> None:
-        super().__init__(dataset._node)
-        self._call = f"iterating over {dataset._call}"
-        self._communicator = dataset._communicator
-        self._dataset = dataset
-        self._deals = dataset._share_out is deal_elements
+    def __init__(self, distribution: Distribution, walk: Walk, taken: int) -> None:
+        super().__init__(distribution.node)
+        self._call = f"iterating over {distribution.call}"
+        self._communicator = distribution.communicator
+        self._distribution = distribution
+        self._deals = distribution.share_out is deal_elements
         self._begin(walk, taken)
 
     def _begin(self, walk: Walk, taken: int) -> None:
-        dataset, communicator = self._dataset, self._communicator
-        self._agree = communicator.size > 1 and (self._node.user_code or dataset._workers.count > 1)
+        distribution, communicator = self._distribution, self._communicator
+        self._agree = communicator.size > 1 and (self._node.user_code or distribution.workers.count > 1)
         walk.checksum = Checksum(self._agree, every=_settings.is_on("HPCSTRAT_CHECK"))
-        peers = dataset._workers.peers
-        steps = dataset._share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
-        self._steps = steps if dataset._stage is None else dataset._stage(steps)
+        peers = distribution.workers.peers
+        steps = distribution.share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
+        self._steps = steps if distribution.stage is None else distribution.stage(steps)
         self._number = 0
         self._walk, self._taken = walk, taken
 
     @property
     def element_spec(self) -> Any:
         """As `DistributedDataset.element_spec`."""
-        return self._dataset.element_spec
+        return self._distribution.element_spec()
 
     def get_next(self) -> Any:
         """The next step, as `next` gives it.
@@ -88,7 +133,7 @@ class DistributedIterator(Iteration):
                 raise step.error
             finally:
                 del step  # which the error's traceback would keep
-        if step.is_scarce and not self._dataset._has_warned:
+        if step.is_scarce and not self._distribution.has_warned:
             self._warn(step.total)
         if self._communicator.size == 1:
             return step.part
@@ -145,10 +190,10 @@ class DistributedIterator(Iteration):
 
     def _warn(self, total: int | None) -> None:
         """Warns, once for each dataset, of a step in which some replicas have no elements."""
-        self._dataset._has_warned = True
+        self._distribution.has_warned = True
         size = self._communicator.size
         if self._deals:
-            count = total if self._dataset._workers.count == 1 else "some"
+            count = total if self._distribution.workers.count == 1 else "some"
             what = f"a step has batches for {count} of {size} replicas, and the others have no elements"
             remedy = "let their number be a multiple of the replicas"
         else:
@@ -165,7 +210,7 @@ class DistributedIterator(Iteration):
 
     def _differences(self, values: Sequence[int | None]) -> str:
         """Every rank's value, where those of a worker differ: the iteration has then ended. Else empty."""
-        if all(len(set(of_worker)) == 1 for of_worker in self._dataset._workers.grouped(values)):
+        if all(len(set(of_worker)) == 1 for of_worker in self._distribution.workers.grouped(values)):
             return ""
         self._end()
         return ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values))
@@ -180,5 +225,5 @@ class DistributedIterator(Iteration):
                 "no empty form; batch the dataset"
             )
         part = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
-        stage = self._dataset._stage
+        stage = self._distribution.stage
         return Step(0, part) if stage is None else next(stage(iter([Step(0, part)])))

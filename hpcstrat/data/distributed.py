@@ -6,16 +6,14 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from hpcstrat import _nest, _settings
+from hpcstrat import _settings
 from hpcstrat._group import Workers
-from hpcstrat._types import PerReplicaSpec
 from hpcstrat.data._beginning import Communicator, begin_together
-from hpcstrat.data._iterator import DistributedIterator
-from hpcstrat.data._node import INFINITE, Node
+from hpcstrat.data._iterator import DistributedIterator, Distribution
+from hpcstrat.data._node import Node
 from hpcstrat.data._position import Reiterable
-from hpcstrat.data._sharing import FROM_FUNCTION, Stage, Step, deal_elements, split_batches, split_evenly
+from hpcstrat.data._sharing import FROM_FUNCTION, Stage, deal_elements, split_batches, split_evenly
 from hpcstrat.data._sources import Batches
-from hpcstrat.data._walk import Walk
 from hpcstrat.data.dataset import Dataset, node_of
 from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
 
@@ -30,23 +28,10 @@ class DistributedDataset(Reiterable):
     dataset before it is distributed. Iterating is collective: all ranks take the same steps.
     """
 
-    def __init__(
-        self,
-        node: Node,
-        communicator: Communicator,
-        share_out: Callable[[Node, Walk, int, int], Iterator[Step]],
-        call: str,
-        stage: Stage | None,
-        workers: Workers | None = None,
-    ) -> None:
-        super().__init__(node)
-        self._workers = workers or Workers((0,) * communicator.size, communicator.rank)
-        self._communicator = communicator
-        self._share_out = share_out
-        self._call = call
-        self._stage = stage
+    def __init__(self, distribution: Distribution) -> None:
+        super().__init__(distribution.node)
+        self._distribution = distribution
         self._is_compared = False
-        self._has_warned = False
 
     @property
     def element_spec(self) -> Any:
@@ -54,23 +39,7 @@ class DistributedDataset(Reiterable):
 
         A first dimension that can differ between replicas or steps is `None`.
         """
-        spec = self._node.spec()
-        size = self._communicator.size
-        if size == 1:
-            return spec
-        steps = self._node.cardinality()
-        whole = self._share_out is deal_elements and self._workers.count == 1
-        whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
-
-        def component(leaf: Any) -> PerReplicaSpec:
-            if not leaf.shape or whole:
-                return PerReplicaSpec(leaf.shape, leaf.dtype)
-            rows = leaf.shape[0]
-            if self._share_out is deal_elements or rows is None or rows % size:
-                return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
-            return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
-
-        return _nest.map_leaves(component, spec)
+        return self._distribution.element_spec()
 
     def __iter__(self) -> DistributedIterator:
         """Begins an iteration. Collective: the ranks compare their pipelines and share the orders of shuffles.
@@ -82,17 +51,18 @@ class DistributedDataset(Reiterable):
             ReplicaMismatchError: The ranks' pipelines, or arrays, differ.
         """
         rounds, taken = self._next_start()
-        call = f"iterating over {self._call}"
+        distribution = self._distribution
+        call = f"iterating over {distribution.call}"
         every = _settings.is_on("HPCSTRAT_CHECK")
         arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
-        walk = begin_together(self._node, self._communicator, call, rounds, taken, self._workers, arrays)
+        walk = begin_together(self._node, distribution.communicator, call, rounds, taken, distribution.workers, arrays)
         self._is_compared = True
-        iterator = DistributedIterator(self, walk, taken)
+        iterator = DistributedIterator(distribution, walk, taken)
         self._note_begun(iterator)
         return iterator
 
     def __repr__(self) -> str:
-        return f"{self._call}({self._node!r})"
+        return f"{self._distribution.call}({self._node!r})"
 
 
 def distribute_dataset(
@@ -124,7 +94,8 @@ def distribute_dataset(
             "can be passed itself, without Dataset.from_generator)"
         )
     share_out = split_evenly if options is not None and options.even_batches else split_batches
-    return DistributedDataset(node, communicator, share_out, _DISTRIBUTE, stage)
+    workers = Workers((0,) * communicator.size, communicator.rank)
+    return DistributedDataset(Distribution(node, communicator, share_out, _DISTRIBUTE, stage, workers))
 
 
 def distribute_from_function(
@@ -168,7 +139,7 @@ def distribute_from_function(
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(node, communicator, deal_elements, FROM_FUNCTION, stage, workers)
+    return DistributedDataset(Distribution(node, communicator, deal_elements, FROM_FUNCTION, stage, workers))
 
 
 def _check_options(options: InputOptions | None, call: str) -> None:
