@@ -6,6 +6,21 @@ import numpy as np
 from hpcstrat import optimizers
 
 DTYPES = [*map(np.dtype, ("float32", "float64", "float16", "complex64", "complex128")), np.dtype(ml_dtypes.bfloat16)]
+
+
+class Choosing(optimizers.Optimizer):
+    """All functions that the package's own formulas have no use for. Not of complex numbers, which have no order."""
+
+    @property
+    def slots(self):
+        return {"largest": 0.0}
+
+    @staticmethod
+    def formula(value, gradient, largest, *, learning_rate):
+        largest = np.maximum(largest, np.minimum(abs(gradient), 2.0))
+        return np.where(gradient < 0, value + np.sign(gradient), value - learning_rate * gradient**2), -largest
+
+
 OPTIMIZERS = {
     "SGD": optimizers.SGD(0.1),
     "SGD with momentum": optimizers.SGD(0.1, 0.9),
@@ -19,3 +34,10 @@ OPTIMIZERS = {
     "RMSprop, centered, with momentum": optimizers.RMSprop(0.1, momentum=0.5, centered=True),
 }
 """One of each form that an optimizer's kernel has."""
+
+
+def optimizers_of(dtype):
+    """Those that variables of this dtype can have, by name."""
+    if dtype.kind == "c":
+        return OPTIMIZERS
+    return OPTIMIZERS | {"choices": Choosing(0.1)}

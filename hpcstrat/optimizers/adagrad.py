@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
-
-_KERNEL = Kernel(
-    "adagrad",
-    ("accumulator",),
-    ("learning_rate", "epsilon"),
-    """
-    accumulator += gradient * gradient;
-    value -= learning_rate * gradient / sqrt(accumulator + epsilon);
-    """,
-)
 
 
 @final
@@ -61,20 +48,8 @@ class Adagrad(Optimizer):
         """See `Optimizer.slots`."""
         return {"accumulator": self.initial_accumulator_value}
 
-    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """See `Optimizer.update_rule`."""
-        epsilon = self.epsilon
-
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-            number = value.dtype.type
-            (accumulator,) = slots
-            np.multiply(gradient, gradient, out=scratch)
-            np.add(accumulator, scratch, out=accumulator)
-            np.add(accumulator, number(epsilon), out=scratch)
-            np.sqrt(scratch, out=scratch)
-            np.divide(gradient, scratch, out=scratch)
-            np.multiply(scratch, number(learning_rate), out=scratch)
-            np.subtract(value, scratch, out=value)
-
-        constants = {"learning_rate": learning_rate, "epsilon": epsilon}
-        return UpdateRule(descend, constants, _KERNEL, (learning_rate, epsilon))
+    @staticmethod
+    def formula(value: Any, gradient: Any, accumulator: Any, *, learning_rate: Any, epsilon: Any) -> Any:
+        """See `Optimizer.formula`."""
+        accumulator = accumulator + gradient * gradient
+        return value - learning_rate * (gradient / np.sqrt(accumulator + epsilon)), accumulator

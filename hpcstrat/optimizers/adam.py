@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
 
-_KERNEL = Kernel(
-    "adam",
-    ("m", "v"),
-    ("kept", "rate", "epsilon", "new_1", "new_2"),
-    """
-    value *= kept;
-    m += new_1 * (gradient - m);
-    v += new_2 * (gradient * gradient - v);
-    value -= rate * m / (sqrt(v) + epsilon);
-    """,
-)
+
+def _moved(
+    value: Any, gradient: Any, m: Any, v: Any, learning_rate: Any, beta_1: Any, beta_2: Any, epsilon: Any, step: Any
+) -> Any:
+    """Adam's formula."""
+    rate = learning_rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+    m = m + (1 - beta_1) * (gradient - m)
+    v = v + (1 - beta_2) * (gradient * gradient - v)
+    return value - rate * (m / (np.sqrt(v) + epsilon)), m, v
 
 
 class _Adam(Optimizer):
-    """The update of both."""
+    """The numbers of both."""
 
     def __init__(
         self,
@@ -34,7 +28,6 @@ class _Adam(Optimizer):
         beta_1: float,
         beta_2: float,
         epsilon: float,
-        weight_decay: float,
         global_clipnorm: float | None,
         name: str,
     ) -> None:
@@ -47,47 +40,11 @@ class _Adam(Optimizer):
         self.beta_1: float = float(beta_1)
         self.beta_2: float = float(beta_2)
         self.epsilon: float = self._not_negative("epsilon", epsilon)
-        self._decay = self._not_negative("weight_decay", weight_decay)
 
     @property
     def slots(self) -> dict[str, float]:
         """See `Optimizer.slots`."""
         return {"m": 0.0, "v": 0.0}
-
-    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """See `Optimizer.update_rule`."""
-        beta_1, beta_2, epsilon, decay = self.beta_1, self.beta_2, self.epsilon, self._decay
-        rate = learning_rate * math.sqrt(1 - beta_2**step) / (1 - beta_1**step)
-
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-            number = value.dtype.type
-            m, v = slots
-            if decay:
-                np.multiply(value, number(1 - decay * learning_rate), out=value)
-            np.subtract(gradient, m, out=scratch)  # m += (1 - beta_1) * (gradient - m)
-            np.multiply(scratch, number(1 - beta_1), out=scratch)
-            np.add(m, scratch, out=m)
-            np.multiply(gradient, gradient, out=gradient)  # v += (1 - beta_2) * (gradient**2 - v)
-            np.subtract(gradient, v, out=gradient)
-            np.multiply(gradient, number(1 - beta_2), out=gradient)
-            np.add(v, gradient, out=v)
-            np.sqrt(v, out=scratch)  # value -= rate * m / (sqrt(v) + epsilon)
-            np.add(scratch, number(epsilon), out=scratch)
-            np.divide(m, scratch, out=scratch)
-            np.multiply(scratch, number(rate), out=scratch)
-            np.subtract(value, scratch, out=value)
-
-        constants = {
-            "learning_rate": learning_rate,
-            "beta_1": beta_1,
-            "beta_2": beta_2,
-            "epsilon": epsilon,
-            "weight_decay": decay,
-            "step": step,
-        }
-        return UpdateRule(
-            descend, constants, _KERNEL, (1 - decay * learning_rate, rate, epsilon, 1 - beta_1, 1 - beta_2)
-        )
 
 
 @final
@@ -121,7 +78,23 @@ class Adam(_Adam):
         global_clipnorm: float | None = None,
         name: str = "Adam",
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, 0.0, global_clipnorm, name)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, global_clipnorm, name)
+
+    @staticmethod
+    def formula(
+        value: Any,
+        gradient: Any,
+        m: Any,
+        v: Any,
+        *,
+        learning_rate: Any,
+        beta_1: Any,
+        beta_2: Any,
+        epsilon: Any,
+        step: Any,
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        return _moved(value, gradient, m, v, learning_rate, beta_1, beta_2, epsilon, step)
 
 
 @final
@@ -154,9 +127,23 @@ class AdamW(_Adam):
         global_clipnorm: float | None = None,
         name: str = "AdamW",
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, weight_decay, global_clipnorm, name)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, global_clipnorm, name)
+        self.weight_decay: float = self._not_negative("weight_decay", weight_decay)
 
-    @property
-    def weight_decay(self) -> float:
-        """The decay."""
-        return self._decay
+    @staticmethod
+    def formula(
+        value: Any,
+        gradient: Any,
+        m: Any,
+        v: Any,
+        *,
+        learning_rate: Any,
+        beta_1: Any,
+        beta_2: Any,
+        epsilon: Any,
+        weight_decay: Any,
+        step: Any,
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        value = value * (1 - weight_decay * learning_rate)
+        return _moved(value, gradient, m, v, learning_rate, beta_1, beta_2, epsilon, step)

@@ -19,6 +19,7 @@ from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import sum_rows
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
+from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -52,6 +53,7 @@ class Optimizer(abc.ABC):
         self._iterations = 0
         self._slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self._plans: dict[tuple[int, ...], Plan] = {}
+        self._formulas = Formulas(f"{type(self).__name__}.formula", self.formula)
 
     # ---- what a kind of optimizer fills in
 
@@ -60,9 +62,33 @@ class Optimizer(abc.ABC):
     def slots(self) -> Mapping[str, float]:
         """Name and initial value of each slot: an array beside each variable, of its shape and dtype."""
 
-    @abc.abstractmethod
+    @staticmethod
+    def formula(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
+        """The update of one element, by operators and NumPy's functions: its new value, and those of its slots.
+
+        It is run once, with symbols, and becomes NumPy's operations on the host and one kernel on a GPU, with the same
+        results. So it must be made of `+ - * /`, comparisons, and `numpy`'s `sqrt`, `square`, `absolute`, `sign`,
+        `maximum`, `minimum` and `where`; what else it does is a TypeError that names the line.
+
+        Args:
+            value: the variable's element.
+            gradient: its gradient, summed over the replicas.
+            *slots: an element of each slot, in the order of `slots`.
+            **numbers: what the formula takes by keyword only: `learning_rate` and `step`, counted from 1, as the step
+                has them, anything else as the attribute of that name. Numbers may differ from step to step, and `**`,
+                `numpy.exp` and `numpy.log` may be taken of them. A `bool` is passed as it is.
+
+        Returns:
+            The new value, or a tuple of it and the new value of each slot.
+        """
+        raise NotImplementedError("an optimizer must have a `formula`, or an `update_rule` of its own")
+
     def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """The update of step number `step`, counted from 1. Called on every rank, in every step."""
+        """The update of step number `step`, counted from 1; by default from `formula`. Called in every step.
+
+        Override it for what a formula cannot say.
+        """
+        return self._formulas.rule(self, learning_rate, step)
 
     # ---- facts
 

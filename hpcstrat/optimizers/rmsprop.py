@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
-
-_NUMBERS = ("learning_rate", "rho", "rest", "epsilon")
-_PLAIN = """
-squares = rho * squares + rest * gradient * gradient;
-const auto change = learning_rate * gradient / sqrt(squares + epsilon);
-"""
-_CENTERED = """
-squares = rho * squares + rest * gradient * gradient;
-mean = rho * mean + rest * gradient;
-const auto change = learning_rate * gradient / sqrt(squares - mean * mean + epsilon);
-"""
-_CHANGE = "value -= change;"
-_MOMENTUM = "velocity = momentum * velocity + change; value -= velocity;"
-_KERNELS = {
-    (False, False): Kernel("rmsprop", ("squares",), _NUMBERS, _PLAIN + _CHANGE),
-    (True, False): Kernel("rmsprop", ("squares", "mean"), _NUMBERS, _CENTERED + _CHANGE),
-    (False, True): Kernel("rmsprop", ("squares", "velocity"), (*_NUMBERS, "momentum"), _PLAIN + _MOMENTUM),
-    (True, True): Kernel("rmsprop", ("squares", "mean", "velocity"), (*_NUMBERS, "momentum"), _CENTERED + _MOMENTUM),
-}
-"""By whether they are centered, and have momentum."""
 
 
 @final
@@ -80,48 +57,26 @@ class RMSprop(Optimizer):
         names = ["rms", *["average"] * self.centered, *["momentum"] * bool(self.momentum)]
         return dict.fromkeys(names, 0.0)
 
-    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """See `Optimizer.update_rule`."""
-        rho, momentum, epsilon, centered = self.rho, self.momentum, self.epsilon, self.centered
-
-        def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-            number = value.dtype.type
-            squares = slots[0]
-            np.multiply(gradient, gradient, out=scratch)
-            _average(squares, scratch, number(rho), number(1 - rho))
-            if centered:
-                mean = slots[1]
-                np.copyto(scratch, gradient)
-                _average(mean, scratch, number(rho), number(1 - rho))
-                np.multiply(mean, mean, out=scratch)
-                np.subtract(squares, scratch, out=scratch)
-                np.add(scratch, number(epsilon), out=scratch)
-            else:
-                np.add(squares, number(epsilon), out=scratch)
-            np.sqrt(scratch, out=scratch)
-            np.divide(gradient, scratch, out=scratch)
-            np.multiply(scratch, number(learning_rate), out=scratch)
-            if momentum:
-                velocity = slots[-1]
-                np.multiply(velocity, number(momentum), out=velocity)
-                np.add(velocity, scratch, out=velocity)
-                np.subtract(value, velocity, out=value)
-            else:
-                np.subtract(value, scratch, out=value)
-
-        constants = {
-            "learning_rate": learning_rate,
-            "rho": rho,
-            "momentum": momentum,
-            "epsilon": epsilon,
-            "centered": centered,
-        }
-        of_kernel = (learning_rate, rho, 1 - rho, epsilon, *[momentum] * bool(momentum))
-        return UpdateRule(descend, constants, _KERNELS[centered, bool(momentum)], of_kernel)
-
-
-def _average(mean: Array, new: Array, old_share: float, new_share: float) -> None:
-    """A moving average; `new` is overwritten."""
-    np.multiply(mean, old_share, out=mean)
-    np.multiply(new, new_share, out=new)
-    np.add(mean, new, out=mean)
+    @staticmethod
+    def formula(
+        value: Any,
+        gradient: Any,
+        rms: Any,
+        *others: Any,
+        learning_rate: Any,
+        rho: Any,
+        momentum: Any,
+        epsilon: Any,
+        centered: bool,
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        rms = rho * rms + (1 - rho) * (gradient * gradient)
+        slots, divisor = [rms], rms
+        if centered:
+            average = rho * others[0] + (1 - rho) * gradient
+            slots, divisor = [rms, average], rms - average * average
+        change = learning_rate * (gradient / np.sqrt(divisor + epsilon))
+        if len(others) > centered:
+            change = momentum * others[-1] + change
+            slots.append(change)
+        return value - change, *slots

@@ -2,31 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
-import numpy as np
-
-from hpcstrat._storage.base import Array
-from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat.optimizers.base import LearningRate, Optimizer
-
-_PLAIN = Kernel("sgd", (), ("learning_rate",), "value -= learning_rate * gradient;")
-_MOMENTUM = Kernel(
-    "sgd_momentum",
-    ("velocity",),
-    ("learning_rate", "momentum"),
-    "velocity = momentum * velocity - learning_rate * gradient; value += velocity;",
-)
-_NESTEROV = _MOMENTUM._replace(
-    name="sgd_nesterov",
-    body="""
-    const auto change = learning_rate * gradient;
-    velocity = momentum * velocity - change;
-    value += momentum * velocity - change;
-    """,
-)
 
 
 @final
@@ -69,30 +47,13 @@ class SGD(Optimizer):
         """See `Optimizer.slots`."""
         return {"momentum": 0.0} if self.momentum else {}
 
-    def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """See `Optimizer.update_rule`."""
-        return _descent(learning_rate, self.momentum, self.nesterov)
-
-
-@functools.lru_cache(maxsize=128)
-def _descent(learning_rate: float, momentum: float, nesterov: bool) -> UpdateRule:
-    def descend(value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-        number = value.dtype.type
-        np.multiply(gradient, number(learning_rate), out=gradient)
-        if not slots:
-            np.subtract(value, gradient, out=value)
-            return
-        (velocity,) = slots
-        np.multiply(velocity, number(momentum), out=velocity)
-        np.subtract(velocity, gradient, out=velocity)
-        if nesterov:
-            np.multiply(velocity, number(momentum), out=scratch)
-            np.subtract(scratch, gradient, out=scratch)
-            np.add(value, scratch, out=value)
-        else:
-            np.add(value, velocity, out=value)
-
-    constants = {"learning_rate": learning_rate, "momentum": momentum, "nesterov": nesterov}
-    if not momentum:
-        return UpdateRule(descend, constants, _PLAIN, (learning_rate,))
-    return UpdateRule(descend, constants, _NESTEROV if nesterov else _MOMENTUM, (learning_rate, momentum))
+    @staticmethod
+    def formula(
+        value: Any, gradient: Any, velocity: Any = None, *, learning_rate: Any, momentum: Any, nesterov: bool
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        change = learning_rate * gradient
+        if velocity is None:
+            return value - change
+        velocity = momentum * velocity - change
+        return value + (momentum * velocity - change if nesterov else velocity), velocity

@@ -16,16 +16,8 @@ class Adadelta(hs.optimizers.Optimizer):
     def slots(self):
         return {"squares": 0.0, "changes": 0.0}
 
-    def update_rule(self, learning_rate, step):
-        rho, epsilon = self.rho, self.epsilon
-
-        def apply(value, gradient, slots, scratch):
-            squares, changes = slots
-            squares += (1 - rho) * (gradient**2 - squares)
-            np.divide(changes + epsilon, squares + epsilon, out=scratch)
-            change = np.sqrt(scratch) * gradient
-            changes += (1 - rho) * (change**2 - changes)
-            value -= learning_rate * change
-
-        constants = {"learning_rate": learning_rate, "rho": rho, "epsilon": epsilon}
-        return hs.optimizers.UpdateRule(apply, constants)
+    @staticmethod
+    def formula(value, gradient, squares, changes, *, learning_rate, rho, epsilon):
+        squares = squares + (1 - rho) * (gradient**2 - squares)
+        change = np.sqrt((changes + epsilon) / (squares + epsilon)) * gradient
+        return value - learning_rate * change, squares, changes + (1 - rho) * (change**2 - changes)

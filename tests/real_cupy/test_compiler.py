@@ -5,7 +5,7 @@ import io
 import numpy as np
 import pytest
 from on_host import array, cupy
-from package_kernels import DTYPES, OPTIMIZERS
+from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import metrics
 from hpcstrat._communicators import pack
@@ -43,7 +43,7 @@ def sources():
     """All kernels in one program: compiling them one by one takes a minute."""
     texts = []
     for dtype in DTYPES:
-        for optimizer in OPTIMIZERS.values():
+        for optimizer in optimizers_of(dtype).values():
             update = optimizer.update_rule(0.1, 1)
             kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
-from package_kernels import DTYPES, OPTIMIZERS
+from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import _gpu, metrics
 from hpcstrat._communicators import pack
@@ -63,7 +63,7 @@ def cupy():
             cache.cache_clear()
         Kernel.wanted = []
         for dtype in DTYPES:
-            for optimizer in OPTIMIZERS.values():
+            for optimizer in optimizers_of(dtype).values():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             rows.sum_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype))
         metrics._side_by_side()(np.float64(1), 2, np.zeros(2))
@@ -121,10 +121,11 @@ def same(found, expected, scale, ulps):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for dtype in DTYPES for name in optimizers_of(dtype)], ids=str
+)
 def test_an_update_is_what_the_operations_give(cupy, name, dtype):
-    optimizer = OPTIMIZERS[name]
+    optimizer = optimizers_of(dtype)[name]
     for size in SIZES:
         for step in (1, 4):
             value, gradient, slots = arrays_of(optimizer, dtype, size, step)

@@ -1,0 +1,158 @@
+"""Formulas of optimizers: NumPy's operations must give what the formula gives on arrays."""
+
+import inspect
+import itertools
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+from package_kernels import OPTIMIZERS
+
+from hpcstrat import optimizers
+
+SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38)
+
+
+def optimizer_of(formula, slots=(), **attributes):
+    """An optimizer with this formula, made for a test."""
+    names = dict.fromkeys(slots, 0.0)
+    kind = type("Own", (optimizers.Optimizer,), {"slots": names, "formula": staticmethod(formula)})
+    made = kind(0.5)
+    vars(made).update(attributes)
+    return made
+
+
+def numbers(count, dtype, seed):
+    found = np.random.default_rng(seed).standard_normal(count)
+    found[::5] = np.resize(SPECIAL, found[::5].size)
+    with np.errstate(over="ignore"):
+        return found.astype(dtype)
+
+
+def check(optimizer, dtype, step=3):
+    """Compares, bit for bit, with the formula on arrays of the dtype that is computed in."""
+    value, gradient, *slots = (numbers(37, dtype, seed) for seed in range(2 + len(optimizer.slots)))
+    before = [array.copy() for array in (value, gradient, *slots)]
+    wide = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
+    given = {"learning_rate": 0.5, "step": step}
+    names = [
+        each.name for each in inspect.signature(optimizer.formula).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    named = {name: given[name] if name in given else getattr(optimizer, name) for name in names}
+    with np.errstate(all="ignore"):
+        optimizer.update_rule(0.5, step).apply(value, gradient, slots, np.empty_like(gradient))
+        results = optimizer.formula(*[array.astype(wide) for array in before], **named)
+    for found, expected in zip((value, *slots), results if isinstance(results, tuple) else (results,), strict=True):
+        assert found.tobytes() == np.asarray(expected).astype(dtype).tobytes() or np.array_equal(
+            found.astype(wide), np.asarray(expected).astype(dtype).astype(wide), equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_packages_own(name):
+    check(OPTIMIZERS[name], np.float64)
+
+
+FORMULAS = {
+    "slots that change places": (lambda w, g, a, b, *, learning_rate: (w - learning_rate * g, b, a), "ab"),
+    "a slot that becomes the value": (lambda w, g, a, *, learning_rate: (w - learning_rate * g, w), "a"),
+    "slots in a circle": (lambda w, g, a, b: (a, b, w), "ab"),
+    "one result for all": (lambda w, g, a: (w + g, w + g), "a"),
+    "what was before stays in use": (lambda w, g, a: ((w + g) * w - a, a + g * w), "a"),
+    "nothing changes": (lambda w, g, a: (w, a), "a"),
+    "the gradient itself": (lambda w, g: g, ""),
+    "choices": (lambda w, g, a: (np.where(w < g, w - a, w + a), np.where(a >= 0, g, -g)), "a"),
+    "a condition in use twice": (lambda w, g: np.where(w > 0, g, w) + np.where(w <= 0, g, w), ""),
+    "functions": (lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g), ""),
+    "powers": (lambda w, g: w**2 - abs(g) ** 0.5 + np.square(g), ""),
+    "reflected operators": (lambda w, g: 1 - 2 * w + 3 / (1 + g * g) - -w, ""),
+    "numbers alone": (lambda w, g, *, learning_rate, step: w - g * (learning_rate**step + 2.0 / step), ""),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_any_formula(name, dtype):
+    formula, slots = FORMULAS[name]
+    check(optimizer_of(formula, slots), dtype)
+
+
+def test_numbers_and_options_are_attributes():
+    def formula(w, g, *, learning_rate, scale, upwards):
+        return w + scale * learning_rate * g if upwards else w - scale * learning_rate * g
+
+    optimizer = optimizer_of(formula, scale=2.0, upwards=False)
+    for optimizer.upwards, optimizer.scale in itertools.product((False, True), (2.0, 3.0)):
+        check(optimizer, np.float32)
+        constants = optimizer.update_rule(0.25, 1).constants
+        assert constants == {"learning_rate": 0.25, "scale": optimizer.scale, "upwards": optimizer.upwards}
+
+
+def test_numbers_of_steps():
+    optimizer = optimizer_of(lambda w, g, *, learning_rate, step: w + learning_rate * np.sqrt(step) * g)
+    for step in (1, 4, 9):
+        value = np.zeros(2)
+        optimizer.update_rule(0.5, step).apply(value, np.ones(2), (), np.empty(2))
+        assert value.tolist() == [0.5 * step**0.5] * 2
+
+
+def test_complex_numbers():
+    optimizer = optimizers.SGD(0.5, momentum=0.5)
+    value, gradient, velocity = np.zeros(2, complex), np.array([2j, 1]), np.ones(2, complex)
+    optimizer.update_rule(0.5, 1).apply(value, gradient.copy(), [velocity], np.empty_like(value))
+    assert velocity.tolist() == [0.5 - 1j, 0] == value.tolist()
+
+
+def uses_if(w, g):
+    return w - g if g > 0 else w
+
+
+def uses_math(w, g):
+    return w - float(g)
+
+
+REFUSED = {
+    "if": (uses_if, "is not known when the formula is compiled; use numpy.where"),
+    "a number's value": (uses_math, "an element has no value when the formula is compiled"),
+    "exp": (lambda w, g: w - np.exp(g), "numpy.exp of elements cannot be compiled"),
+    "a power": (lambda w, g: w - g**3, "numpy.power of elements cannot be compiled"),
+    "a sum": (lambda w, g: w - np.sum(g), "numpy.sum has no place in a formula"),
+    "a reduction": (lambda w, g: w - np.add.reduce(g), "numpy.add with reduce has no place"),
+    "an array": (lambda w, g: w - np.ones(3), "an operand is of type ndarray"),
+    "a text": (lambda w, g: w - "1", "an operand is of type str"),
+    "a condition as a number": (lambda w, g: w - (g > 0), "one operand is a condition"),
+    "a number as a condition": (lambda w, g: np.where(g, w, g), "one operand is an element"),
+    "parts of an element": (lambda w, g: w - sum(g), "an element is no sequence"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_compiled_is_named_with_its_line(what):
+    formula, message = REFUSED[what]
+    code = formula.__code__
+    line = f"{code.co_filename}:{code.co_firstlineno + (code.co_name != '<lambda>')} "
+    with pytest.raises(TypeError, match=f"{re.escape(line)}.*{re.escape(message)}"):
+        optimizer_of(formula).update_rule(0.5, 1)
+
+
+RETURNED = {
+    "None": lambda w, g, a: None,
+    "too little": lambda w, g, a: w - g,
+    "too much": lambda w, g, a: (w, a, g),
+    "a number": lambda w, g, a: (w, 1.0),
+    "a condition": lambda w, g, a: (w, w > g),
+}
+
+
+@pytest.mark.parametrize("what", RETURNED)
+def test_what_is_returned_is_checked(what):
+    with pytest.raises(TypeError, match=r"Own\.formula returned .* and 1 new slots"):
+        optimizer_of(RETURNED[what], "a").update_rule(0.5, 1)
+
+
+def test_what_is_missing():
+    with pytest.raises(AttributeError, match="scale"):
+        optimizer_of(lambda w, g, *, scale: w - scale * g).update_rule(0.5, 1)
+    with pytest.raises(NotImplementedError, match="formula"):
+        type("Own", (optimizers.Optimizer,), {"slots": {}})(0.5).update_rule(0.5, 1)
