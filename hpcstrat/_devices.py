@@ -40,7 +40,7 @@ class Device(NamedTuple):
         return f"{self.kind}:{self.ordinal}"
 
     @property
-    def array_module(self) -> ModuleType:
+    def xp(self) -> ModuleType:
         """`numpy`, or `cupy` for a GPU."""
         return np if self.kind == "CPU" else _gpu.load_cupy(str(self))
 

@@ -125,7 +125,7 @@ class ReplicaGroup:
     @property
     def xp(self) -> ModuleType:
         """The array module of this replica's device: `numpy` or `cupy`."""
-        return self.device.array_module
+        return self.device.xp
 
     @property
     def variable_device(self) -> _devices.Device:

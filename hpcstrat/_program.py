@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from hpcstrat import _launcher, _nest, _world
-from hpcstrat._array_protocols import to_host
+from hpcstrat._arrays import host_copy
 from hpcstrat._communicators import connect, connected
 from hpcstrat._communicators.records import signature
 from hpcstrat._variables import Variable
@@ -113,7 +113,7 @@ def _asnumpy(leaf: Any) -> Any:
         return leaf
     if isinstance(leaf, Variable):
         return leaf.numpy()
-    return to_host("asnumpy", leaf)
+    return host_copy("asnumpy", leaf)
 
 
 @overload

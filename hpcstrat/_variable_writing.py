@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._array_protocols import as_array, has_own_dtype
-from hpcstrat._communicators.dtypes import is_number, native
+from hpcstrat._arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
 from hpcstrat._storage.base import Array, UpdateRule
 from hpcstrat._values import DistributedValues
 
@@ -30,7 +29,7 @@ RULES = {"assign": UpdateRule(_assign), "assign_add": UpdateRule(_assign_add), "
 """How each verb changes a variable, in the form that storage applies."""
 
 
-def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool) -> Array:
+def as_initial_value(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool) -> Array:
     """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
 
     Raises:
@@ -42,7 +41,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
     if isinstance(value, DistributedValues):
         raise ValueError("Variable: the initial value is one value a replica; reduce it first")
     array = as_array("Variable", value, on_gpu)
-    if not is_number(array.dtype):
+    if not is_numeric(array.dtype):
         raise TypeError(
             f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
             "callable without arguments that gives one"
@@ -51,7 +50,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
         dtype = np.dtype(dtype)
-        if not is_number(dtype):
+        if not is_numeric(dtype):
             raise TypeError(f"Variable: dtype is {dtype}; it must be one of numbers or booleans")
         if not (
             _casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)
@@ -60,7 +59,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
                 f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
             )
         array = array.astype(dtype)
-    array = native(array)
+    array = as_native(array)
     if shape is not None and tuple(shape) != array.shape:
         raise ValueError(
             f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for; "
@@ -69,7 +68,7 @@ def initial_array(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] 
     return array
 
 
-def written_array(
+def as_written_value(
     call: str, verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
 ) -> Array:
     """`value` as an array that can be written to a variable of this shape and dtype.
@@ -83,7 +82,7 @@ def written_array(
             f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
             "strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
-    array = as_operand(call, value, on_gpu)
+    array = as_read_only(call, value, on_gpu)
     if array.shape != shape:
         raise ValueError(
             f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "
@@ -116,20 +115,6 @@ def shared_out(call: str, value: Array, replicas: int) -> Array:
             "integers; assign a multiple, or make the variable a float one"
         )
     return share
-
-
-def as_operand(call: str, value: Any, on_gpu: bool) -> Array:
-    """`as_array` of what changes a variable.
-
-    Another library's memory comes back read-only on the host: it may be a variable's, and is not read in place then.
-
-    Raises:
-        TypeError: see `as_array`.
-    """
-    array = as_array(call, value, on_gpu)
-    if array is not value and isinstance(array, np.ndarray):
-        array.flags.writeable = False
-    return array
 
 
 def _casts(array: Array, dtype: np.dtype[Any]) -> bool:

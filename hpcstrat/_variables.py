@@ -23,7 +23,7 @@ from hpcstrat._variable_options import (
     VariableType,
 )
 from hpcstrat._variable_state import VariableState
-from hpcstrat._variable_writing import RULES, initial_array, shared_out, written_array
+from hpcstrat._variable_writing import RULES, as_initial_value, as_written_value, shared_out
 
 
 class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
@@ -102,7 +102,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                 )
             is_on_read = self.synchronization is VariableSynchronization.ON_READ
             self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
-            initial = initial_array(initial_value, dtype, shape, group.stream is not None)
+            initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
         self.name: str = _common_name(group.communicator, "Variable" if name is None else str(name))
         call = f"Variable {self.name!r}"
         group.communicator.require_equal(call, [initial])
@@ -197,7 +197,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                 raise RuntimeError(
                     f"{call}: this update may write only the variables that were passed to it; pass it too"
                 )
-            state.storage.write(state.block, self._checked(call, verb, value), RULES[verb])
+            state.storage.write(state.block, self._as_written(call, verb, value), RULES[verb])
             return
         state.require_writable(call)
         if state.is_on_read:
@@ -206,7 +206,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             self._write_aggregated(call, verb, value)
         else:
             with state.group.communicator.joint(call):
-                new = self._checked(call, verb, value)
+                new = self._as_written(call, verb, value)
             state.group.communicator.require_equal(call, [new])
             state.storage.update(call, state.plan_alone(), [new], None, RULES[verb])
 
@@ -218,7 +218,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             op = OPERATIONS[self.aggregation]
             if op is not None:
                 check_reducible(call, self.dtype, op)
-            new = self._checked(call, verb, value)
+            new = self._as_written(call, verb, value)
             if op is ReduceOp.MEAN and self.dtype.kind in "iu":
                 raise ValueError(
                     f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
@@ -230,7 +230,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         """A write to an ON_READ variable: each replica has its own."""
         state, group = self._state, self._state.group
         if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
-            state.storage.write(state.block, self._checked(call, verb, value), RULES[verb])
+            state.storage.write(state.block, self._as_written(call, verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.joint(call):
@@ -239,7 +239,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                     f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "
                     "defined in the cross-replica context; use assign, or write it in a replica context"
                 )
-            new = self._checked(call, verb, value)
+            new = self._as_written(call, verb, value)
             if is_sum:
                 new = shared_out(call, new, group.communicator.size)
         group.communicator.require_equal(call, [new])
@@ -261,8 +261,8 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                 return group.xp.asarray(own)
         return group.communicator.all_reduce(call, [array], op)[0]
 
-    def _checked(self, call: str, verb: str, value: Any) -> Array:
-        return written_array(call, verb, value, self.shape, self.dtype, self._state.group.stream is not None)
+    def _as_written(self, call: str, verb: str, value: Any) -> Array:
+        return as_written_value(call, verb, value, self.shape, self.dtype, self._state.group.stream is not None)
 
 
 def state_of(variable: Variable) -> VariableState:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _array_protocols, _context, _gpu, _variables
+from hpcstrat import _arrays, _context, _gpu, _variables
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
 from hpcstrat._variables import Variable
@@ -74,8 +74,8 @@ def _side_by_side() -> Any:
 
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The sum of the values and their number, each counted by its weight."""
-    values = _array_protocols.as_array(call, values, on_gpu=True)
-    sample_weight = None if sample_weight is None else _array_protocols.as_array(call, sample_weight, on_gpu=True)
+    values = _arrays.as_array(call, values, on_gpu=True)
+    sample_weight = None if sample_weight is None else _arrays.as_array(call, sample_weight, on_gpu=True)
     if sample_weight is None and _gpu.is_on_gpu(values):
         return values.sum(dtype=np.float64), values.size  # cast on the way
     xp = _gpu.array_module(values, sample_weight)
@@ -89,7 +89,7 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
-    y_true, y_pred = (_array_protocols.as_array(call, values, on_gpu=True) for values in (y_true, y_pred))
+    y_true, y_pred = (_arrays.as_array(call, values, on_gpu=True) for values in (y_true, y_pred))
     xp = _gpu.array_module(y_true, y_pred)
     true, predicted = xp.asarray(y_true), xp.asarray(y_pred)
     if true.shape != predicted.shape:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from hpcstrat import _gpu, _settings, _world
+from hpcstrat._arrays import as_native
 from hpcstrat._communicators import dtypes, objects, records, told
 from hpcstrat._communicators.calls import Calls
 from hpcstrat._communicators.records import Signature, signature
@@ -223,7 +224,7 @@ class Communicator(abc.ABC):
                 dtypes.check_reducible(call, array.dtype, op)
             if op is ReduceOp.MEAN and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
-            return self._reduce_arrays(call, (op.name, *facts), [dtypes.native(array) for array in arrays], op)
+            return self._reduce_arrays(call, (op.name, *facts), [as_native(array) for array in arrays], op)
 
     def all_gather(self, call: str, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
@@ -239,7 +240,7 @@ class Communicator(abc.ABC):
             for array in arrays:
                 if array.dtype.hasobject:
                     raise TypeError(f"{call}: an array of dtype {array.dtype} cannot be gathered; pass numbers")
-            arrays = [dtypes.native(array) for array in arrays]
+            arrays = [as_native(array) for array in arrays]
             return self._gather_arrays(call, (f"axis={axis}", *facts), arrays, axis)
 
     def all_gather_obj(self, call: str, obj: Any, *facts: str) -> list[Any]:

@@ -36,17 +36,7 @@ def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise TypeError(f"{call}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {allowed}: cast first")
 
 
-def is_number(dtype: np.dtype[Any]) -> bool:
-    """Whether it is a dtype of numbers or booleans; those of `ml_dtypes` are of NumPy's kind `V`, as records are."""
-    return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
-
-
 @functools.cache
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which values of `dtype` are summed: `float32` for the 16-bit floats, else `dtype` itself."""
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype
-
-
-def native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array` in this machine's byte order."""
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

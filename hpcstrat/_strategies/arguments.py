@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _failure, _gpu, _nest
-from hpcstrat._array_protocols import is_foreign, to_host
+from hpcstrat._arrays import host_copy, is_foreign
 from hpcstrat._communicators import Communicator
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import DistributedValues, component_of
@@ -59,7 +59,7 @@ def _facts(nest: Any) -> Iterator[str]:
         if isinstance(leaf, (bool, int, float, complex)):
             yield repr(leaf)
         elif isinstance(leaf, (np.ndarray, np.generic)) or _gpu.is_on_gpu(leaf) or _is_tensor(leaf):
-            array = to_host(_CALL, leaf)
+            array = host_copy(_CALL, leaf)
             yield f"{array.dtype}{list(array.shape)} of checksum {of_array(array):08x}"
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu, _nest
-from hpcstrat._array_protocols import as_array, converted, is_foreign
+from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.base import Array, check_gatherable
-from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
+from hpcstrat._communicators.dtypes import accumulator, check_reducible
 from hpcstrat._communicators.records import signature
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
 
 
-def as_numbers(call: str, value: Any) -> Array:
+def as_numeric(call: str, value: Any) -> Array:
     """`value`, an array of any library, a variable or a number, as an array where it is, in this machine's byte order.
 
     Raises:
@@ -27,19 +27,19 @@ def as_numbers(call: str, value: Any) -> Array:
     if isinstance(value, Variable):
         value = value.value()
     array = as_array(call, value, on_gpu=True)
-    if not is_number(array.dtype):
+    if not is_numeric(array.dtype):
         raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one; pass an array")
-    return native(array)
+    return as_native(array)
 
 
-def as_own(call: str, nest: Any) -> Any:
+def convert_foreign_leaves(call: str, nest: Any) -> Any:
     """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
     leaves, structure = _nest.flatten(nest)
     places = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
     if not places:
         return nest
     for i in places:
-        leaves[i] = converted(call, leaves[i])
+        leaves[i] = from_foreign(call, leaves[i])
     return structure.unflatten(leaves)
 
 
@@ -61,7 +61,7 @@ def _reduce_leaves(
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
     if places or not leaves:
-        arrays = [as_numbers(call, leaves[i]) for i in places]
+        arrays = [as_numeric(call, leaves[i]) for i in places]
         if len(places) < len(leaves):
             facts = (*facts, f"arrays at {places}")
         for i, array in zip(places, communicator.all_reduce(call, arrays, op, *facts), strict=True):
@@ -76,7 +76,7 @@ def _reduce_slices(communicator: Communicator, call: str, op: ReduceOp, slices: 
     with communicator.joint(call):
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these")
-        values, indices = as_numbers(call, slices.values), as_numbers(call, slices.indices)
+        values, indices = as_numeric(call, slices.values), as_numeric(call, slices.indices)
         check_reducible(call, values.dtype, op)
     values, indices = communicator.all_gather(call, [values, indices], 0)
     return IndexedSlices(values / communicator.size if op is ReduceOp.MEAN else values, indices, slices.dense_shape)
@@ -151,7 +151,7 @@ class _Inner:
     def __init__(self, call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
         if isinstance(value, IndexedSlices):
             raise ValueError(f"{call}: IndexedSlices are not reduced along axis {axis}; pass axis=None")
-        array = as_numbers(call, value)
+        array = as_numeric(call, value)
         check_reducible(call, array.dtype, op)
         axes = _axes(call, axis, array.ndim)
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
@@ -201,7 +201,7 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
     """A value that is not distributed, with several replicas."""
     if op is ReduceOp.SUM:
         # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals. Anything else is ambiguous.
-        if not isinstance(value, (Variable, IndexedSlices)) and not as_numbers(call, value).any():
+        if not isinstance(value, (Variable, IndexedSlices)) and not as_numeric(call, value).any():
             return value
         raise ValueError(
             f"{call}: SUM of a value that is not distributed: is it one value, or one a replica? Return it from "
@@ -209,7 +209,7 @@ def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]
         )
     if isinstance(value, IndexedSlices):
         return value
-    array = as_numbers(call, value)
+    array = as_numeric(call, value)
     if axis is None:
         return array if is_foreign(value) else value
     inner = _Inner(call, op, array, axis)
@@ -264,7 +264,7 @@ def _gatherable(call: str, value: Any, axis: int) -> Array:
         raise NotImplementedError(f"{call}: IndexedSlices cannot be gathered; gather their values and indices")
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{call}: axis is {axis!r}; it must be an int")
-    return as_numbers(call, value)
+    return as_numeric(call, value)
 
 
 def _scalar(array: Array) -> Any:

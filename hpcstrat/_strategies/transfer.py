@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu, _nest
-from hpcstrat._array_protocols import PLAIN, converted, copy_of, is_foreign, speaks
+from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, is_foreign
 from hpcstrat._communicators import Communicator
 from hpcstrat._communicators.records import signature
 from hpcstrat._group import ReplicaGroup
@@ -80,20 +80,20 @@ def _apart(group: ReplicaGroup, leaf: Any) -> Any:
 
 def _array_apart(group: ReplicaGroup, value: Any) -> Any:
     """An array of any library, or a copy of it where it lies in memory of variables; all else as it is."""
-    return copy_of(value) if _is_copied(value) and _is_over_variables(group, value) else value
+    return foreign_copy(value) if _is_copied(value) and _is_over_variables(group, value) else value
 
 
 def _is_copied(value: Any) -> bool:
     """Whether it is an array that can be copied."""
     if isinstance(value, (*PLAIN, Variable, DistributedValues)):
         return isinstance(value, np.ndarray)
-    return speaks(value) and (hasattr(value, "clone") or hasattr(value, "copy"))
+    return exports_array(value) and (hasattr(value, "clone") or hasattr(value, "copy"))
 
 
 def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
     """Whether an array of any library lies in memory of variables."""
     try:
-        array = converted("Strategy.run", value)
+        array = from_foreign("Strategy.run", value)
     except TypeError:  # it has no values in memory
         return False
     return group.storage.has(array) or group.replica_storage.has(array)
@@ -121,7 +121,7 @@ def to_wire(call: str, nest: Any) -> Any:
     def packed(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):  # it would come as another replica's
             refuse(call)
-        array = converted(call, leaf) if is_foreign(leaf) else leaf
+        array = from_foreign(call, leaf) if is_foreign(leaf) else leaf
         return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
 
     return _nest.map_leaves(packed, nest)

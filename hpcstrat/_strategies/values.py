@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _nest
-from hpcstrat._array_protocols import as_array
+from hpcstrat._arrays import as_array
 from hpcstrat._communicators.records import signature
 from hpcstrat._context import AcrossReplicas, require_cross_replica
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies import reduction
-from hpcstrat._strategies.reduction import as_numbers
+from hpcstrat._strategies.reduction import as_numeric
 from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._types import ReduceOp
 from hpcstrat._values import DistributedValues, PerReplica, component_of
@@ -121,7 +121,7 @@ class ValueMethods:
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
             reduction.require_alike(self._group.communicator, call, structure)
         if not places:
-            return (reduction.as_own(call, value),)
+            return (reduction.convert_foreign_leaves(call, value),)
         own = [component_of(leaves[i]) for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
@@ -189,7 +189,7 @@ class ValueMethods:
         """A number as it is, anything else as an array on this replica's device."""
         if isinstance(value, (np.generic, bool, int, float, complex)):
             return value
-        array = as_array(call, value, on_gpu=True) if isinstance(value, np.ndarray) else as_numbers(call, value)
+        array = as_array(call, value, on_gpu=True) if isinstance(value, np.ndarray) else as_numeric(call, value)
         if self._group.stream is None or not isinstance(array, np.ndarray):
             return array
         with self._group.stream.current():

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _nest
-from hpcstrat._array_protocols import as_array
+from hpcstrat._arrays import as_array
 from hpcstrat._types import TensorSpec
 
 

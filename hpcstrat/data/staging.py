@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcstrat import _gpu, _nest
-from hpcstrat._communicators.dtypes import is_number
+from hpcstrat._arrays import is_numeric
 from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat.data._sharing import Stage, Step
 
@@ -75,7 +75,7 @@ class _Slot:
 
 
 def _moves(leaf: Any) -> bool:
-    return is_number(leaf.dtype) and leaf.dtype.isnative
+    return is_numeric(leaf.dtype) and leaf.dtype.isnative
 
 
 def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[Step]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat._arrays import as_read_only
 from hpcstrat._storage.base import Array
 from hpcstrat._types import IndexedSlices
 from hpcstrat._values import DistributedValues
-from hpcstrat._variable_writing import as_operand
 from hpcstrat._variables import Variable, state_of
 
 
@@ -34,7 +34,7 @@ def checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tupl
     """
     group = state_of(variable).group
     on_gpu = group.stream is not None
-    indices, values = (as_operand(call, array, on_gpu) for array in (slices.indices, slices.values))
+    indices, values = (as_read_only(call, array, on_gpu) for array in (slices.indices, slices.values))
     if on_gpu:
         indices, values = group.xp.asarray(indices), group.xp.asarray(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
@@ -87,13 +87,13 @@ def sorted_pairs(
             continue
         view = state_of(variable).block.view
         if type(gradient) is not type(view) or gradient.shape != view.shape or gradient.dtype != view.dtype:
-            gradient = _checked(call, gradient, variable)
+            gradient = _as_gradient(call, gradient, variable)
         gradients.append(gradient)
         dense.append(variable)
     return gradients, dense, sparse
 
 
-def _checked(call: str, gradient: Any, variable: Variable) -> Array:
+def _as_gradient(call: str, gradient: Any, variable: Variable) -> Array:
     if isinstance(gradient, DistributedValues):
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; apply it "
@@ -101,7 +101,7 @@ def _checked(call: str, gradient: Any, variable: Variable) -> Array:
         )
     state = state_of(variable)
     view = state.block.view
-    array = as_operand(call, gradient, state.group.stream is not None)
+    array = as_read_only(call, gradient, state.group.stream is not None)
     if array.shape != view.shape:
         raise ValueError(
             f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "

@@ -81,14 +81,14 @@ def test_two_ranks_on_one_gpu():
 
 def test_there_is_one_cpu():
     assert _devices.ordinal(_devices.CPU, 0, [[]], "call") is None
-    assert _devices.CPU.array_module is np
+    assert _devices.CPU.xp is np
     with pytest.raises(ValueError, match="call: there is no CPU:1"):
         _devices.ordinal(_devices.Device("CPU", 1), 0, [[]], "call")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_a_gpu_without_cupy():
-    for wrong in (lambda: _devices.ordinal(gpu(0), 0, [["a"]], "call"), lambda: gpu(0).array_module):
+    for wrong in (lambda: _devices.ordinal(gpu(0), 0, [["a"]], "call"), lambda: gpu(0).xp):
         with pytest.raises(RuntimeError, match=r"GPU:0 needs CuPy, .*\.\[cuda12\]"):
             wrong()
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators.dtypes import accumulator, check_reducible, is_number, native
+from hpcstrat._arrays import as_native, is_numeric
+from hpcstrat._communicators.dtypes import accumulator, check_reducible
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, reduce_flat, slice_of
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -87,13 +88,13 @@ def test_the_table_of_dtypes():
 
 def test_what_is_a_number():
     for dtype in (bool, np.int16, np.uint64, np.float16, np.longdouble, np.complex64, ">f4", ml_dtypes.bfloat16):
-        assert is_number(np.dtype(dtype))
+        assert is_numeric(np.dtype(dtype))
     for dtype in (object, "U3", "S3", "M8[s]", "m8[s]", "V4", [("a", "f4")]):
-        assert not is_number(np.dtype(dtype))
+        assert not is_numeric(np.dtype(dtype))
 
 
 def test_this_machines_byte_order():
     array = np.arange(3, dtype=np.dtype(np.int32).newbyteorder())
-    assert native(array).dtype.isnative and native(array).tolist() == [0, 1, 2]
+    assert as_native(array).dtype.isnative and as_native(array).tolist() == [0, 1, 2]
     same = np.arange(3)
-    assert native(same) is same
+    assert as_native(same) is same

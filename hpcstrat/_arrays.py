@@ -1,6 +1,9 @@
-"""Arrays of other libraries, by the protocols that they speak; none of these libraries is imported.
+"""What becomes an array, and which: arrays of any library, by the protocols that they speak, numbers and sequences.
 
-A protocol hands out memory, so what becomes an array here shares it with the object that it came from.
+Names tell who owns the memory. `as_...` returns the same memory where that is possible, `..._copy` never does, and
+`from_foreign` shares the memory of another library's array, which the result keeps alive. What a variable, a gradient
+or an element of a dataset may be is decided where these are. No other library is imported: a program that has an array
+of one has imported it.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
-"""What NumPy takes as it is, and speaks no other library's protocol."""
+"""Types that NumPy takes as they are; they speak no other library's protocol."""
 _PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
 _GPUS = (2, 10, 13)  # DLPack's numbers: CUDA, ROCm, memory that both sides see
 
@@ -26,12 +29,12 @@ def is_foreign(value: Any) -> bool:
 
 
 def has_own_dtype(value: Any) -> bool:
-    """Whether the dtype of `value` is its own, and not what NumPy takes for a Python number or a sequence of them."""
-    return hasattr(value, "dtype") or speaks(value)
+    """Whether `value` brings its dtype, unlike Python numbers and sequences of them, for which NumPy picks one."""
+    return hasattr(value, "dtype") or exports_array(value)
 
 
 def as_array(call: str, value: Any, on_gpu: bool) -> Array:
-    """`value` as an array where it is, over the same memory if it is an array.
+    """`value` as an array, on the side where it is; over the same memory if it is an array.
 
     Args:
         call: the user's name of the method.
@@ -39,7 +42,7 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         on_gpu: whether it may be on a GPU.
 
     Returns:
-        A NumPy array, of Python objects where `value` is no array and does not become one; a CuPy array on a GPU. A
+        A NumPy array, of Python objects if `value` does not become an array otherwise; a CuPy array on a GPU. A
         tensor that requires a gradient is detached.
 
     Raises:
@@ -51,9 +54,9 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
     if type(value) is np.ndarray:
         return value
     _refuse_masked(call, value)
-    if isinstance(value, PLAIN) or not speaks(value):
+    if isinstance(value, PLAIN) or not exports_array(value):
         return np.asarray(value)
-    array = converted(call, value)
+    array = from_foreign(call, value)
     if not _gpu.is_on_gpu(array):
         return array
     if not on_gpu:
@@ -63,18 +66,43 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
     return array
 
 
-def to_host(call: str, value: Any) -> np.ndarray[Any, Any]:
-    """A copy of `value`, an array of any library or a number, in host memory.
+def as_read_only(call: str, value: Any, on_gpu: bool) -> Array:
+    """`as_array` of what changes a variable; on the host another library's memory comes back read-only.
+
+    Such memory may be a variable's own, handed out by `__array__` or DLPack. An update reads values while variables
+    already change, here or on another rank, and copies first what is not writable.
+
+    Raises:
+        TypeError: see `as_array`.
+    """
+    array = as_array(call, value, on_gpu)
+    if array is not value and isinstance(array, np.ndarray):
+        array.flags.writeable = False
+    return array
+
+
+def as_native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """`array` in this machine's byte order, which is the only one that MPI and NCCL know."""
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a dtype of numbers or booleans; those of `ml_dtypes` are of NumPy's kind `V`, as records are."""
+    return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
+
+
+def host_copy(call: str, value: Any) -> np.ndarray[Any, Any]:
+    """A NumPy copy of `value`, an array of any library or a number.
 
     Raises:
         TypeError: it is an array without values in memory, such as a sparse one, or a masked one.
     """
     _refuse_masked(call, value)
-    array = converted(call, value) if speaks(value) else np.asarray(value)
+    array = from_foreign(call, value) if exports_array(value) else np.asarray(value)
     return _gpu.to_host(array) if _gpu.is_on_gpu(array) else np.array(array)
 
 
-def converted(call: str, value: Any) -> Array:
+def from_foreign(call: str, value: Any) -> Array:
     """An array of any library as NumPy's or CuPy's over the same memory, which the result keeps alive.
 
     Raises:
@@ -86,7 +114,7 @@ def converted(call: str, value: Any) -> Array:
     if _gpu.is_on_gpu(value):
         return value
     try:
-        return _on_gpu(call, value) if _is_on_gpu(value) else _on_host(value).view()
+        return _as_cupy(call, value) if _has_gpu_memory(value) else _as_numpy(value).view()
     except (TypeError, ValueError, BufferError) as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(
@@ -96,8 +124,8 @@ def converted(call: str, value: Any) -> Array:
         ) from error
 
 
-def copy_of(value: Any) -> Any:
-    """A copy of an array of another library, which is of that library too."""
+def foreign_copy(value: Any) -> Any:
+    """A copy of an array of another library, of that library too."""
     return value.clone() if hasattr(value, "clone") else value.copy()
 
 
@@ -111,12 +139,12 @@ def _refuse_masked(call: str, value: Any) -> None:
         )
 
 
-def speaks(value: Any) -> bool:
+def exports_array(value: Any) -> bool:
     """Whether `value` hands out memory, or an array, by any of the protocols."""
     return any(hasattr(value, protocol) for protocol in _PROTOCOLS)
 
 
-def _is_on_gpu(value: Any) -> bool:
+def _has_gpu_memory(value: Any) -> bool:
     if _is_of_torch(value):
         return value.is_cuda
     if hasattr(value, "__dlpack_device__"):
@@ -124,14 +152,14 @@ def _is_on_gpu(value: Any) -> bool:
     return hasattr(value, "__cuda_array_interface__")
 
 
-def _on_gpu(call: str, value: Any) -> Array:
+def _as_cupy(call: str, value: Any) -> Array:
     cupy = _gpu.load_cupy(call)
     if hasattr(value, "__dlpack__"):  # which orders the streams of the two libraries
         return cupy.from_dlpack(value.detach() if _is_of_torch(value) else value)
     return cupy.asarray(value)
 
 
-def _on_host(value: Any) -> np.ndarray[Any, Any]:
+def _as_numpy(value: Any) -> np.ndarray[Any, Any]:
     if _is_of_torch(value):
         return _of_torch(value)
     if hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
