@@ -45,6 +45,7 @@ def sources():
     for dtype in DTYPES:
         for optimizer in optimizers_of(dtype).values():
             update = optimizer.update_rule(0.1, 1)
+            assert update.kernel is not None
             kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
             texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *update.kernel_constants, *arrays]))

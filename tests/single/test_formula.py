@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import re
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from hpcstrat import optimizers
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-41, 3e38)
 
 
-def optimizer_of(formula, slots=(), **attributes):
+def optimizer_of(formula, slots=(), **attributes) -> Any:
     """An optimizer with this formula, made for a test."""
     names = dict.fromkeys(slots, 0.0)
     kind = type("Own", (optimizers.Optimizer,), {"slots": names, "formula": staticmethod(formula)})
