@@ -164,8 +164,10 @@ class _Inner:
             elif array.dtype.kind in "iu" and array.dtype.itemsize == 1:  # a few pixels are beyond its range
                 wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
-        elif array.size:
-            self.total = xp.asarray((xp.min if op is ReduceOp.MIN else xp.max)(array, axis=axes))
+            return
+        extreme = getattr(xp, _EXTREMES[op])
+        if array.size:
+            self.total = xp.asarray(extreme(array, axis=axes))
         else:
             shape = [n for i, n in enumerate(array.shape) if i not in axes]
             self.total = xp.full(shape, _neutral(array.dtype, op), array.dtype)
@@ -185,6 +187,10 @@ class _Inner:
                 )
             total = self._xp.full_like(total, np.nan)
         return _scalar(total)
+
+
+_EXTREMES = {ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
+"""NumPy's names of what takes one of the elements."""
 
 
 def _neutral(dtype: np.dtype[Any], op: ReduceOp) -> Any:

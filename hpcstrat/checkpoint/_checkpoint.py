@@ -19,6 +19,7 @@ from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint import _file
 from hpcstrat.checkpoint._contents import Contents, Fit, listed, own_share, position_of, storage_of
+from hpcstrat.optimizers.base import state_of_optimizer
 
 
 class Restored(NamedTuple):
@@ -192,7 +193,8 @@ class _Restoring:
         contents, names = self._contents, sorted(self._fit.common)
         for name in names:
             if (optimizer := contents.optimizers.get(name)) is not None:
-                optimizer._make_slots([v for of, v in contents.variables.items() if self._has_slots(name, of)])
+                with_slots = [v for of, v in contents.variables.items() if self._has_slots(name, of)]
+                state_of_optimizer(optimizer).make_slots(with_slots, optimizer.name, optimizer.slots)
         slots = contents.slots()
         for name in names:
             if name in contents.variables:
@@ -208,7 +210,7 @@ class _Restoring:
         self._publish([contents.variables[name] for name in names if name in contents.variables])
         for name in names:
             if name in contents.optimizers:
-                contents.optimizers[name]._iterations = int(self._facts[name]["iterations"])
+                state_of_optimizer(contents.optimizers[name]).iterations = int(self._facts[name]["iterations"])
             elif name in contents.positions:
                 contents.positions[name]._go_to(position_of(self._facts[name]))
         self._communicator.exchange(signature(f"{self._call}: restored"))

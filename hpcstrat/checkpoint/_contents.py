@@ -13,13 +13,12 @@ from hpcstrat import _context, _nest
 from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.memory import Block
-from hpcstrat._types import ReduceOp
-from hpcstrat._variable_options import OPERATIONS, VariableAggregation
+from hpcstrat._variable_options import VariableAggregation
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint._file import Entry
 from hpcstrat.data._position import Position, Positioned
 from hpcstrat.metrics import Metric
-from hpcstrat.optimizers.base import Optimizer
+from hpcstrat.optimizers.base import Optimizer, state_of_optimizer
 
 _POSITION = "position in data"
 _DIVIDED = "ON_READ variable"
@@ -129,13 +128,13 @@ class Contents:
         names = {id(v): name for name, v in self.variables.items()}
         found: dict[str, Slot] = {}
         for name, optimizer in self.optimizers.items():
-            for v, blocks in optimizer._named_slots():
+            for v, blocks in state_of_optimizer(optimizer).slots.values():
                 if id(v) not in names:
                     raise ValueError(
                         f"{self._call}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
                         f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
                     )
-                for slot, block in blocks.items():
+                for slot, block in zip(optimizer.slots, blocks, strict=True):
                     found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.slots[slot])
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
             raise ValueError(f"{self._call}: the name {min(taken)!r} is taken by a slot; give the object another")
@@ -244,13 +243,14 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
         return values[communicator.rank]
-    op = OPERATIONS[v.aggregation]
-    if op is None:
+    if v.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return values[0]
     total = functools.reduce(np.add, values)
-    if op is ReduceOp.MEAN:
+    if v.aggregation is VariableAggregation.MEAN:
         return (total / len(values)).astype(v.dtype)
-    return total if communicator.rank == 0 else np.zeros_like(total)
+    if v.aggregation is VariableAggregation.SUM:
+        return total if communicator.rank == 0 else np.zeros_like(total)
+    raise NotImplementedError(f"Checkpoint: values of aggregation {v.aggregation.name} for another number of replicas")
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:

@@ -15,16 +15,14 @@ from hpcstrat._context import InReplica
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._storage.base import Array, Storage, UpdateRule
 from hpcstrat._storage.memory import Block
-from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import sum_rows
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
+from hpcstrat.optimizers._state import OptimizerState, key
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-_MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
@@ -50,9 +48,7 @@ class Optimizer(abc.ABC):
         self.name: str = type(self).__name__ if name is None else name
         self.global_clipnorm = global_clipnorm
         self.learning_rate = learning_rate
-        self._iterations = 0
-        self._slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
-        self._plans: dict[tuple[int, ...], Plan] = {}
+        self._state = OptimizerState()
         self._formulas = Formulas(f"{type(self).__name__}.formula", self.formula)
 
     # ---- what a kind of optimizer fills in
@@ -95,7 +91,7 @@ class Optimizer(abc.ABC):
     @property
     def iterations(self) -> int:
         """The number of steps done."""
-        return self._iterations
+        return self._state.iterations
 
     @property
     def learning_rate(self) -> Any:
@@ -111,7 +107,7 @@ class Optimizer(abc.ABC):
                 for parameter in inspect.signature(value).parameters.values()
             )
             rate: Any = value
-            self._current_rate: Callable[[], float] = (lambda: rate(self._iterations)) if takes_step else rate
+            self._current_rate: Callable[[], float] = (lambda: rate(self._state.iterations)) if takes_step else rate
         else:
             constant = self._not_negative("learning_rate", value)
             self._current_rate = lambda: constant
@@ -127,14 +123,14 @@ class Optimizer(abc.ABC):
         # One that goes on from here with copies of its variables; as collective as making them is.
         other = copy.copy(self)
         memo[id(self)] = other
-        other._slots, other._plans = {}, {}
+        state = other._state = OptimizerState(self._state.iterations)
         other.learning_rate = copy.deepcopy(self._learning_rate, memo)
-        pairs = [(v, copy.deepcopy(v, memo)) for v, _ in sorted(self._slots.values(), key=_number_of)]
-        other._make_slots([v for _, v in pairs])
+        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
+        state.make_slots([v for _, v in pairs], self.name, self.slots)
         for old, new in pairs:
             group = state_of(new).group
             if group.updates_here:
-                for own, copied in zip(self._slots[id(old)][1], other._slots[id(new)][1], strict=True):
+                for own, copied in zip(self._state.slots[id(old)][1], state.slots[id(new)][1], strict=True):
                     _copy(group.storage, own, copied)
         return other
 
@@ -193,7 +189,7 @@ class Optimizer(abc.ABC):
                 communicator.exchange(signature(call, "no gradient"))
                 communicator.settle()
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
-            if sparse or _key(group, dense) not in self._plans:
+            if sparse or key(group, dense) not in self._state.plans:
                 self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
@@ -206,15 +202,15 @@ class Optimizer(abc.ABC):
                 gradients, op = communicator.all_reduce(call, gradients, op), None
             with group.on_stream():
                 gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
-        rule = self.update_rule(rate, self._iterations + 1)
+        rule = self.update_rule(rate, self._state.iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
-                plan = self._plan(group, dense)
+                plan = self._state.plan_of(group, dense, self.name, self.slots)
                 group.storage.update(call, plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                slots = self._slots_of(group, [v])[0]
+                slots = self._state.slots_of(group, [v], self.name, self.slots)[0]
                 group.storage.update_rows(call, state_of(v).block, slots, indices, values, rule)
-            self._iterations += 1
+            self._state.iterations += 1
         except BaseException as error:
             group.storage.tear(call, error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
             raise
@@ -229,7 +225,7 @@ class Optimizer(abc.ABC):
             return False
         group = context.group
         try:
-            plan = self._plans.get((id(group), *[id(variable) for _, variable in pairs]))  # as `_key` has it
+            plan = self._state.plans.get((id(group), *[id(variable) for _, variable in pairs]))  # `key`, without a call
         except (TypeError, ValueError):  # no pairs
             return False
         if plan is None:
@@ -237,10 +233,10 @@ class Optimizer(abc.ABC):
         gradients = [gradient for gradient, _ in pairs]
         if not plan.fits(gradients):
             return False
-        rule = self.update_rule(self._constant_rate, self._iterations + 1)
+        rule = self.update_rule(self._constant_rate, self._state.iterations + 1)
         try:
             group.storage.update(call, plan, gradients, ReduceOp.SUM, rule)
-            self._iterations += 1
+            self._state.iterations += 1
         except BaseException as error:  # a signal's may come between the two
             group.storage.tear(call, error, plan.blocks)
             raise
@@ -274,7 +270,7 @@ class Optimizer(abc.ABC):
         with group.communicator.joint(call):
             self._check_variables(call, group, variables)
             group.communicator.exchange(signature(call, *[state_of(v).block.held() for v in variables]))
-        plan = self._plan(group, variables)
+        plan = self._state.plan_of(group, variables, self.name, self.slots)
         if plan.buffers is None:
             group.storage.make_buffers(call, plan)
         assert plan.buffers is not None
@@ -297,45 +293,6 @@ class Optimizer(abc.ABC):
                     f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
                 )
 
-    def _plan(self, group: ReplicaGroup, variables: Sequence[Variable]) -> Plan:
-        """The plan for these variables, kept; of those without buffers only the newest few are."""
-        key = _key(group, variables)
-        if key not in self._plans:
-            plan = group.storage.plan([state_of(v).block for v in variables], self._slots_of(group, variables))
-            droppable = [other for other, old in self._plans.items() if old.buffers is None]
-            for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
-                del self._plans[other]
-            self._plans[key] = plan
-        return self._plans[key]
-
-    def _slots_of(self, group: ReplicaGroup, variables: Sequence[Variable]) -> list[tuple[Block, ...]]:
-        """Each variable's slots, made when it is first seen, which is at the same call on all ranks."""
-        new = sorted([v for v in variables if id(v) not in self._slots], key=lambda v: state_of(v).block.number)
-        if new:
-            # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
-            kinds = [
-                [group.storage.create_slot(f"{self.name}: {name} of {v.name!r}", state_of(v).block, value) for v in new]
-                for name, value in self.slots.items()
-            ]
-            for i, v in enumerate(new):
-                self._slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
-        return [self._slots[id(v)][1] for v in variables]
-
-    # ---- what a checkpoint saves
-
-    def _named_slots(self) -> list[tuple[Variable, dict[str, Block]]]:
-        """The variables that have slots, each with these by name."""
-        return [(v, dict(zip(self.slots, blocks, strict=True))) for v, blocks in self._slots.values()]
-
-    def _make_slots(self, variables: Sequence[Variable]) -> None:
-        """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.
-
-        Raises:
-            MemoryError: there is no room for them, on any rank.
-        """
-        for group in dict.fromkeys(state_of(v).group for v in variables):
-            self._slots_of(group, [v for v in variables if state_of(v).group is group])
-
     # ---- help
 
     def _summed_rows(
@@ -352,13 +309,9 @@ class Optimizer(abc.ABC):
             return sum_rows(indices, values)
 
 
-def _key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
-    """The key of a plan, which keeps its variables, and so all of these ids, alive."""
-    return (id(group), *[id(v) for v in variables])
-
-
-def _number_of(slots: tuple[Variable, tuple[Block, ...]]) -> int:
-    return state_of(slots[0]).block.number
+def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:
+    """What an optimizer keeps from step to step."""
+    return optimizer._state
 
 
 def _copy(storage: Storage, source: Block, target: Block) -> None:

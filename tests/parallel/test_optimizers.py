@@ -256,4 +256,4 @@ def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
         steps[members] += 1
     assert [v.numpy().tolist() for v in variables] == [[-N * (i + 1) * steps[i]] * 3 for i in range(6)]
     assert all(one is other for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True))
-    assert len(optimizer._plans) < 63
+    assert len(optimizer._state.plans) < 63
