@@ -1,6 +1,7 @@
 """Faults in the middle of a call: signals that break it off, exceptions of one rank, two callers at once."""
 
 from fault import ANY, BEGIN, HERE, WAIT, Fault
+from strategies import STRATEGIES
 
 SAVE = """
 hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).save("saved")
@@ -41,21 +42,19 @@ except {error}:
     )
 
 
-def on_both(name, *arguments, **others):
-    """With central storage, and with mirrored."""
-    return {
-        f"{name}, {kind}": broken(*arguments, strategy=f"{kind}Strategy", **others)
-        for kind in ("CentralStorage", "Mirrored")
-    }
+def with_each(name, *arguments, **others):
+    """With each strategy."""
+    kinds = [made.__name__ for made in STRATEGIES]
+    return {f"{name}, {kind}": broken(*arguments, strategy=kind, **others) for kind in kinds}
 
 
 APPLY = r"SGD\.apply_gradients"
 BROKEN = {
-    **on_both("an update broken off", "'descend'", "apply(numbers)", APPLY),
-    **on_both("an update broken off on all ranks", "'descend' if last else 'pieces'", "apply(numbers)", APPLY, of=""),
-    **on_both("an update broken off while it waits", "'_post'", "apply(numbers)", APPLY),
-    **on_both("an update of rows broken off", "'update_rows'", "apply(rows)", APPLY),
-    **on_both(
+    **with_each("an update broken off", "'descend'", "apply(numbers)", APPLY),
+    **with_each("an update broken off on all ranks", "'descend' if last else 'pieces'", "apply(numbers)", APPLY, of=""),
+    **with_each("an update broken off while it waits", "'_post'", "apply(numbers)", APPLY),
+    **with_each("an update of rows broken off", "'update_rows'", "apply(rows)", APPLY),
+    **with_each(
         "an assignment broken off", "'_assign_add'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"
     ),
     "a new variable broken off": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),

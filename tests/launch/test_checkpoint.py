@@ -4,6 +4,7 @@ import re
 
 import numpy as np
 import pytest
+from strategies import STRATEGIES
 
 from hpcstrat.checkpoint._file import CheckpointFile
 
@@ -338,7 +339,7 @@ def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, 
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("name", ["CentralStorageStrategy", "MirroredStrategy"])
+@pytest.mark.parametrize("name", [kind.__name__ for kind in STRATEGIES])
 def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     program = """
     import re, sys

@@ -17,6 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 from hpcstrat import _gpu
@@ -116,7 +117,7 @@ if simulated_gpu.is_wanted():
             raise found[0]
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
     """Of each kind for several replicas, closed after the test."""
     with place.make(request.param) as made:

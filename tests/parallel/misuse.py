@@ -11,7 +11,6 @@ N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 ONES = np.ones(3, np.float32)
 FIVE = np.ones(5, np.float32)
-KINDS = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
 
 
 class Env:

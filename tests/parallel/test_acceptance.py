@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from adadelta import Adadelta
 from mpi4py import MPI
+from strategies import strategies_for
 
 import hpcstrat as hs
 
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 
-STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
-if MPI.COMM_WORLD.size == 1:
-    STRATEGIES.append(hs.OneDeviceStrategy)
 # Of a batch of 7 some replicas get more than others; of an epoch's last one, 3 elements, some get none.
 ROWS, BATCH, EPOCHS = 24, 7, 2
 SHAPES = {"w": (5, 3), "b": (3,), "s": ()}
@@ -99,7 +97,7 @@ def name_of(argument):
 
 
 every_case = pytest.mark.parametrize(("optimizer", "rule", "options"), CASES, ids=name_of)
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=name_of, indirect=True)
+every_strategy = pytest.mark.parametrize("strategy", strategies_for(MPI.COMM_WORLD.size), ids=name_of, indirect=True)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from public_api import begins_with_a_call
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -18,7 +19,7 @@ MASKED: Any = np.ma.array([1, 1e20], np.float32, mask=[False, True])
 WHOLE = np.ones(2, np.float32)
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request):
     with request.param(["CPU:0"] * N) as made:
         yield made

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import itertools
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 from transports import has, kind
 
 import hpcstrat as hs
@@ -44,11 +46,11 @@ def apart(place):
     )
 
 
-MAKERS = {
-    "central": lambda place: place.make(hs.CentralStorageStrategy),
-    "mirrored": lambda place: place.make(hs.MirroredStrategy),
-    "apart": apart,
-}
+def maker(strategy):
+    return lambda place: place.make(strategy)
+
+
+MAKERS = {made.__name__: maker(made) for made in STRATEGIES} | {"apart": apart}
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -228,8 +230,8 @@ def test_variables_outside_of_scopes(path, place):
 
 
 def test_other_strategies_of_the_same_ranks(place, path):
-    made = [place.make(hs.CentralStorageStrategy), place.make(hs.MirroredStrategy)]
-    for writer, reader in (made, made[::-1]):
+    made = [place.make(kind) for kind in STRATEGIES]
+    for writer, reader in itertools.permutations(made, 2):
         program = Program(writer)
         program.train()
         program.checkpoint.save(path)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from strategies import STRATEGIES
 from transports import (
     COMM,
     DEVICE,
@@ -57,7 +58,7 @@ def _closed_in_the_end():
 
 
 @on_gpu
-@pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.mark.parametrize("made", STRATEGIES)
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     with place.make(made) as strategy, place.make(made) as other:
         assert type(strategy._group.communicator) is (NcclCommunicator if N > 1 else StagedCommunicator)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES, strategies_for
 
 import hpcstrat as hs
 
@@ -16,15 +17,12 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
-STRATEGIES = {"central": hs.CentralStorageStrategy, "mirrored": hs.MirroredStrategy}
-if N == 1:
-    STRATEGIES["one device"] = hs.OneDeviceStrategy
 on_gpus = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
-    with place.make(STRATEGIES[request.param]) as made:
+    with place.make(request.param) as made:
         yield made
 
 
@@ -284,7 +282,7 @@ def test_blocks_of_other_streams_in_a_replica(strategy, place):
 
 @on_gpus
 @pytest.mark.skipif(N == 1, reason="one replica is of one kind")
-@pytest.mark.parametrize("made", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.mark.parametrize("made", STRATEGIES)
 def test_replicas_of_both_kinds(place, made):
     """The first on the CPU, so that everything goes through host memory, which rank 0 says."""
     devices = ["CPU:0", *place.devices[1:]]
@@ -538,7 +536,7 @@ def test_a_deep_copy(strategy, place):
 
 
 def test_many_strategies_one_communicator(place):
-    made = [place.make(kind) for kind in (hs.CentralStorageStrategy, hs.MirroredStrategy) for _ in range(20)]
+    made = [place.make(kind) for kind in STRATEGIES for _ in range(20)]
     assert len({id(one._group.communicator) for one in made}) == 1
     for one in made:
         assert one.reduce("SUM", one.run(lambda: place.xp.ones(2)), axis=None).tolist() == [N, N]

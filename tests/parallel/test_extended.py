@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -14,7 +15,7 @@ RANK = COMM.rank
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made, made.scope():
         yield made

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -11,7 +12,7 @@ N = COMM.size
 RANK = COMM.rank
 
 
-@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

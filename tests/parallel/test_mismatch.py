@@ -5,16 +5,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from misuse import FIVE, KINDS, ONES, RANK, Env, N
+from misuse import FIVE, ONES, RANK, Env, N
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
 pytestmark = pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=STRATEGIES)
 def env(request, place):
-    with place.make(KINDS[request.param]) as strategy, place.make(KINDS[request.param]) as other:
+    with place.make(request.param) as strategy, place.make(request.param) as other:
         yield Env(place, strategy, other)
 
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from misuse import FIVE, KINDS, ONES, RANK, Env, N
+from misuse import FIVE, ONES, RANK, Env, N
 from public_api import begins_with_a_call
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -551,9 +552,9 @@ if N > 1:  # with one rank each process is all of them
     )
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=STRATEGIES)
 def env(request, place):
-    with place.make(KINDS[request.param]) as strategy, place.make(KINDS[request.param]) as other:
+    with place.make(request.param) as strategy, place.make(request.param) as other:
         yield Env(place, strategy, other)
 
 

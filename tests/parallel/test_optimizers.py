@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -12,7 +13,7 @@ N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 
 
-@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -93,7 +94,7 @@ def made(seed):
     return [hs.Variable(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
 
 
-@pytest.mark.parametrize("kind", [hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.mark.parametrize("kind", STRATEGIES)
 def test_gradients_in_buffers_do_the_same(place, kind):
     with place.make(kind) as strategy, strategy.scope():
         xp = strategy.xp

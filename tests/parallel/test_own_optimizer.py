@@ -14,12 +14,6 @@ N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
-
-
 def model(strategy):
     with strategy.scope():
         return hs.Variable(np.ones((4, 3))), Adadelta(0.5)

@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 from hpcstrat.data import Dataset
@@ -34,7 +35,7 @@ NESTS = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -17,7 +18,7 @@ RANK = COMM.rank
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(scope="module", params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 from hpcstrat._communicators import segment
@@ -21,7 +22,7 @@ MIB = 1 << 20
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 
 
-@pytest.fixture(params=[hs.CentralStorageStrategy, hs.MirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
     gc.collect()
     with place.make(request.param) as made, made.scope():

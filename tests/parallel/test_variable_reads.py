@@ -7,19 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import strategies_for
 
 import hpcstrat as hs
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
-STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
-if N == 1:
-    STRATEGIES.append(hs.OneDeviceStrategy)
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 on_gpus = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 
-@pytest.fixture(params=STRATEGIES, ids=lambda one: one.__name__)
+@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import strategies_for
 
 import hpcstrat as hs
 
@@ -14,13 +15,10 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
-if N == 1:
-    STRATEGIES.append(hs.OneDeviceStrategy)
 SHAPES = [(), (3,), (5, 9), (7, 7), (70, 130), (400_003,)]  # in a record, in a mailbox, in many chunks of every rank
 
 
-@pytest.fixture(params=STRATEGIES, ids=lambda one: one.__name__)
+@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -1,0 +1,11 @@
+"""The strategies that tests run on: a new one is one more here."""
+
+import hpcstrat as hs
+
+STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
+"""Those for any number of replicas on one host."""
+
+
+def strategies_for(size):
+    """Those for this number of ranks."""
+    return STRATEGIES + [hs.OneDeviceStrategy] * (size == 1)
