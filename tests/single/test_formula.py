@@ -83,7 +83,7 @@ def test_numbers_and_options_are_attributes():
     def formula(w, g, *, learning_rate, scale, upwards):
         return w + scale * learning_rate * g if upwards else w - scale * learning_rate * g
 
-    optimizer = optimizer_of(formula, scale=2.0, upwards=False)
+    optimizer: Any = optimizer_of(formula, scale=2.0, upwards=False)
     for optimizer.upwards, optimizer.scale in itertools.product((False, True), (2.0, 3.0)):
         check(optimizer, np.float32)
         constants = optimizer.update_rule(0.25, 1).constants
