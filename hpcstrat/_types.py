@@ -1,9 +1,10 @@
-"""Small types that every floor uses: reduce operations, array specifications, sparse slices."""
+"""Small types that every layer uses: reduce operations, array specifications, sparse slices, a strategy's options."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -117,3 +118,31 @@ class IndexedSlices:
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """What a function that makes one replica's value is told about the replica.
+
+    Attributes:
+        replica_id_in_sync_group: the index of the replica.
+        num_replicas_in_sync: the number of replicas.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of `Strategy.run`, which concern compilation and change nothing here.
+
+    Attributes:
+        experimental_enable_dynamic_batch_size: batches may differ in size.
+        experimental_bucketizing_dynamic_shape: sizes are rounded up to few different ones.
+        experimental_xla_options: options of a compiler.
+    """
+
+    experimental_enable_dynamic_batch_size: bool = True
+    experimental_bucketizing_dynamic_shape: bool = False
+    experimental_xla_options: Any = None

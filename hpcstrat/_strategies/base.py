@@ -22,12 +22,11 @@ from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.transfer import check_alike, regroup
 from hpcstrat._strategies.values import ValueMethods
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import ReduceOp, RunOptions
 from hpcstrat._values import select
 from hpcstrat._variable_array import note_read_only
 from hpcstrat._variable_options import creators
 from hpcstrat._warnings import warn_renamed
-from hpcstrat.data.options import RunOptions
 
 
 class Strategy(InputMethods, ValueMethods):

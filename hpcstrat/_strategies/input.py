@@ -8,11 +8,10 @@ from typing import Any
 from hpcstrat._context import require_cross_replica
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._warnings import warn_renamed
-from hpcstrat.data import distributed
-from hpcstrat.data._sharing import Stage
-from hpcstrat.data.dataset import Dataset
-from hpcstrat.data.distributed import DistributedDataset
-from hpcstrat.data.options import InputContext, InputOptions
+from hpcstrat.data import _distributed
+from hpcstrat.data._dataset import Dataset
+from hpcstrat.data._distributed import DistributedDataset
+from hpcstrat.data._splitting import InputContext, InputOptions, Prefetcher
 
 
 class InputMethods:
@@ -54,7 +53,7 @@ class InputMethods:
             (array([8, 9]),)
         """
         require_cross_replica(self._group, "Strategy.experimental_distribute_dataset")
-        return distributed.distribute_dataset(dataset, self._group.communicator, options, self._stage(options))
+        return _distributed.distribute_dataset(dataset, self._group.communicator, options, self._prefetcher(options))
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -89,18 +88,18 @@ class InputMethods:
             array([1., 1., 1., 1.], dtype=float32)
         """
         require_cross_replica(self._group, "Strategy.distribute_datasets_from_function")
-        return distributed.distribute_from_function(
-            dataset_fn, self._group.communicator, options, self._stage(options), self._group.workers
+        return _distributed.distribute_from_function(
+            dataset_fn, self._group.communicator, options, self._prefetcher(options), self._group.workers
         )
 
-    def _stage(self, options: Any) -> Stage | None:
+    def _prefetcher(self, options: Any) -> Prefetcher | None:
         """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
         if self._group.stream is None or not options.experimental_fetch_to_device:
             return None
-        from hpcstrat.data.staging import stage_to_gpu
+        from hpcstrat.data._device_prefetch import prefetch_to_gpu
 
-        return stage_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
+        return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None

@@ -16,9 +16,8 @@ from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.reduction import as_numeric
 from hpcstrat._strategies.transfer import from_wire, to_wire
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import ReduceOp, ValueContext
 from hpcstrat._values import DistributedValues, PerReplica, component_of
-from hpcstrat.data.options import ValueContext
 
 _LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this one
 

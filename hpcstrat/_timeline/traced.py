@@ -14,7 +14,7 @@ from hpcstrat._strategies.base import Strategy, group_of
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import CHECKPOINT, COMMUNICATION, INPUT, RUN, UPDATE, WAITING
 from hpcstrat.checkpoint import Checkpoint
-from hpcstrat.data import _iterator, staging
+from hpcstrat.data import _device_prefetch, _iterator
 
 
 class Facts(NamedTuple):
@@ -121,8 +121,8 @@ TABLE: list[tuple[Any, str, str, Describe]] = [
     (DeviceStorage, "_packed", COMMUNICATION, _storage_stream("pack")),
     (DeviceStorage, "_apply", UPDATE, _storage_stream("update")),
     (_iterator.DistributedIterator, "__next__", INPUT, _named("next batch")),
-    (staging._Slot, "load", INPUT, _named("load a batch")),
-    (staging, "_copied", INPUT, _copy),
+    (_device_prefetch._Slot, "load", INPUT, _named("load a batch")),
+    (_device_prefetch, "_copied", INPUT, _copy),
     (Checkpoint, "save", CHECKPOINT, _named("save")),
     (Checkpoint, "restore", CHECKPOINT, _named("restore")),
 ]

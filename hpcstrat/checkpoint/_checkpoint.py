@@ -212,7 +212,7 @@ class _Restoring:
             if name in contents.optimizers:
                 state_of_optimizer(contents.optimizers[name]).iterations = int(self._facts[name]["iterations"])
             elif name in contents.positions:
-                contents.positions[name]._go_to(position_of(self._facts[name]))
+                contents.positions[name]._seek(position_of(self._facts[name]))
         self._communicator.exchange(signature(f"{self._call}: restored"))
 
     def _has_slots(self, optimizer: str, variable: str) -> bool:

@@ -16,7 +16,7 @@ from hpcstrat._storage.memory import Block
 from hpcstrat._variable_options import VariableAggregation
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint._file import Entry
-from hpcstrat.data._position import Position, Positioned
+from hpcstrat.data._pass import Position, Resumable
 from hpcstrat.metrics import Metric
 from hpcstrat.optimizers.base import Optimizer, state_of_optimizer
 
@@ -77,7 +77,7 @@ class Contents:
         self.variables: dict[str, Variable] = {}
         self.divided: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
-        self.positions: dict[str, Positioned] = {}
+        self.positions: dict[str, Resumable] = {}
         self._kinds: dict[str, str] = {}  # of what is no ordinary variable
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
@@ -101,7 +101,7 @@ class Contents:
         elif isinstance(leaf, Optimizer):
             self.optimizers[name] = leaf
             self._kinds[name] = type(leaf).__name__
-        elif isinstance(leaf, Positioned):
+        elif isinstance(leaf, Resumable):
             self.positions[name] = leaf
             self._kinds[name] = _POSITION
         else:
@@ -178,7 +178,7 @@ class Contents:
             elif name in self.optimizers:
                 problems += _optimizer_problems(name, self.optimizers[name], facts[name])
             elif name in self.positions:
-                misfit = self.positions[name]._misfit(position_of(facts[name]))
+                misfit = self.positions[name]._incompatibility(position_of(facts[name]))
                 problems += [] if misfit is None else [f"{name}: {misfit}"]
             elif name in self.divided:
                 problems += _divided_problems(name, self.divided[name], entries.get(name))

@@ -90,7 +90,7 @@ def with_columns(batch: Any) -> Any:
     """A nest with each list of Python's own numbers or strings, as of a table's column, as an array.
 
     Raises:
-        ValueError: The rows of a list of lists differ in length.
+        ValueError: the rows of a list of lists differ in length.
     """
     if isinstance(batch, list) and batch and _are_of_python(batch):
         return as_leaf(batch)
@@ -112,7 +112,7 @@ def stack(elements: Sequence[Any]) -> Any:
     """The nest of arrays of shape `(len(elements), ...)` that has the elements as its rows.
 
     Raises:
-        ValueError: There are none, or they differ in structure, shape or dtype.
+        ValueError: there are none, or they differ in structure, shape or dtype.
     """
     columns = []
     leaves, structure = _nest.flatten(elements[0])
@@ -142,7 +142,7 @@ def unstack(batch: Any) -> Iterator[Any]:
     """The rows of a nest of arrays that have one leading size; they share the arrays' memory.
 
     Raises:
-        ValueError: As `leading_size`.
+        ValueError: as `leading_size`.
     """
     leaves, structure = _nest.flatten(batch)
     size = leading_size(leaves)
@@ -188,7 +188,7 @@ def common_spec(first: Any, second: Any) -> Any:
     """The spec of elements of either kind: a size in which they differ is `None`.
 
     Raises:
-        TypeError: They differ in structure, dtype or number of dimensions.
+        TypeError: they differ in structure, dtype or number of dimensions.
     """
     ours, structure = _nest.flatten(first)
     theirs, other = _nest.flatten(second)

@@ -15,12 +15,10 @@ from hpcstrat._group import Workers
 from hpcstrat._types import PerReplicaSpec
 from hpcstrat._values import PerReplica
 from hpcstrat._warnings import warn_together
-from hpcstrat.data._beginning import Communicator
 from hpcstrat.data._checksum import Checksum
-from hpcstrat.data._node import INFINITE, Node
-from hpcstrat.data._position import Iteration, after
-from hpcstrat.data._sharing import Stage, Step, deal_elements
-from hpcstrat.data._walk import Walk
+from hpcstrat.data._node import INFINITE, EpochPass, Node
+from hpcstrat.data._pass import Communicator, ResumableIterator, after
+from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
 
@@ -30,20 +28,20 @@ class Distribution:
     """How a dataset is shared out to the replicas: what it and its iterators have in common.
 
     Attributes:
-        node: the last stage of the pipeline.
+        node: the last prefetcher of the pipeline.
         communicator: the replicas.
         share_out: gives this replica's steps of the pipeline.
         call: the user's name of the method that distributed it.
-        stage: what the steps pass through on their way; `None` for nothing.
+        prefetcher: what the steps pass through on their way; `None` for nothing.
         workers: those that have a pipeline each.
         has_warned: whether a step without elements for some replicas was warned of.
     """
 
     node: Node
     communicator: Communicator
-    share_out: Callable[[Node, Walk, int, int], Iterator[Step]]
+    share_out: Callable[[Node, EpochPass, int, int], Iterator[Step]]
     call: str
-    stage: Stage | None
+    prefetcher: Prefetcher | None
     workers: Workers
     has_warned: bool = False
 
@@ -54,14 +52,14 @@ class Distribution:
         if size == 1:
             return spec
         steps = self.node.cardinality()
-        whole = self.share_out is deal_elements and self.workers.count == 1
+        whole = self.share_out is assign_elements and self.workers.count == 1
         whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
 
         def component(leaf: Any) -> PerReplicaSpec:
             if not leaf.shape or whole:
                 return PerReplicaSpec(leaf.shape, leaf.dtype)
             rows = leaf.shape[0]
-            if self.share_out is deal_elements or rows is None or rows % size:
+            if self.share_out is assign_elements or rows is None or rows % size:
                 return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
             return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
 
@@ -69,26 +67,26 @@ class Distribution:
 
 
 @final
-class DistributedIterator(Iteration):
+class DistributedIterator(ResumableIterator):
     """One iteration over a `DistributedDataset`."""
 
-    def __init__(self, distribution: Distribution, walk: Walk, taken: int) -> None:
+    def __init__(self, distribution: Distribution, epoch: EpochPass, taken: int) -> None:
         super().__init__(distribution.node)
         self._call = f"iterating over {distribution.call}"
         self._communicator = distribution.communicator
         self._distribution = distribution
-        self._deals = distribution.share_out is deal_elements
-        self._begin(walk, taken)
+        self._deals = distribution.share_out is assign_elements
+        self._begin(epoch, taken)
 
-    def _begin(self, walk: Walk, taken: int) -> None:
+    def _begin(self, epoch: EpochPass, taken: int) -> None:
         distribution, communicator = self._distribution, self._communicator
         self._agree = communicator.size > 1 and (self._node.user_code or distribution.workers.count > 1)
-        walk.checksum = Checksum(self._agree, every=_settings.is_on("HPCSTRAT_CHECK"))
+        epoch.checksum = Checksum(self._agree, every=_settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
-        steps = distribution.share_out(after(self._node, taken), walk, peers.index(communicator.rank), len(peers))
-        self._steps = steps if distribution.stage is None else distribution.stage(steps)
+        steps = distribution.share_out(after(self._node, taken), epoch, peers.index(communicator.rank), len(peers))
+        self._steps = steps if distribution.prefetcher is None else distribution.prefetcher(steps)
         self._number = 0
-        self._walk, self._taken = walk, taken
+        self._epoch, self._taken = epoch, taken
 
     @property
     def element_spec(self) -> Any:
@@ -99,7 +97,7 @@ class DistributedIterator(Iteration):
         """The next step, as `next` gives it.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: there is none.
         """
         return next(self)
 
@@ -112,8 +110,8 @@ class DistributedIterator(Iteration):
         Collective, and without communication where no code of the user's is part of the pipeline.
 
         Raises:
-            ValueError: Called inside a replica function.
-            ReplicaMismatchError: The ranks' pipelines had different numbers of elements, or different elements.
+            ValueError: called inside a replica function.
+            ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or different elements.
             Exception: What a function of the pipeline raised on any rank. The next call gives the step after this one.
         """
         if isinstance(_context.current.get(), InReplica):
@@ -225,5 +223,5 @@ class DistributedIterator(Iteration):
                 "no empty form; batch the dataset"
             )
         part = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
-        stage = self._distribution.stage
-        return Step(0, part) if stage is None else next(stage(iter([Step(0, part)])))
+        prefetcher = self._distribution.prefetcher
+        return Step(0, part) if prefetcher is None else next(prefetcher(iter([Step(0, part)])))

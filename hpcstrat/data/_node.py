@@ -1,19 +1,20 @@
-"""The stages of a pipeline: what each must offer, and streams of keys that say which element comes when."""
+"""The stages of a pipeline, streams of keys that say which element comes when, and one pass over all of them."""
 
 from __future__ import annotations
 
 import abc
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _nest
+from hpcstrat import _nest, _world
 from hpcstrat.data import _elements
-from hpcstrat.data._walk import Shuffler, Walk
+from hpcstrat.data._checksum import Checksum
 
 INFINITE = -1
 UNKNOWN = -2
@@ -23,6 +24,68 @@ Chunk: TypeAlias = Any
 """Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects."""
 
 _BYTES_AHEAD = 1 << 20
+_drawn = itertools.count()
+
+
+class ShuffleState:
+    """The source of one shuffle's orders: round after round another one, or always the same.
+
+    Attributes:
+        seed: what all rounds derive from; `None` until an unseeded shuffle first needs it.
+        next_round: the number of the round that the next pass begins with.
+        reshuffle: whether rounds differ.
+    """
+
+    __slots__ = ("next_round", "reshuffle", "seed")
+
+    def __init__(self, seed: int | None, reshuffle: bool) -> None:
+        self.seed = None if seed is None else seed % 2**64
+        self.next_round: int = 0
+        self.reshuffle: bool = reshuffle
+
+    def state(self) -> tuple[int, int]:
+        """The seed, drawn if there was none yet, and the next round: equal states give equal orders."""
+        if self.seed is None:
+            self.seed = _fresh_seed()
+        return self.seed, self.next_round
+
+
+class EpochPass:
+    """One pass over a pipeline.
+
+    Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that it meets.
+
+    Args:
+        rounds: the round with which each shuffle begins; one that is not named goes on where its last pass ended.
+        frozen: whether every shuffle begins with its first round instead, and this pass does not count as one.
+
+    Attributes:
+        checksum: of what the user's code yields in this pass.
+    """
+
+    def __init__(self, rounds: Mapping[ShuffleState, int] | None = None, *, frozen: bool = False) -> None:
+        self._rounds = dict(rounds or {})
+        self._first = dict(self._rounds)
+        self._frozen = frozen
+        self.checksum: Checksum = Checksum()
+
+    def frozen(self) -> EpochPass:
+        """A pass that meets the same orders each time: over what a cache holds."""
+        return EpochPass(frozen=True)
+
+    def first_round(self, shuffle: ShuffleState) -> int:
+        """The round of a shuffle with which this pass began, or will begin."""
+        return self._first.get(shuffle, shuffle.next_round)
+
+    def generator(self, shuffle: ShuffleState) -> np.random.Generator:
+        """The random numbers of the next round of a shuffle."""
+        seed, next_round = shuffle.state()
+        number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
+        self._rounds[shuffle] = number + 1
+        self._first.setdefault(shuffle, number)
+        if not self._frozen:
+            shuffle.next_round = max(next_round, number + 1)
+        return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
 
 
 class Node(abc.ABC):
@@ -59,7 +122,7 @@ class Node(abc.ABC):
         """The number of elements, `INFINITE` or `UNKNOWN`."""
 
     @abc.abstractmethod
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         """One pass: the items in order, in chunks of any length. What has no end comes in short ones."""
 
     @abc.abstractmethod
@@ -75,30 +138,30 @@ class Node(abc.ABC):
         """Whether a chunk of no items can be fetched, and fetching runs none of the user's code."""
         return self.width is not None and not self.user_code
 
-    def elements(self, walk: Walk) -> Iterator[Any]:
+    def elements(self, epoch: EpochPass) -> Iterator[Any]:
         """One pass over the elements themselves, lazily: the user's functions run no sooner than needed.
 
         One that a function fails to make raises in its turn, and the next element comes after it.
         """
         if self.seekable:
-            return self._fetched(walk)
-        return map(self.load, itertools.chain.from_iterable(self.chunks(walk)))
+            return self._fetched(epoch)
+        return map(self.load, itertools.chain.from_iterable(self.chunks(epoch)))
 
-    def _fetched(self, walk: Walk) -> Iterator[Any]:
+    def _fetched(self, epoch: EpochPass) -> Iterator[Any]:
         ahead = None
-        for chunk in self.chunks(walk):
+        for chunk in self.chunks(epoch):
             ahead = ahead or self._rows_ahead(chunk)
             for start in range(0, len(chunk), ahead):
                 yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
-    def shufflers(self) -> list[Shuffler]:
+    def shuffles(self) -> list[ShuffleState]:
         """The shuffles from here up, in a fixed order, each once."""
-        found: dict[Shuffler, None] = {}
+        found: dict[ShuffleState, None] = {}
         for node in self.inputs:
-            found.update(dict.fromkeys(node.shufflers()))
-        return [*found, *self.own_shufflers()]
+            found.update(dict.fromkeys(node.shuffles()))
+        return [*found, *self.own_shuffles()]
 
-    def own_shufflers(self) -> Sequence[Shuffler]:
+    def own_shuffles(self) -> Sequence[ShuffleState]:
         """The shuffles of this stage itself."""
         return ()
 
@@ -164,3 +227,11 @@ def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
     if start == stop and not node.seekable:
         return _elements.rows(node.fetch(chunk[:1]), 0, 0)
     return node.fetch(chunk[start:stop])
+
+
+def _fresh_seed() -> int:
+    """The seed of a shuffle that was given none. Ranks that draw in one order draw the same ones."""
+    world = _world.started()
+    if world is None or world.size == 1:
+        return int.from_bytes(os.urandom(7), "little")
+    return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])

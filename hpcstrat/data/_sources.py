@@ -12,8 +12,7 @@ from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
-from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, first
-from hpcstrat.data._walk import Walk
+from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
 
 _CHUNK = 1 << 16
 _FEW = 32  # one element alone may be the same by chance
@@ -34,7 +33,7 @@ class _Indexed(Node):
         self.batch_sizes = ()
         self.rows = None
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return _positions(self.cardinality())
 
     def load(self, item: Any) -> Any:
@@ -139,10 +138,10 @@ class _Produced(Node):
     def _produce(self) -> Iterator[Any]:
         """One pass over the elements, which nobody else writes to."""
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for number, element in enumerate(self._produce()):
-            if walk.checksum.takes(number, self._compared):
-                walk.checksum.add(element)
+            if epoch.checksum.takes(number, self._compared):
+                epoch.checksum.add(element)
             yield [element]
 
     def load(self, item: Any) -> Any:
@@ -171,7 +170,7 @@ class Generated(_Produced):
     def spec(self) -> Any:
         if self._signature is not None:
             return self._signature
-        for element in self.elements(Walk(frozen=True)):
+        for element in self.elements(EpochPass(frozen=True)):
             return _elements.spec_of(element)
         raise ValueError(
             "Dataset.element_spec: the generator yields nothing and has no output_signature, so its elements' shapes "
@@ -231,7 +230,7 @@ class Batches(_Produced):
         return name_of(self._iterable) if callable(self._iterable) else type(self._iterable).__name__
 
     def spec(self) -> Any:
-        for element in self.elements(Walk(frozen=True)):
+        for element in self.elements(EpochPass(frozen=True)):
             return _nest.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
         raise ValueError(
             f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are not known; "

@@ -78,18 +78,22 @@ BUGS = {
         NOT_ORDERED,
     ),
     "a batch is copied to memory that is still in use": (
-        [("data/staging.py", "    copies.wait_event(free)\n", "")],
+        [("data/_device_prefetch.py", "    copies.wait_event(free)\n", "")],
         NOT_ORDERED,
     ),
     "a batch is used before it has arrived": (
-        [("data/staging.py", "stream.xp.cuda.get_current_stream().wait_event(arrived)", "pass")],
+        [("data/_device_prefetch.py", "stream.xp.cuda.get_current_stream().wait_event(arrived)", "pass")],
         NOT_ORDERED,
     ),
     "a batch's event is recorded before its copy": (
         [
-            ("data/staging.py", "    flat.set(loaded.pinned, stream=copies)\n    arrived = ", "    arrived = "),
             (
-                "data/staging.py",
+                "data/_device_prefetch.py",
+                "    flat.set(loaded.pinned, stream=copies)\n    arrived = ",
+                "    arrived = ",
+            ),
+            (
+                "data/_device_prefetch.py",
                 "    arrived.record(copies)\n",
                 "    arrived.record(copies)\n    flat.set(loaded.pinned, stream=copies)\n",
             ),
@@ -97,7 +101,7 @@ BUGS = {
         NOT_ORDERED,
     ),
     "a pinned slot is written while it is copied": (
-        [("data/staging.py", "            self.copied.synchronize()\n", "            pass\n")],
+        [("data/_device_prefetch.py", "            self.copied.synchronize()\n", "            pass\n")],
         "the host writes to pinned memory",
     ),
     "host copies are read before they have arrived": (

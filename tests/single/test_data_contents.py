@@ -11,7 +11,7 @@ from hpcstrat._group import Workers
 from hpcstrat._values import select
 from hpcstrat.data import Dataset
 from hpcstrat.data import _checksum as checksums
-from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
+from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 ROWS = np.random.default_rng(0).random((2000, 3))
 

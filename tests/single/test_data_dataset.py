@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _walk
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _node
 
 
 def plain(element) -> Any:
@@ -532,7 +532,7 @@ def test_a_shuffle_over_many_chunks_is_a_permutation():
 
 def test_unseeded_shuffles_draw_one_seed_each(monkeypatch):
     drawn = []
-    monkeypatch.setattr(_walk, "_fresh_seed", lambda: drawn.append(len(drawn)) or len(drawn))
+    monkeypatch.setattr(_node, "_fresh_seed", lambda: drawn.append(len(drawn)) or len(drawn))
     dataset = Dataset.range(20).shuffle(20).shuffle(5)
     assert drawn == []
     orders = [items(dataset) for _ in range(3)]

@@ -23,8 +23,8 @@ from hpcstrat.data import (
     RunOptions,
     ValueContext,
 )
-from hpcstrat.data._sharing import Step
-from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
+from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
+from hpcstrat.data._splitting import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 

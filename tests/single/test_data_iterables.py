@@ -7,7 +7,7 @@ from thread_ranks import on_ranks, parts
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import select
 from hpcstrat.data import Dataset
-from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
+from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 
 class Tensors:

@@ -12,7 +12,7 @@ from thread_ranks import on_ranks, parts
 from hpcstrat import _failure, _warnings
 from hpcstrat._group import Workers
 from hpcstrat.data import Dataset, InputOptions
-from hpcstrat.data.distributed import distribute_dataset, distribute_from_function
+from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 EVENLY = InputOptions(even_batches=True)
 

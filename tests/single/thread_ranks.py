@@ -5,7 +5,7 @@ import threading
 from typing import Any
 
 from hpcstrat._values import select
-from hpcstrat.data.distributed import distribute_dataset
+from hpcstrat.data._distributed import distribute_dataset
 
 
 class Rank:

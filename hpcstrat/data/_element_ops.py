@@ -10,9 +10,9 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Failure, Node, caught, join, opened
+from hpcstrat.data._index_ops import Choosing
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Failure, Node, caught, join, opened
 from hpcstrat.data._sources import name_of
-from hpcstrat.data._walk import Walk
 
 
 @final
@@ -42,10 +42,10 @@ class Batch(Node):
             return size
         return size // self._size if self._drop_remainder else -(-size // self._size)
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         size = self._size
         waiting, missing = [], size
-        for chunk in self._source.chunks(walk):
+        for chunk in self._source.chunks(epoch):
             start, stop = 0, len(chunk)
             while stop - start >= missing:
                 waiting.append(chunk[start : start + missing])
@@ -94,12 +94,12 @@ class Unbatch(Node):
         size = self._source.cardinality()
         return INFINITE if size == INFINITE else UNKNOWN
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         if self._source.rows is not None:
-            for chunk in self._source.chunks(walk):
+            for chunk in self._source.chunks(epoch):
                 yield from chunk
         else:
-            for batch in caught(self._source.elements(walk)):
+            for batch in caught(self._source.elements(epoch)):
                 yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
 
     def load(self, item: Any) -> Any:
@@ -136,7 +136,7 @@ class Map(Node):
         """
         if self._spec is None:
             inner = self._source.spec()
-            example = next(self._source.elements(Walk(frozen=True)), None)
+            example = next(self._source.elements(EpochPass(frozen=True)), None)
             if example is None:
                 example = _nest.map_leaves(lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner)
             resized = _resized(example, inner)
@@ -152,8 +152,8 @@ class Map(Node):
     def cardinality(self) -> int:
         return self._source.cardinality()
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
-        return self._source.chunks(walk)
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
         return self._call(self._source.load(item))
@@ -190,8 +190,8 @@ class Filter(Node):
     def cardinality(self) -> int:
         return UNKNOWN
 
-    def chunks(self, walk: Walk) -> Iterator[Chunk]:
-        for found in caught(map(self._judged, self._source.elements(walk))):
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        for found in caught(map(self._judged, self._source.elements(epoch))):
             if isinstance(found, Failure):
                 yield [found]
             elif found[0]:
@@ -207,11 +207,88 @@ class Filter(Node):
         return _elements.stack([opened(item) for item in chunk])
 
 
+def cache(source: Node) -> Node:
+    """The stage that keeps what `source` computes.
+
+    Orders are kept by walking them again. Where no code of the user's runs there is nothing else to keep: the arrays
+    are in memory as it is.
+    """
+    if not source.user_code:
+        return _SameOrder(source)
+    return _ByPosition(source) if source.width is None else _ByKey(source)
+
+
+class _Cache(Choosing):
+    def __init__(self, source: Node) -> None:
+        super().__init__(source, "cache()")
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+
+@final
+class _SameOrder(_Cache):
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch.frozen())
+
+
+@final
+class _ByKey(_Cache):
+    """Keeps the elements that were asked for, so each replica keeps its own."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(source)
+        self._kept: dict[bytes, Any] = {}
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch.frozen())
+
+    def load(self, item: Any) -> Any:
+        return _elements.copied(self._keep(item))
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _elements.stack([self._keep(item) for item in chunk])
+
+    def _keep(self, item: Any) -> Any:
+        key = item.tobytes()
+        if key not in self._kept:
+            self._kept[key] = self._source.load(item)
+        return self._kept[key]
+
+
+@final
+class _ByPosition(_Cache):
+    """Keeps the elements of the first pass that reached the end, in which none failed."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(source)
+        self.rows = None
+        self._kept: list[Any] | None = None
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        if self._kept is not None:
+            for element in self._kept:
+                yield [element]
+            return
+        kept = []
+        for element in caught(self._source.elements(epoch.frozen())):
+            kept.append(element)
+            yield [element]
+        if not any(isinstance(element, Failure) for element in kept):
+            self._kept = kept
+
+    def load(self, item: Any) -> Any:
+        return _elements.copied(opened(item))
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _elements.stack([opened(item) for item in chunk])
+
+
 def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
     """Calls `function` as `tf.data` does: the parts of a tuple are arguments of their own.
 
     Raises:
-        RuntimeError: It raised `StopIteration`, which would pass for the end of the elements.
+        RuntimeError: it raised `StopIteration`, which would pass for the end of the elements.
     """
     try:
         return function(*element) if type(element) is tuple else function(element)

@@ -1,4 +1,4 @@
-"""Bringing batches to a GPU ahead of their use."""
+"""Prefetches batches to a GPU."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy as np
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import is_numeric
 from hpcstrat._communicators.packing import Layout, layout
-from hpcstrat.data._sharing import Stage, Step
+from hpcstrat.data._splitting import Prefetcher, Step
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 
 
-def stage_to_gpu(stream: _gpu.Stream, ahead: int) -> Stage:
-    """A stage that copies the arrays of steps to a stream's GPU, so many steps ahead of their use.
+def prefetch_to_gpu(stream: _gpu.Stream, ahead: int) -> Prefetcher:
+    """Copies the arrays of steps to a stream's GPU, `ahead` steps before their use.
 
     A thread loads batches into pinned memory; from there a copy stream of its own brings each to the GPU in one piece,
     while the GPU computes. What is no array of numbers stays on the host.

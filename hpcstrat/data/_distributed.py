@@ -8,20 +8,27 @@ from typing import Any, final
 
 from hpcstrat import _settings
 from hpcstrat._group import Workers
-from hpcstrat.data._beginning import Communicator, begin_together
+from hpcstrat.data._dataset import Dataset, node_of
 from hpcstrat.data._iterator import DistributedIterator, Distribution
 from hpcstrat.data._node import Node
-from hpcstrat.data._position import Reiterable
-from hpcstrat.data._sharing import FROM_FUNCTION, Stage, deal_elements, split_batches, split_evenly
+from hpcstrat.data._pass import Communicator, ResumableDataset, begin_together
 from hpcstrat.data._sources import Batches
-from hpcstrat.data.dataset import Dataset, node_of
-from hpcstrat.data.options import InputContext, InputOptions, InputReplicationMode
+from hpcstrat.data._splitting import (
+    FROM_FUNCTION,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    Prefetcher,
+    assign_elements,
+    split_batches,
+    split_evenly,
+)
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 
 
 @final
-class DistributedDataset(Reiterable):
+class DistributedDataset(ResumableDataset):
     """A dataset whose steps are nests of `PerReplica`, or of plain arrays where there is one replica.
 
     Strategies make them. They can be iterated over again and again, and take no further transformation: transform the
@@ -48,16 +55,16 @@ class DistributedDataset(Reiterable):
         all that there is in memory.
 
         Raises:
-            ReplicaMismatchError: The ranks' pipelines, or arrays, differ.
+            ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
         """
         rounds, taken = self._next_start()
         distribution = self._distribution
         call = f"iterating over {distribution.call}"
         every = _settings.is_on("HPCSTRAT_CHECK")
         arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
-        walk = begin_together(self._node, distribution.communicator, call, rounds, taken, distribution.workers, arrays)
+        epoch = begin_together(self._node, distribution.communicator, call, rounds, taken, distribution.workers, arrays)
         self._is_compared = True
-        iterator = DistributedIterator(distribution, walk, taken)
+        iterator = DistributedIterator(distribution, epoch, taken)
         self._note_begun(iterator)
         return iterator
 
@@ -66,7 +73,7 @@ class DistributedDataset(Reiterable):
 
 
 def distribute_dataset(
-    dataset: Any, communicator: Communicator, options: InputOptions | None, stage: Stage | None = None
+    dataset: Any, communicator: Communicator, options: InputOptions | None, prefetcher: Prefetcher | None = None
 ) -> DistributedDataset:
     """Shares out each batch of `dataset` to the replicas.
 
@@ -78,7 +85,7 @@ def distribute_dataset(
             a generator function, that gives batches: nests of arrays of one first dimension, the same on every rank.
         communicator: the replicas.
         options: see `InputOptions`; with `even_batches` a short batch is split like a full one of its size.
-        stage: what the steps pass through on their way.
+        prefetcher: what the steps pass through on their way.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
@@ -95,14 +102,14 @@ def distribute_dataset(
         )
     share_out = split_evenly if options is not None and options.even_batches else split_batches
     workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(Distribution(node, communicator, share_out, _DISTRIBUTE, stage, workers))
+    return DistributedDataset(Distribution(node, communicator, share_out, _DISTRIBUTE, prefetcher, workers))
 
 
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
     communicator: Communicator,
     options: InputOptions | None,
-    stage: Stage | None = None,
+    prefetcher: Prefetcher | None = None,
     workers: Workers | None = None,
 ) -> DistributedDataset:
     """Hands the elements of the dataset that `dataset_fn` makes to the replicas in turn.
@@ -117,13 +124,13 @@ def distribute_from_function(
             by the size for one replica.
         communicator: the replicas.
         options: see `InputOptions`.
-        stage: what the steps pass through on their way.
+        prefetcher: what the steps pass through on their way.
         workers: those that have a pipeline each; one by default.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
         TypeError: `dataset_fn` is no function, or returns no dataset; or `options` is no `InputOptions`.
-        ValueError: Options do not go together.
+        ValueError: options do not go together.
     """
     _check_options(options, FROM_FUNCTION)
     if options is not None and options.even_batches:
@@ -139,7 +146,7 @@ def distribute_from_function(
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(Distribution(node, communicator, deal_elements, FROM_FUNCTION, stage, workers))
+    return DistributedDataset(Distribution(node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers))
 
 
 def _check_options(options: InputOptions | None, call: str) -> None:

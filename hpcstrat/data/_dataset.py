@@ -11,26 +11,25 @@ import numpy.typing as npt
 
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import _caching, _choosing, _combining, _elements, _sources, _transforming
-from hpcstrat.data._node import INFINITE, UNKNOWN, Node
-from hpcstrat.data._position import Iteration, Reiterable, after
-from hpcstrat.data._walk import Walk
+from hpcstrat.data import _element_ops, _elements, _index_ops, _sources
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
+from hpcstrat.data._pass import ResumableDataset, ResumableIterator, after
 
 AUTOTUNE = -1
 """A size or number that is left to the library."""
 
 
 @final
-class DatasetIterator(Iteration):
+class DatasetIterator(ResumableIterator):
     """One iteration over a `Dataset`."""
 
-    def __init__(self, node: Node, walk: Walk, taken: int) -> None:
+    def __init__(self, node: Node, epoch: EpochPass, taken: int) -> None:
         super().__init__(node)
-        self._begin(walk, taken)
+        self._begin(epoch, taken)
 
-    def _begin(self, walk: Walk, taken: int) -> None:
-        self._walk, self._taken = walk, taken
-        self._elements = after(self._node, taken).elements(walk)
+    def _begin(self, epoch: EpochPass, taken: int) -> None:
+        self._epoch, self._taken = epoch, taken
+        self._elements = after(self._node, taken).elements(epoch)
 
     def _end(self) -> None:
         self._elements, self._taken = iter(()), None
@@ -42,7 +41,7 @@ class DatasetIterator(Iteration):
         """The next element: a nest of NumPy arrays and scalars.
 
         Raises:
-            StopIteration: There is none.
+            StopIteration: there is none.
             Exception: What a function of the pipeline raised. The next call gives the element after this one, or, with
                 `batch` behind the function, after this batch.
         """
@@ -57,7 +56,7 @@ class DatasetIterator(Iteration):
 
 
 @final
-class Dataset(Reiterable):
+class Dataset(ResumableDataset):
     """A pipeline that yields elements: nests of NumPy arrays and, where there are no dimensions, NumPy scalars.
 
     Datasets are made by `range`, `from_tensors`, `from_tensor_slices`, `from_generator` and `zip`, and from each other.
@@ -78,7 +77,7 @@ class Dataset(Reiterable):
         """The integers `range(*args)`, each a scalar of dtype `output_type`.
 
         Raises:
-            ValueError: The step is 0.
+            ValueError: the step is 0.
         """
         return Dataset(_sources.Range(range(*map(operator.index, args)), output_type))
 
@@ -124,7 +123,7 @@ class Dataset(Reiterable):
 
         Raises:
             TypeError: `generator` is not a function, both a signature and types or shapes are given, or shapes only.
-            ValueError: In iterating: what is yielded does not fit.
+            ValueError: in iterating: what is yielded does not fit.
         """
         call = "Dataset.from_generator"
         if not callable(generator):
@@ -164,7 +163,7 @@ class Dataset(Reiterable):
         leaves, structure = _nest.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; give a nest of at least one")
-        return Dataset(_combining.Zip([_node_of(leaf, "Dataset.zip") for leaf in leaves], structure))
+        return Dataset(_index_ops.Zip([_node_of(leaf, "Dataset.zip") for leaf in leaves], structure))
 
     def batch(
         self,
@@ -187,15 +186,15 @@ class Dataset(Reiterable):
         batch_size = operator.index(batch_size)
         if batch_size < 1:
             raise ValueError(f"Dataset.batch: batch_size is {batch_size}; it must be at least 1")
-        return Dataset(_transforming.Batch(self._node, batch_size, bool(drop_remainder)))
+        return Dataset(_element_ops.Batch(self._node, batch_size, bool(drop_remainder)))
 
     def unbatch(self) -> Dataset:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
 
         Raises:
-            ValueError: In iterating: a leaf has no dimensions, or first dimensions differ.
+            ValueError: in iterating: a leaf has no dimensions, or first dimensions differ.
         """
-        return Dataset(_transforming.Unbatch(self._node))
+        return Dataset(_element_ops.Unbatch(self._node))
 
     def shard(self, num_shards: int, index: int) -> Dataset:
         """Every `num_shards`-th element, beginning with the one at `index`.
@@ -208,14 +207,14 @@ class Dataset(Reiterable):
             raise ValueError(
                 f"Dataset.shard: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)"
             )
-        return Dataset(_choosing.Shard(self._node, num_shards, index))
+        return Dataset(_index_ops.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Dataset:
         """All elements `count` times over; without end where it is `None` or negative.
 
         Without end they end with a round that has no elements; directly behind `shuffle` only if it is the first.
         """
-        return Dataset(_choosing.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
+        return Dataset(_index_ops.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
 
     def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Dataset:
         """The elements in a random order: each is drawn from a buffer of the next `buffer_size` ones.
@@ -242,7 +241,7 @@ class Dataset(Reiterable):
                 "size, or shuffle before Dataset.repeat"
             )
         seed = None if seed is None else operator.index(seed)
-        return Dataset(_choosing.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
+        return Dataset(_index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
 
     def map(
         self,
@@ -261,21 +260,21 @@ class Dataset(Reiterable):
             deterministic: taken and ignored.
 
         Raises:
-            TypeError: In iterating: a leaf does not become an array.
+            TypeError: in iterating: a leaf does not become an array.
         """
-        return Dataset(_transforming.Map(self._node, _function(map_func, "Dataset.map", "map_func")))
+        return Dataset(_element_ops.Map(self._node, _function(map_func, "Dataset.map", "map_func")))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
         """The elements for which `predicate` is true. Every rank loads every element to find out."""
-        return Dataset(_transforming.Filter(self._node, _function(predicate, "Dataset.filter", "predicate")))
+        return Dataset(_element_ops.Filter(self._node, _function(predicate, "Dataset.filter", "predicate")))
 
     def take(self, count: int) -> Dataset:
         """The first `count` elements, or all of them where there are fewer or `count` is negative."""
-        return Dataset(_choosing.Take(self._node, operator.index(count)))
+        return Dataset(_index_ops.Take(self._node, operator.index(count)))
 
     def skip(self, count: int) -> Dataset:
         """What comes after the first `count` elements; nothing where `count` is negative."""
-        return Dataset(_choosing.Skip(self._node, operator.index(count)))
+        return Dataset(_index_ops.Skip(self._node, operator.index(count)))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """The elements, then those of `dataset`.
@@ -284,15 +283,15 @@ class Dataset(Reiterable):
             TypeError: `dataset` is none, or its elements have another structure, other dtypes or other numbers of
                 dimensions.
         """
-        return Dataset(_combining.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
+        return Dataset(_index_ops.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
 
     def enumerate(self, start: int = 0) -> Dataset:
         """Pairs of a count from `start` on, an int64 scalar, and the element."""
-        return Dataset(_combining.Enumerate(self._node, operator.index(start)))
+        return Dataset(_index_ops.Enumerate(self._node, operator.index(start)))
 
     def cache(self) -> Dataset:
         """Keeps the order, and in memory what functions and generators made of the elements, for later iterations."""
-        return Dataset(_caching.cache(self._node))
+        return Dataset(_element_ops.cache(self._node))
 
     def prefetch(self, buffer_size: int | None) -> Dataset:
         """The same elements: a hint. Batches of a distributed dataset are copied ahead anyway, see `InputOptions`.
@@ -308,7 +307,7 @@ class Dataset(Reiterable):
             raise ValueError(
                 f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
             )
-        return Dataset(_choosing.Prefetch(self._node, buffer_size))
+        return Dataset(_index_ops.Prefetch(self._node, buffer_size))
 
     def cardinality(self) -> int:
         """The number of elements; -1 if there is no end, -2 if it is not known."""
@@ -328,7 +327,7 @@ class Dataset(Reiterable):
 
     def __iter__(self) -> DatasetIterator:
         rounds, taken = self._next_start()
-        iterator = DatasetIterator(self._node, Walk(rounds), taken)
+        iterator = DatasetIterator(self._node, EpochPass(rounds), taken)
         self._note_begun(iterator)
         return iterator
 

@@ -1,0 +1,251 @@
+"""Where the iteration over a pipeline stands, so that another program can go on from there."""
+
+from __future__ import annotations
+
+import abc
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._group import Workers
+from hpcstrat.data._element_ops import Batch
+from hpcstrat.data._index_ops import Prefetch, Skip
+from hpcstrat.data._node import EpochPass, Node, ShuffleState
+
+
+class Position(NamedTuple):
+    """Where an iteration stands, or that there is none under way.
+
+    Attributes:
+        pipeline: the stages, but for batches at their end: these may differ where it goes on.
+        shuffles: for each shuffle its seed and the round with which the iteration under way began; where there is none,
+            the round of the next one.
+        taken: how many elements of `pipeline` the iteration has given; `None` where none is under way.
+    """
+
+    pipeline: str
+    shuffles: tuple[tuple[int, int], ...]
+    taken: int | None
+
+
+class Resumable(abc.ABC):
+    """What can tell its position and go to another one.
+
+    Args:
+        node: the last stage of the pipeline.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    @abc.abstractmethod
+    def _position(self) -> Position:
+        """Where the iteration stands."""
+
+    @abc.abstractmethod
+    def _seek(self, position: Position) -> None:
+        """Makes what comes next that which came next there. `_incompatibility` says beforehand whether that can be."""
+
+    def _incompatibility(self, position: Position) -> str | None:
+        """Why this pipeline cannot go to a position; `None` where it can."""
+        shuffles = len(self._node.shuffles())
+        if shuffles != len(position.shuffles):
+            return f"its pipeline has {shuffles} shuffles and the saved one {len(position.shuffles)}"
+        if position.taken is None:
+            return None
+        if (pipeline := _describe(self._node)) != position.pipeline:
+            return f"its pipeline is {pipeline} and the saved one {position.pipeline}"
+        inner, size = _without_batches(self._node)
+        if position.taken % size and position.taken != inner.cardinality():
+            return f"it was saved after {position.taken} elements, which batches of {size} do not come to"
+        return None
+
+    def _restore_rounds(self, position: Position) -> dict[ShuffleState, int]:
+        """The rounds with which the iteration there began; from now on they are the next ones of all shuffles."""
+        rounds = {}
+        for shuffle, (seed, number) in zip(self._node.shuffles(), position.shuffles, strict=True):
+            shuffle.seed, shuffle.next_round = seed, number
+            rounds[shuffle] = number
+        return rounds
+
+
+class ResumableIterator(Resumable):
+    """One pass over a pipeline.
+
+    Args:
+        node: the last stage of the pipeline.
+    """
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._epoch = EpochPass()
+        self._taken: int | None = None  # elements of `node`; None after the end
+
+    @abc.abstractmethod
+    def _begin(self, epoch: EpochPass, taken: int) -> None:
+        """Begins a pass, after so many of the node's elements."""
+
+    @abc.abstractmethod
+    def _end(self) -> None:
+        """From now on there is no further element."""
+
+    def _position(self) -> Position:
+        return _position_of(self._node, self._epoch, self._taken)
+
+    def _seek(self, position: Position) -> None:
+        self._end()
+        rounds = self._restore_rounds(position)
+        if position.taken is not None:
+            self._begin(EpochPass(rounds), _batches_covering(self._node, position.taken))
+
+
+class ResumableDataset(Resumable):
+    """What can be iterated over again and again. Its position is that of the iteration begun last, if it goes on.
+
+    Args:
+        node: the last stage of the pipeline.
+    """
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._last: weakref.ref[ResumableIterator] | None = None
+        self._resumed: Position | None = None  # where the next iteration begins, if not at the beginning
+
+    def _position(self) -> Position:
+        if self._resumed is not None:
+            return self._resumed
+        last = None if self._last is None else self._last()
+        return _position_of(self._node, EpochPass(), None) if last is None or last._taken is None else last._position()
+
+    def _seek(self, position: Position) -> None:
+        self._restore_rounds(position)
+        self._last = None
+        self._resumed = None if position.taken is None else position
+
+    def _next_start(self) -> tuple[dict[ShuffleState, int], int]:
+        """The rounds that the next iteration begins with, where they are given, and how many elements it leaves out."""
+        resumed = self._resumed
+        if resumed is None or resumed.taken is None:
+            return {}, 0
+        return self._restore_rounds(resumed), _batches_covering(self._node, resumed.taken)
+
+    def _note_begun(self, iteration: ResumableIterator) -> None:
+        self._last, self._resumed = weakref.ref(iteration), None
+
+
+class Communicator(Protocol):
+    """What of a communicator the distribution of data needs."""
+
+    @property
+    def rank(self) -> int:
+        """The index of this replica."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of replicas."""
+        ...
+
+    def joint(self, call: str) -> AbstractContextManager[Any]:
+        """A block in which an exception on one rank, before its next collective, is raised on every rank."""
+        ...
+
+    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
+        """Every rank's object, in rank order. Collective."""
+        ...
+
+
+def begin_together(
+    node: Node,
+    communicator: Communicator,
+    call: str,
+    begun: Mapping[ShuffleState, int],
+    taken: int,
+    workers: Workers,
+    arrays: Callable[[], list[tuple[str, int]]] | None,
+) -> EpochPass:
+    """A pass in which all ranks of a worker meet the same elements, in the orders of its first. Collective.
+
+    Args:
+        node: the last stage of the pipeline.
+        communicator: the replicas.
+        call: the user's name of the method.
+        begun: the rounds with which shuffles begin, where they are not the next ones.
+        taken: how many elements are left out.
+        workers: those that have a pipeline each.
+        arrays: gives descriptions and checksums of the arrays of the pipeline; `None` where they are not compared.
+
+    Raises:
+        ReplicaMismatchError: the pipelines of a worker's ranks, or their arrays, differ.
+    """
+    if communicator.size == 1:
+        return EpochPass(begun)
+    with communicator.joint(call):
+        shuffles = node.shuffles()
+        pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
+        states = [(seed, begun.get(one, number)) for one in shuffles for seed, number in [one.state()]]
+        own = pipeline, states, [] if arrays is None else arrays()
+        everyones = communicator.all_gather_obj(call, own)
+    pipelines, orders, contents = zip(*everyones, strict=True)
+    if any(len(set(of_worker)) > 1 for of_worker in workers.grouped(pipelines)):
+        seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
+        raise ReplicaMismatchError(
+            f"{call}: every rank must make the same dataset; each replica is then given its part. {seen}"
+        )
+    _require_equal_arrays(call, contents, workers)
+    rounds = {}
+    for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
+        shuffle.seed = seed
+        rounds[shuffle] = number
+    return EpochPass(rounds)
+
+
+def _require_equal_arrays(call: str, contents: Sequence[list[tuple[str, int]]], workers: Workers) -> None:
+    for of_worker in workers.grouped(list(enumerate(contents))):
+        for found in zip(*(content for _, content in of_worker), strict=True):
+            if len(set(found)) > 1:
+                ranks = [rank for rank, _ in of_worker]
+                seen = ", ".join(
+                    f"rank {rank} {checksum:08x}" for rank, (_, checksum) in zip(ranks, found, strict=True)
+                )
+                raise ReplicaMismatchError(
+                    f"{call}: the ranks have different arrays in {found[0][0]}, of checksums {seen}. Every rank must "
+                    "have the same data in the same order; each replica is then given its part. Give what draws, "
+                    "shuffles or splits them a seed that all ranks share, such as np.random.default_rng(0) or "
+                    "train_test_split(..., random_state=0), or pass rank 0's to all: hs.broadcast_object(arrays)"
+                )
+
+
+def after(node: Node, count: int) -> Node:
+    """The pipeline without its first elements; where they can be told apart by keys, none of them is loaded."""
+    return Skip(node, count) if count else node
+
+
+def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
+    shuffles = tuple([(shuffle.state()[0], epoch.first_round(shuffle)) for shuffle in node.shuffles()])
+    if taken is None:
+        return Position(_describe(node), shuffles, None)
+    inner, size = _without_batches(node)
+    there = inner.cardinality()
+    return Position(_describe(node), shuffles, taken * size if there < 0 else min(taken * size, there))
+
+
+def _batches_covering(node: Node, taken: int) -> int:
+    """How many of the node's elements hold so many of those before its batches; the last batch may be short."""
+    return -(-taken // _without_batches(node)[1])
+
+
+def _without_batches(node: Node) -> tuple[Node, int]:
+    """The pipeline without the batches at its end, and how many of its elements make one of the node's."""
+    size = 1
+    while isinstance(node, (Batch, Prefetch)):
+        size *= node.batch_sizes[-1] if isinstance(node, Batch) else 1
+        (node,) = node.inputs
+    return node, size
+
+
+def _describe(node: Node) -> str:
+    inner, _ = _without_batches(node)
+    return f"{inner!r} with {inner.cardinality()} elements"
