@@ -11,10 +11,11 @@ from types import ModuleType
 from typing import TypeVar, final
 
 from hpcstrat import _devices, _gpu
-from hpcstrat._communicators import Communicator, SoloCommunicator
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.mirrored import MirroredStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 _Value = TypeVar("_Value")
 
@@ -146,7 +147,7 @@ class ReplicaGroup:
 def default_group() -> ReplicaGroup:
     """The one replica that every process is outside of every scope. Starts no MPI."""
     communicator = SoloCommunicator()
-    storage = MirroredStorage(communicator)
+    storage = MirroredHostStorage(communicator)
     return ReplicaGroup(
         "DefaultStrategy", communicator, (_devices.CPU,), _devices.CPU, storage, storage, requires_aggregation=False
     )

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpcstrat import _launcher, _nest, _world
 from hpcstrat._arrays import host_copy
-from hpcstrat._communicators import connect, connected
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.connection import connect, connected
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._variables import Variable
 from hpcstrat._warnings import warn_renamed
 
@@ -50,7 +50,7 @@ def broadcast_object(obj: Any) -> Any:
 def any_rank(flag: Any) -> bool:
     """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
     communicator = connect()
-    with communicator.joint("any_rank"):
+    with communicator.raise_together("any_rank"):
         own = bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:

@@ -13,6 +13,9 @@ import numpy.typing as npt
 Array: TypeAlias = Any
 """A `numpy.ndarray` on a CPU device, a `cupy.ndarray` on a GPU."""
 
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+"""Flat memory on the host."""
+
 MaybeNone: TypeAlias = Any
 """`Thing | MaybeNone` is a `Thing`, or None where the caller asked for it, as type checkers need not be told."""
 

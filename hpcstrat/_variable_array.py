@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
 from hpcstrat._context import InReplica
-from hpcstrat._storage.base import Array
+from hpcstrat._types import Array
 from hpcstrat._variable_state import VariableState, in_replica_of
 
 Axis: TypeAlias = "int | Sequence[int] | None"

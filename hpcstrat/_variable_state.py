@@ -9,9 +9,10 @@ import numpy as np
 from hpcstrat import _context
 from hpcstrat._context import Context, InReplica
 from hpcstrat._group import ReplicaGroup, default_group
-from hpcstrat._storage.base import Array, Storage
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._types import Array
 
 
 @final

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
-from hpcstrat._storage.base import Array, UpdateRule
+from hpcstrat._storage.base import UpdateRule
+from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues
 
 

@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
-from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.dtypes import check_reducible
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.reduction import check_reducible
 from hpcstrat._context import InReplica, InUpdate, require_cross_replica
-from hpcstrat._storage.base import Array
-from hpcstrat._types import MaybeNone, ReduceOp, parse_choice
+from hpcstrat._types import Array, MaybeNone, ReduceOp, parse_choice
 from hpcstrat._variable_array import ReadableAsArray
 from hpcstrat._variable_options import (
     NO_AGGREGATION,
@@ -88,7 +87,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
     ) -> None:
         group = _context.group()
         _require_no_update("Variable")
-        with group.communicator.joint("Variable"):
+        with group.communicator.raise_together("Variable"):
             self.synchronization: VariableSynchronization = parse_choice(
                 VariableSynchronization, synchronization or "AUTO", "Variable", "synchronization"
             )
@@ -205,14 +204,14 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         elif isinstance(context, InReplica) and state.group.requires_aggregation:
             self._write_aggregated(call, verb, value)
         else:
-            with state.group.communicator.joint(call):
+            with state.group.communicator.raise_together(call):
                 new = self._as_written(call, verb, value)
             state.group.communicator.require_equal(call, [new])
             state.storage.update(call, state.plan_alone(), [new], None, RULES[verb])
 
     def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
-        with self._state.group.communicator.joint(call):
+        with self._state.group.communicator.raise_together(call):
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(f"{call} in a replica context: {NO_AGGREGATION}")
             op = OPERATIONS[self.aggregation]
@@ -233,7 +232,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             state.storage.write(state.block, self._as_written(call, verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
-        with group.communicator.joint(call):
+        with group.communicator.raise_together(call):
             if is_sum and verb != "assign":
                 raise ValueError(
                     f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "

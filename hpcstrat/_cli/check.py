@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcstrat import _world
-from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import group_of
 from hpcstrat._strategies.mirrored import MirroredStrategy

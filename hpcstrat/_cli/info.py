@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcstrat._cli import facts, faults
-from hpcstrat._communicators import connect
+from hpcstrat._communicators.connection import connect
 
 
 def info(as_json: bool) -> int:

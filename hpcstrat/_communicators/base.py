@@ -13,18 +13,15 @@ import numpy as np
 
 from hpcstrat import _gpu, _settings, _world
 from hpcstrat._arrays import as_native
-from hpcstrat._communicators import dtypes, objects, records, told
-from hpcstrat._communicators.calls import Calls
-from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._communicators.told import Told
-from hpcstrat._communicators.watch import notes
-from hpcstrat._communicators.watch.watch import Watch
+from hpcstrat._communicators import mismatch, protocol, reduction
+from hpcstrat._communicators.call_state import CallState
+from hpcstrat._communicators.mismatch import RankReport
+from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._errors import ReplicaMismatchError
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, Bytes, ReduceOp
+from hpcstrat._watchdog.rank_status import user_frame
+from hpcstrat._watchdog.watchdog import Watchdog
 
-Array: TypeAlias = Any
-"""An array of NumPy, or of CuPy where the ranks compute on GPUs."""
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 Write: TypeAlias = Callable[[Bytes], None]
 """Writes this rank's message to the first bytes of the array that it is given."""
 
@@ -45,12 +42,12 @@ class Communicator(abc.ABC):
     rank: int
     size: int
 
-    def __init__(self, rank: int, size: int, calls: Calls | None = None) -> None:
+    def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._calls: Calls = Calls() if calls is None else calls
+        self._calls: CallState = CallState() if calls is None else calls
         self.checks: bool = size > 1 and _settings.is_on("HPCSTRAT_CHECK")
-        self.watch: Watch | None = None
+        self.watch: Watchdog | None = None
 
     @property
     def number(self) -> int:
@@ -61,7 +58,7 @@ class Communicator(abc.ABC):
 
     @abc.abstractmethod
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        """Exchanges records made by `records.pack`; returns all. Writes the message too, if it can go at once."""
+        """Exchanges records of `protocol.pack_record`; returns all. Writes the message too, if it can go at once."""
 
     @abc.abstractmethod
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
@@ -77,18 +74,18 @@ class Communicator(abc.ABC):
 
     # ---- the exchange that every call begins with
 
-    def exchange(self, agreed: Signature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
+    def exchange(self, agreed: CallSignature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
         """Every rank's message of `nbytes` bytes, which may differ from rank to rank, once all agree on `agreed`.
 
         The arrays are read-only by convention and valid until the next call. Collective.
 
         Raises:
             ReplicaMismatchError: the ranks call different things.
-            Exception: what another rank's `joint` block raised.
+            Exception: what another rank's `raise_together` block raised.
             RuntimeError: not all ranks are here, but in the function of an update.
         """
         self._count(agreed)
-        own = records.pack(self._calls.number, self._calls.faults, records.OK, agreed.digest, nbytes)
+        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.OK, agreed.digest, nbytes)
         try:
             posted = self._post(own, nbytes, write)
             for record in posted:
@@ -96,14 +93,14 @@ class Communicator(abc.ABC):
                     break
             else:  # the way of nearly all calls
                 return self._messages([nbytes] * self.size, write)
-            if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
+            if any(record[: protocol.COMMON] != own[: protocol.COMMON] for record in posted):
                 self._disagree(posted, agreed.words(), None)
-            return self._messages(records.message_sizes(posted), write)
+            return self._messages(protocol.message_sizes(posted), write)
         except BaseException as error:
             self.tear(agreed.call, error)
             raise
 
-    def _count(self, agreed: Signature) -> None:
+    def _count(self, agreed: CallSignature) -> None:
         calls = self._calls
         if calls.barred:
             calls.refuse(agreed.call)
@@ -126,13 +123,13 @@ class Communicator(abc.ABC):
         if self._calls.barred:
             self._calls.refuse(call)
 
-    def joint(self, call: str) -> Joint:
+    def raise_together(self, call: str) -> RaiseTogether:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
 
         Args:
             call: the user's name of the method, for the message on the other ranks.
         """
-        return Joint(self, call)
+        return RaiseTogether(self, call)
 
     def require_equal(self, call: str, arrays: Sequence[Array]) -> None:
         """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays, of which only one rank's count, are equal.
@@ -143,7 +140,7 @@ class Communicator(abc.ABC):
             ReplicaMismatchError: they are not.
         """
         if self.checks:
-            with self.joint(call):
+            with self.raise_together(call):
                 seen = [f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}" for array in arrays]
             self.exchange(signature(f"{call}, HPCSTRAT_CHECK", *seen))
 
@@ -192,10 +189,10 @@ class Communicator(abc.ABC):
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
         self._count(signature("the end of the program"))
-        own = records.pack(self._calls.number, self._calls.faults, records.LEAVING, bytes(16), 0)
+        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.LEAVING, bytes(16), 0)
         posted = self._post(own, 0, None)
         if any(record != own for record in posted):
-            self._disagree(posted, records.Words("leaves the program"), None)
+            self._disagree(posted, protocol.CallDescription("leaves the program"), None)
 
     # ---- verbs
 
@@ -219,9 +216,9 @@ class Communicator(abc.ABC):
             TypeError: a dtype that cannot be reduced so.
             ReplicaMismatchError: shapes, dtypes, `op` or `facts` differ between ranks.
         """
-        with self.joint(call):
+        with self.raise_together(call):
             for array in arrays:
-                dtypes.check_reducible(call, array.dtype, op)
+                reduction.check_reducible(call, array.dtype, op)
             if op is ReduceOp.MEAN and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
             return self._reduce_arrays(call, (op.name, *facts), [as_native(array) for array in arrays], op)
@@ -236,7 +233,7 @@ class Communicator(abc.ABC):
             TypeError: an array of Python objects.
             ReplicaMismatchError: an array without that axis, or whose other sizes differ; every rank's shape is named.
         """
-        with self.joint(call):
+        with self.raise_together(call):
             for array in arrays:
                 if array.dtype.hasobject:
                     raise TypeError(f"{call}: an array of dtype {array.dtype} cannot be gathered; pass numbers")
@@ -254,9 +251,11 @@ class Communicator(abc.ABC):
         Raises:
             TypeError: `obj` cannot be pickled.
         """
-        with self.joint(call):
+        with self.raise_together(call):
             message = _message(call, obj)
-            return [objects.load(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)]
+            return [
+                protocol.load_object(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)
+            ]
 
     def broadcast_obj(self, call: str, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.
@@ -264,9 +263,11 @@ class Communicator(abc.ABC):
         Raises:
             TypeError: the object cannot be pickled.
         """
-        with self.joint(call):
+        with self.raise_together(call):
             message = _message(call, obj if self.rank == root else None)
-            return objects.load(self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root])
+            return protocol.load_object(
+                self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root]
+            )
 
     # ---- where ranks disagree
 
@@ -276,55 +277,55 @@ class Communicator(abc.ABC):
             self.settle()
             return
         self._calls.number += 1
-        own = records.pack(self._calls.number, self._calls.faults, records.FAILED, bytes(16), 0)
+        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.FAILED, bytes(16), 0)
         try:
-            self._disagree(self._post(own, 0, None), records.Words(call), error)
+            self._disagree(self._post(own, 0, None), protocol.CallDescription(call), error)
         except BaseException as interruption:
             self._calls.tear(call, interruption)
             raise
 
-    def _disagree(self, posted: Sequence[memoryview], words: records.Words, error: Exception | None) -> None:
+    def _disagree(self, posted: Sequence[memoryview], words: protocol.CallDescription, error: Exception | None) -> None:
         """All ranks come here together, and all raise, or the job ends.
 
         A rank that failed itself (`error`) returns, and raises its own exception.
         """
-        states = [records.read(record) for record in posted]
-        if any(status == records.LEAVING for _, _, status, _ in states):
+        states = [protocol.read_record(record) for record in posted]
+        if any(status == protocol.LEAVING for _, _, status, _ in states):
             self._end_after_leaving([status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
             self._end_after_fault([number for number, *_ in states], words)
-        everyones = self._tell(told.tell(words, error))
+        everyones = self._tell(mismatch.report_of(words, error))
         self.settle()
         failed = [rank for rank, other in enumerate(everyones) if other.problem is not None]
         if error is not None:
             return
         if failed:
-            told.raise_as(failed[0], everyones[failed[0]])
+            mismatch.raise_as(failed[0], everyones[failed[0]])
         raise ReplicaMismatchError(
-            f"the ranks must make the same call with arguments that fit, but called{told.lines(everyones)}"
+            f"the ranks must make the same call with arguments that fit, but called{mismatch.lines(everyones)}"
         )
 
-    def _tell(self, own: Told) -> list[Told]:
+    def _tell(self, own: RankReport) -> list[RankReport]:
         """`all_gather_obj` without the check that brought us here."""
-        message = objects.Message(own)
+        message = protocol.ObjectMessage(own)
         self._calls.number += 1
-        record = records.pack(self._calls.number, 0, records.OK, bytes(16), message.nbytes)
+        record = protocol.pack_record(self._calls.number, 0, protocol.OK, bytes(16), message.nbytes)
         posted = self._post(record, message.nbytes, message.write)
-        if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
-            self._end_after_fault([records.read(other)[0] for other in posted], own.words)
-        return [objects.load(m) for m in self._messages(records.message_sizes(posted), message.write)]
+        if any(other[: protocol.COMMON] != record[: protocol.COMMON] for other in posted):
+            self._end_after_fault([protocol.read_record(other)[0] for other in posted], own.words)
+        return [protocol.load_object(m) for m in self._messages(protocol.message_sizes(posted), message.write)]
 
-    def _end_after_leaving(self, statuses: Sequence[int], words: records.Words) -> NoReturn:
-        gone = [rank for rank, status in enumerate(statuses) if status == records.LEAVING]
-        what = "left the program" if self.rank in gone else f"waits in {words}, at {notes.own_place()}"
+    def _end_after_leaving(self, statuses: Sequence[int], words: protocol.CallDescription) -> NoReturn:
+        gone = [rank for rank, status in enumerate(statuses) if status == protocol.LEAVING]
+        what = "left the program" if self.rank in gone else f"waits in {words}, at {user_frame()}"
         _world.end_job(
             f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others; "
             "all ranks must make the same calls",
             consequence=self.rank in gone,
         )
 
-    def _end_after_fault(self, numbers: Sequence[int], words: records.Words) -> NoReturn:
-        where = f"rank {self.rank} is in {words}, at {notes.own_place()}"
+    def _end_after_fault(self, numbers: Sequence[int], words: protocol.CallDescription) -> NoReturn:
+        where = f"rank {self.rank} is in {words}, at {user_frame()}"
         if self._calls.fault is not None:
             lines = "".join(traceback.format_exception(self._calls.fault))
             _world.end_job(
@@ -346,7 +347,7 @@ class Communicator(abc.ABC):
         )
 
 
-class Joint:
+class RaiseTogether:
     """See `Communicator.joint`."""
 
     __slots__ = ("_call", "_communicator", "_number")
@@ -372,7 +373,7 @@ class Joint:
             self._communicator._fail(self._call, error)
 
 
-class Change(Joint):
+class Change(RaiseTogether):
     """See `Communicator.change`."""
 
     __slots__ = ()
@@ -400,9 +401,9 @@ def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
         )
 
 
-def _message(call: str, obj: Any) -> objects.Message:
+def _message(call: str, obj: Any) -> protocol.ObjectMessage:
     try:
-        return objects.Message(obj)
+        return protocol.ObjectMessage(obj)
     except Exception as error:
         raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled") from error
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array, Communicator, Write
-from hpcstrat._communicators.messages import MessageCommunicator
-from hpcstrat._types import ReduceOp
+from hpcstrat._communicators.base import Communicator, Write
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._types import Array, ReduceOp
 
 
 class DeviceCommunicator(Communicator):
@@ -23,7 +23,7 @@ class DeviceCommunicator(Communicator):
         stream: this rank's, on which GPU arrays are moved; `None` where it computes on the CPU.
     """
 
-    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control._calls)
         self._control = control
         self.watch = control.watch

@@ -6,18 +6,18 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Bytes, Write
-from hpcstrat._communicators.dtypes import accumulator
-from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.messages import SUMMED_BY_ALL
+from hpcstrat._communicators.base import Write
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES
+from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Bytes, ReduceOp
 
 
 @final
-class HierarchicalCommunicator(HostCommunicator):
+class HierarchicalCommunicator(MpiCommunicator):
     """Ranks on several hosts, over mpi4py and each host's shared memory.
 
     A large reduction is made by the ranks of each host in shared memory; the hosts' first ranks reduce the results, so
@@ -38,17 +38,17 @@ class HierarchicalCommunicator(HostCommunicator):
         # What every host has room for. Not each host's own capacity: one may have grown where another could not.
         self._agreed_bytes = 0
         leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
-        self._between = HostCommunicator(leads) if host_comm.rank == 0 else None
+        self._between = MpiCommunicator(leads) if host_comm.rank == 0 else None
 
-    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
         is_short = any(accumulator(group.dtype) != group.dtype for group in form.groups)
-        if form.nbytes <= SUMMED_BY_ALL or is_short:
+        if form.nbytes <= SMALL_MESSAGE_BYTES or is_short:
             super().reduce_message(agreed, form, write, op, out)
             return
         self.exchange(agreed)
         if self._agreed_bytes < form.nbytes:
-            with self.joint(agreed.call):  # a host without the memory stops the others
+            with self.raise_together(agreed.call):  # a host without the memory stops the others
                 self._host.reserve(form.nbytes)
                 self.exchange(signature(f"{agreed.call}: memory"))
             self._agreed_bytes = form.nbytes

@@ -1,110 +1,129 @@
-"""The communicator of ranks on any hosts: records and messages by MPI."""
+"""How NumPy arrays move: as messages, one a rank. Alone, a rank has nothing to move."""
 
 from __future__ import annotations
 
+import abc
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Bytes, Write
-from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
-from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
-from hpcstrat._communicators.reduction import reduce_flat, slice_of
-from hpcstrat._types import ReduceOp
+from hpcstrat._communicators.base import Communicator, Write, check_gatherable
+from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._types import Array, Bytes, ReduceOp
+
+SMALL_MESSAGE_BYTES = 1 << 15
+"""Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
 
 
-class HostCommunicator(MessageCommunicator):
-    """Ranks anywhere, over mpi4py.
+class HostCommunicator(Communicator):
+    """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
-    Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced, whatever MPI knows
-    of it, and results are bit-identical on all ranks and from run to run.
+    @abc.abstractmethod
+    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
 
-    Args:
-        comm: an MPI communicator, used by nobody else.
-    """
+    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        _check_on_host(call, arrays)
+        form, agreed = _agreed(
+            call, facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+        )
+        out = np.empty(form.nbytes, np.uint8)
+        try:
+            self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+        except BaseException as error:  # a signal's, say: the others may wait for this rank's part
+            self.tear(call, error)
+            raise
+        return form.views(out)
 
-    PIECE = (1 << 31) - 1
-    """Bytes that one MPI call moves at most, over all ranks: MPI counts with 32 bits."""
-    AGREED = 1 << 26
-    """Bytes of messages from which on the ranks ask each other whether all have the memory."""
+    def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:
+        for group in form.groups:
+            reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def __init__(self, comm: Any) -> None:
-        super().__init__(comm.rank, comm.size)
-        self._comm = comm
-        self._record: Bytes = np.zeros(RECORD, np.uint8)
-        self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
-        self._views = [memoryview(record[:WHOLE]) for record in self._records]
+    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        _check_on_host(call, arrays)
+        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        shapes = pack_shapes(arrays)
+        start = -(-shapes.nbytes // 16) * 16
+
+        def write(message: Bytes) -> None:
+            message[: shapes.nbytes] = shapes.view(np.uint8)
+            for view, array in zip(form.views(message[start:]), arrays, strict=True):
+                view[...] = array
+
+        kinds = [array.dtype for array in arrays]
+        messages = self.exchange(signature(call, *facts, *kinds), start + form.nbytes, write)
+        parts = [_parse(message, kinds) for message in messages]
+        for i in range(len(arrays)):
+            check_gatherable(call, [part[i].shape for part in parts], axis)
+        return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+
+
+def _check_on_host(call: str, arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        if not isinstance(array, np.ndarray):
+            raise TypeError(
+                f"{call}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass hs.asnumpy(array)"
+            )
+
+
+@functools.lru_cache(maxsize=1024)
+def _agreed(
+    call: str, facts: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+) -> tuple[Layout, CallSignature]:
+    """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
+    return layout(shapes, dtypes), signature(call, *facts, *zip(dtypes, shapes, strict=True))
+
+
+def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """For each array its number of dimensions and its shape."""
+    return np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
+
+
+def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:
+    """The shapes of `count` arrays at the beginning of a message, and the bytes that they take there."""
+    shapes: list[tuple[int, ...]] = []
+    place = 0
+    for _ in range(count):
+        (ndim,) = message[place : place + 8].view(np.int64)
+        shapes.append(tuple(message[place + 8 : place + 8 * (1 + ndim)].view(np.int64).tolist()))
+        place += 8 * (1 + int(ndim))
+    return shapes, place
+
+
+def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
+    """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
+    shapes, place = unpack_shapes(message, len(kinds))
+    return layout(tuple(shapes), tuple(kinds)).views(message[-(-place // 16) * 16 :])
+
+
+@final
+class SoloCommunicator(HostCommunicator):
+    """One rank alone, with or without MPI."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1)
+
+    def _count(self, agreed: CallSignature) -> None:
+        # Several threads may be here at once: nobody waits for them.
+        if self._calls.barred:
+            self._calls.refuse(agreed.call)
+        self._calls.number += 1
+        self._calls.agreed = agreed
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        self._record[: len(record)] = np.frombuffer(record, np.uint8)
-        if write is not None and nbytes <= PAYLOAD:
-            write(self._record[HEADER:])
-        self._comm.Allgather(self._record, self._records)
-        return self._views
+        return [memoryview(record)]
 
     def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        if max(sizes) <= PAYLOAD:
-            return [record[HEADER:] for record in self._records]
-        messages = self._empty(sizes)
+        message = np.empty(sizes[0], np.uint8)  # a fresh one, because several threads may each be here
         if write is not None:
-            write(messages[self.rank])
-        self._all_gather(messages)
-        return messages
+            write(message)
+        return [message]
 
-    def _empty(self, sizes: Sequence[int]) -> list[Bytes]:
-        """Memory for messages of these sizes, the same on all ranks."""
-        if sum(sizes) < self.AGREED:
-            return [np.empty(size, np.uint8) for size in sizes]
-        messages, problem = [], ""
-        try:
-            messages = [np.empty(size, np.uint8) for size in sizes]
-        except MemoryError as error:
-            problem = f"rank {self.rank}: {error}"
-        if problems := [one for one in self._comm.allgather(problem) if one]:
-            self.settle()
-            raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
-        return messages
-
-    def _all_gather(self, parts: Sequence[Bytes]) -> None:
-        """Fills in every rank's part but this rank's own, which is there already."""
-        step = self.PIECE // self.size
-        if sum(part.size for part in parts) <= step:  # small: one call
-            whole = np.empty(sum(part.size for part in parts), np.uint8)
-            counts = [part.size for part in parts]
-            self._comm.Allgatherv(parts[self.rank], [whole, counts])
-            for part, start in zip(parts, np.cumsum([0, *counts[:-1]]), strict=True):
-                part[...] = whole[start : start + part.size]
-            return
-        for root, part in enumerate(parts):
-            for start in range(0, part.size, self.PIECE):
-                self._comm.Bcast(part[start : start + self.PIECE], root=root)
-
-    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
-        """Small messages every rank reduces itself. Large ones go by slices: each rank reduces one, all gather them."""
-        if form.nbytes <= SUMMED_BY_ALL:
-            self._reduce_by_all(self.exchange(agreed, form.nbytes, write), form, op, out)
-            return
-        message = np.empty(form.nbytes, np.uint8)
-        write(message)
-        self.exchange(agreed)
-        for group in form.groups:
-            values, result = group.of(message), group.of(out)
-            slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
-            parts = np.empty((self.size, slices[self.rank].stop - slices[self.rank].start), group.dtype)
-            self._scatter([values[one].view(np.uint8) for one in slices], parts.view(np.uint8))
-            reduce_flat(result[slices[self.rank]], list(parts), op)
-            self._all_gather([result[one].view(np.uint8) for one in slices])
-
-    def _scatter(self, ours: Sequence[Bytes], theirs: Bytes) -> None:
-        """Sends `ours[r]` to each rank r; row r of `theirs` is what rank r sent here."""
-        step = max(1, self.PIECE // self.size)
-        longest = max(part.size for part in ours)
-        for start in range(0, longest, step):
-            sent = [part[start : start + step] for part in ours]
-            received = theirs[:, start : start + step]
-            flat = np.empty(received.size, np.uint8)
-            counts = [part.size for part in sent]
-            self._comm.Alltoallv([np.concatenate(sent), counts], [flat, [received.shape[1]] * self.size])
-            received[...] = flat.reshape(received.shape)
+    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """The message is the result."""
+        self._count(agreed)
+        write(out)

@@ -8,15 +8,14 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array, check_gatherable
+from hpcstrat._communicators.base import check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.dtypes import accumulator
-from hpcstrat._communicators.messages import MessageCommunicator, pack_shapes, unpack_shapes
+from hpcstrat._communicators.host import HostCommunicator, pack_shapes, unpack_shapes
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
-from hpcstrat._communicators.pack import Packing
-from hpcstrat._communicators.packing import layout
-from hpcstrat._communicators.records import signature
-from hpcstrat._types import ReduceOp
+from hpcstrat._communicators.packing import PackKernel, layout
+from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._types import Array, ReduceOp
 
 _TYPES = {
     **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
@@ -53,7 +52,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     stream: _gpu.Stream
 
-    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream) -> None:
+    def __init__(self, control: HostCommunicator, stream: _gpu.Stream) -> None:
         super().__init__(control, stream)
         self._nccl = load_nccl()
         self._comm: Any = start(control, stream)
@@ -77,7 +76,7 @@ class NcclCommunicator(DeviceCommunicator):
                     if len(group.members) == 1:  # NCCL takes it from where it is
                         parts.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
                     else:
-                        Packing(form, group, out)(arrays)
+                        PackKernel(form, group, out)(arrays)
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
                 self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
@@ -101,7 +100,7 @@ class NcclCommunicator(DeviceCommunicator):
             for i in range(len(arrays)):
                 check_gatherable(call, [shapes[i] for shapes in everyones], axis)
             with self.stream.current():
-                with self.joint(call):
+                with self.raise_together(call):
                     arrays = [self.stream.here(array) for array in arrays]
                     parts = [_Parts.of(self.stream.xp, a, [one[i] for one in everyones]) for i, a in enumerate(arrays)]
                     self.exchange(signature(call, "memory"))  # a rank that lacks it stops those that would wait for it
@@ -126,7 +125,7 @@ class NcclCommunicator(DeviceCommunicator):
         results: list[Array] = [None] * len(arrays)
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not arrays):
-                with self.joint(call):  # the second way has one of its own
+                with self.raise_together(call):  # the second way has one of its own
                     found = way([arrays[i] for i in indices], (*facts, *places))
                 for i, result in zip(indices, found, strict=True):
                     results[i] = result

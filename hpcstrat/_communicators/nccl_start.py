@@ -12,11 +12,11 @@ import warnings
 from typing import Any
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.messages import MessageCommunicator
+from hpcstrat._communicators.host import HostCommunicator
 
-OLDEST = 21000
+MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
-OLDEST_FOR_SHARING = 23000
+MIN_NCCL_VERSION_FOR_SHARING = 23000
 """NCCL 2.30, the first that takes several ranks on one GPU."""
 START_SECONDS = 300.0
 """How long NCCL may take to connect the ranks. It has no time-out of its own."""
@@ -50,14 +50,16 @@ def why_not(shared: bool) -> str:
     if not nccl.available:
         return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
     version = nccl.get_version()
-    if version < OLDEST:
+    if version < MIN_NCCL_VERSION:
         return (
-            f"NCCL is {version_text(version)} and {version_text(OLDEST)} is the oldest that serves; install a newer one"
+            f"NCCL is {version_text(version)}, and hpcstrat needs {version_text(MIN_NCCL_VERSION)} or later; "
+            "install a newer one"
         )
-    if shared and version < OLDEST_FOR_SHARING:
+    if shared and version < MIN_NCCL_VERSION_FOR_SHARING:
         return (
-            f"several ranks share a GPU, NCCL is {version_text(version)} and {version_text(OLDEST_FOR_SHARING)} is the "
-            "first that allows it: `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
+            f"several ranks share a GPU, which takes NCCL "
+            f"{version_text(MIN_NCCL_VERSION_FOR_SHARING)} or later, but this is "
+            f"{version_text(version)}; `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
         )
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return (
@@ -67,7 +69,7 @@ def why_not(shared: bool) -> str:
     return ""
 
 
-def start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
+def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
     """NCCL's communicator. Collective; where one rank fails, or NCCL takes for ever, all raise.
 
     NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
@@ -75,7 +77,7 @@ def start(control: MessageCommunicator, stream: _gpu.Stream) -> Any:
     """
     call = "starting NCCL"
     nccl = load_nccl()
-    with control.joint(call):
+    with control.raise_together(call):
         facts = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
     everyones = control.all_gather_obj(call, facts)
     versions = [version for version, _ in everyones]

@@ -1,4 +1,4 @@
-"""How many arrays lie in one flat message: grouped by dtype, back to back."""
+"""Many arrays in one flat message: grouped by dtype, back to back; on a GPU copied by one kernel for each dtype."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from hpcstrat import _gpu
 
 _ALIGNMENT = 16
 
@@ -84,3 +86,106 @@ def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...
 
 def _up(place: int, alignment: int) -> int:
     return -(-place // alignment) * alignment
+
+
+ENTRIES = 128
+"""Arrays that one launch copies. The table of them is passed by value, and a kernel's arguments have 4 KiB."""
+
+_WORDS_OF_TABLE = 3 * ENTRIES + 1
+_TABLE = np.dtype((np.void, 8 * _WORDS_OF_TABLE))  # without fields, of which NumPy tells CuPy at length, each time
+_WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "ulonglong2"}
+_BLOCK = 256
+_LARGEST_GRID = 4096
+
+_CODE = """
+typedef unsigned long long size;
+
+struct Table { const WORD* source[ENTRIES]; size start[ENTRIES]; size length[ENTRIES]; long long count; };
+
+extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
+{
+    const int last = (int)table.count - 1;
+    const size words = table.start[last] + table.length[last];
+    for (size k = (size)blockIdx.x * blockDim.x + threadIdx.x; k < words; k += (size)gridDim.x * blockDim.x) {
+        int low = 0, high = last;
+        while (low < high) {  // the last array that starts at word k or before
+            const int middle = (low + high + 1) / 2;
+            if (table.start[middle] <= k) low = middle; else high = middle - 1;
+        }
+        if (k - table.start[low] < table.length[low])  // else it is between two arrays
+            out[k] = table.source[low][k - table.start[low]];
+    }
+}
+"""
+
+
+class PackKernel:
+    """Copies CuPy arrays of a group of a layout into a message, on the current stream; the host does not wait.
+
+    Six copies one by one take the host longer than the communication that they prepare. It is made once for many
+    copies of arrays of the same shapes.
+
+    Args:
+        form: where each array goes.
+        group: which of the layout's groups is copied.
+        message: at least `form.nbytes` bytes, C-contiguous, on the arrays' GPU.
+    """
+
+    def __init__(self, form: Layout, group: Group, message: Any) -> None:
+        self._ascontiguous = _gpu.load_cupy("packing").ascontiguousarray
+        self._kernel = _kernel(group.dtype.itemsize)
+        self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
+        for launch in _launches(form, group):
+            words = launch.words.copy()
+            self._launches.append((launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop]))
+
+    def __call__(self, arrays: Sequence[Any]) -> None:
+        """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
+        for launch, words, table, target in self._launches:
+            sources = [
+                array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch
+                for array in [arrays[i] for i in launch.members]
+            ]
+            words[: len(sources)] = [source.data.ptr for source in sources]
+            self._kernel(launch.grid, (_BLOCK,), (table, target))
+
+
+class _Launch(NamedTuple):
+    """What one launch does, but for the addresses.
+
+    Attributes:
+        members: the indices of the arrays that it copies.
+        words: its argument, in words of 8 bytes, of which the addresses are the first.
+        start, stop: the bytes of the message that it writes.
+        grid: blocks of threads.
+    """
+
+    members: list[int]
+    words: np.ndarray[Any, Any]
+    start: int
+    stop: int
+    grid: tuple[int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _launches(form: Layout, group: Group) -> list[_Launch]:
+    item = group.dtype.itemsize
+    members = [i for i in group.members if form.sizes[i]]
+    launches = []
+    for first in range(0, len(members), ENTRIES):
+        some = members[first : first + ENTRIES]
+        start = form.starts[some[0]]
+        stop = form.starts[some[-1]] + form.sizes[some[-1]] * item
+        words = np.zeros(_WORDS_OF_TABLE, np.uint64)
+        words[ENTRIES : ENTRIES + len(some)] = [(form.starts[i] - start) // item for i in some]
+        words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [form.sizes[i] for i in some]
+        words[-1] = len(some)
+        grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
+        launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))
+    return launches
+
+
+@functools.cache
+def _kernel(itemsize: int) -> Any:
+    code = _CODE.replace("WORD", _WORDS[itemsize]).replace("ENTRIES", str(ENTRIES))
+    return _gpu.load_cupy("packing").RawKernel(code, "pack")

@@ -1,28 +1,89 @@
-"""The communicator of ranks on one host: records and mailboxes in one shared segment."""
+"""The communicator of ranks on one host: records and mailboxes in one shared segment, and a barrier of flags."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from hpcstrat._communicators.barrier import LINE, barrier
-from hpcstrat._communicators.base import Bytes, Write
-from hpcstrat._communicators.heap import Heap
-from hpcstrat._communicators.host_memory import physical_memory
-from hpcstrat._communicators.messages import SUMMED_BY_ALL, MessageCommunicator
+import numpy as np
+
+from hpcstrat._communicators.base import Write
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator
 from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.records import HEADER, PAYLOAD, RECORD, WHOLE, Signature
+from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
-from hpcstrat._communicators.segment import shared_segment
-from hpcstrat._communicators.watch.boards import SLOT
-from hpcstrat._types import ReduceOp
+from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.segment import physical_memory, shared_segment
+from hpcstrat._types import Bytes, ReduceOp
+from hpcstrat._watchdog.channels import SLOT
+
+LINE = 64
+"""Bytes of a rank's flag: a cache line of its own."""
+
+_SPINS = 20  # polls before the core is offered to another rank: more cost more where ranks share cores
+_YIELDS = 300  # polls before the rank sleeps: then somebody computes, perhaps on this very core
+_YIELDS_ON_CORES = 1500  # the same where every rank has a core: about a millisecond, many times what a wake-up costs
+_SLEEP = 50e-6  # seconds
+_PROGRESS = 64  # polls between two chances for MPI
+
+
+def barrier(flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> Callable[[], object]:
+    """A function that returns when all ranks of `comm`, an MPI communicator used by nobody else, have called it.
+
+    Args:
+        flags: `LINE * comm.size` bytes of zeros, shared by the ranks.
+        comm: the ranks.
+    """
+    # Only here do all processors see the writes of one in the order in which it made them; elsewhere it takes fences,
+    # which Python has not.
+    if platform.machine() in ("x86_64", "AMD64"):
+        return _FlagBarrier(flags, comm)
+    return comm.Barrier
+
+
+class _FlagBarrier:
+    """Each rank counts its calls in its flag and waits until the others have counted as far."""
+
+    def __init__(self, flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> None:
+        self._flags = memoryview(flags.view(np.int64))  # pyright: ignore[reportArgumentType]
+        places = [rank * LINE // 8 for rank in range(comm.size)]
+        self._own = places.pop(comm.rank)
+        self._others = places
+        self._progress = comm.Iprobe
+        cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
+        self._yields = _YIELDS_ON_CORES if len(cores) >= comm.size else _YIELDS
+        self._calls = 0
+
+    def __call__(self) -> None:
+        self._calls += 1
+        flags, calls = self._flags, self._calls
+        flags[self._own] = calls
+        for place in self._others:
+            if flags[place] < calls:
+                self._wait(place)
+
+    def _wait(self, place: int) -> None:
+        flags, calls, yields = self._flags, self._calls, self._yields
+        polls = 0
+        while flags[place] < calls:
+            polls += 1
+            if polls > yields:
+                time.sleep(_SLEEP)
+            elif polls > _SPINS:
+                os.sched_yield()
+            if polls > yields or polls % _PROGRESS == 0:
+                self._progress()  # a message that the other rank waits to get rid of moves only in a call of MPI
+
 
 _LARGEST = 1 << 45  # an address space has 47 bits
 _DOUBLED = 1 << 26  # bytes up to which mailboxes double, so that they seldom grow; beyond, memory counts for more
 
 
 @final
-class SharedMemoryCommunicator(MessageCommunicator):
+class SharedMemoryCommunicator(HostCommunicator):
     """Ranks of one host.
 
     The segment holds, for each rank, two records that alternate from call to call, a flag and a mailbox, and behind
@@ -45,7 +106,7 @@ class SharedMemoryCommunicator(MessageCommunicator):
         head = -(-(notes_start + self.size * SLOT) // 4096) * 4096
         reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
         self.segment = shared_segment(comm, head + reserve * (self.size + 1))
-        self.heap = Heap(head + reserve * self.size, self.segment.size)
+        self.heap = RangeAllocator(head + reserve * self.size, self.segment.size)
         self._reserve = reserve
         self._mailbox_starts = [head + reserve * rank for rank in range(self.size)]
         self._mailboxes: list[Bytes] = [self.segment.array[:0]] * self.size
@@ -122,10 +183,10 @@ class SharedMemoryCommunicator(MessageCommunicator):
         self._capacity = capacity
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
-    def reduce_message(self, agreed: Signature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
         messages = self.exchange(agreed, form.nbytes, write)
-        if form.nbytes <= SUMMED_BY_ALL:
+        if form.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(messages, form, op, out)
             return
         for group in form.groups:

@@ -8,12 +8,12 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array, Bytes, check_gatherable
+from hpcstrat._communicators.base import check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.messages import MessageCommunicator
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.packing import layout
-from hpcstrat._communicators.records import signature
-from hpcstrat._types import ReduceOp
+from hpcstrat._communicators.protocol import signature
+from hpcstrat._types import Array, Bytes, ReduceOp
 
 
 @final
@@ -24,7 +24,7 @@ class StagedCommunicator(DeviceCommunicator):
     computes on the CPU makes the same calls with its host arrays.
     """
 
-    def __init__(self, control: MessageCommunicator, stream: _gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.base import Array as Array
-from hpcstrat._communicators.base import Bytes as Bytes
-from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._storage.memory import Block
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
+from hpcstrat._types import Array as Array
+from hpcstrat._types import Bytes as Bytes
 from hpcstrat._types import ReduceOp
 
 PART = 1 << 22
@@ -133,7 +133,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
 

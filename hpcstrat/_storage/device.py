@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.pack import Packing
-from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.packing import PackKernel
+from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._storage.base import PART, Bytes, Storage, UpdateRule, flat, host_parts
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.plan import Plan, Scratch
-from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory, gpu_memory, host_memory
+from hpcstrat._types import Array, Bytes
 
 
 class Moved(NamedTuple):
@@ -54,16 +54,16 @@ class DevicePlan(Plan):
 
     def __init__(
         self,
-        memory: SlabMemory,
+        memory: SlabAllocator,
         variables: Sequence[Block],
         slots: Sequence[Sequence[Block]],
-        copies: SlabMemory | None,
+        copies: SlabAllocator | None,
         chunk: int,
     ) -> None:
         super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
         self.message: Array = None
         self.gradients: list[Array] = []
-        self.packings: list[Packing] = []
+        self.packings: list[PackKernel] = []
         self.updates: list[tuple[Array, Array, tuple[Array, ...]]] = []
         self.moved: list[Moved] = []
         self.read: Plan = self
@@ -76,7 +76,7 @@ class DevicePlan(Plan):
         self.message = message
         self.gradients = [group.of(message) for group in self.form.groups]
         if _gpu.is_on_gpu(message):
-            self.packings = [Packing(self.form, group, message) for group in self.form.groups]
+            self.packings = [PackKernel(self.form, group, message) for group in self.form.groups]
         self.updates = [
             (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots) for chunk in self.chunks
         ]
@@ -138,7 +138,7 @@ class DeviceStorage(Storage):
 
     def _create(self, call: str, initial: Array) -> Block:
         communicator = self._communicator
-        with communicator.joint(call), self._current():
+        with communicator.raise_together(call), self._current():
             block = self._place(initial)
             communicator.exchange(signature(call, (initial.dtype, initial.shape, self._number)))
         self._created += 1
@@ -219,7 +219,7 @@ class DeviceStorage(Storage):
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)
-        with self._communicator.joint(call), self._current():
+        with self._communicator.raise_together(call), self._current():
             message = self._zeros(plan.form.nbytes)
             self._communicator.exchange(plan.signature(call, None))
             plan.take(message)
@@ -243,7 +243,7 @@ class DeviceStorage(Storage):
             self._takers.add(plan)
 
     def _begin(
-        self, agreed: Signature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
+        self, agreed: CallSignature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
     ) -> list[Array]:
         """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
 
@@ -251,7 +251,7 @@ class DeviceStorage(Storage):
             For each dtype where this rank's numbers are, one behind the other: a part of the message or, where they
             are reduced, what was passed.
         """
-        with self._communicator.joint(agreed.call):
+        with self._communicator.raise_together(agreed.call):
             sources = self._packed(plan, values, is_reduced)
             self._communicator.exchange(agreed)
         return sources

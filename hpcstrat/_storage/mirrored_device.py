@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from hpcstrat._communicators.base import Array
-from hpcstrat._communicators.records import Signature
+from hpcstrat._communicators.protocol import CallSignature
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
-from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, ReduceOp
 
 
 @final
@@ -19,7 +18,7 @@ class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator

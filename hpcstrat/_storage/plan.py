@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.packing import Group, Layout, layout
-from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK, slice_of
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.rule import NO_CONSTANTS
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, ReduceOp
 
 
 class Chunk(NamedTuple):
@@ -110,7 +109,7 @@ class Plan:
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
         self.buffer_block: Block | None = None  # where these are in shared memory
-        self._signatures: dict[tuple[str, ReduceOp | None], Signature] = {}
+        self._signatures: dict[tuple[str, ReduceOp | None], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[Piece]]] = {}
         for index, group in enumerate(self.form.groups):
@@ -127,7 +126,7 @@ class Plan:
         self._rank = rank
         self._own = self._own_parts()
 
-    def signature(self, call: str, op: ReduceOp | None, constants: Mapping[str, float] = NO_CONSTANTS) -> Signature:
+    def signature(self, call: str, op: ReduceOp | None, constants: Mapping[str, float] = NO_CONSTANTS) -> CallSignature:
         """What the ranks must agree on for an update."""
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array
-from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._types import Array
 
 _SUM = """
 const long long segment = i / columns, column = i % columns;

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array
+from hpcstrat._types import Array
 
 NO_CONSTANTS: Mapping[str, float] = MappingProxyType({})
 

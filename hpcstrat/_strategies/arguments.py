@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._arrays import host_copy, is_foreign
-from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
@@ -25,7 +25,7 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
         ReplicaMismatchError: They are not.
     """
     names = [f"args[{i}]" for i in range(len(args))] + [f"kwargs[{name!r}]" for name in kwargs]
-    with communicator.joint(_CALL):
+    with communicator.raise_together(_CALL):
         own = {name: list(_facts(value)) for name, value in zip(names, (*args, *kwargs.values()), strict=True)}
     everyones = communicator.all_gather_obj(_CALL, own)
     for name in dict.fromkeys(name for one in everyones for name in one):

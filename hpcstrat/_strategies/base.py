@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _nest, _world
-from hpcstrat._communicators import disconnect_devices, keep_connected
+from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._strategies import reduction

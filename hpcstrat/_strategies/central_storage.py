@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hpcstrat import _devices
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
@@ -33,7 +33,7 @@ class CentralStorageStrategy(Strategy):
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
         call = "CentralStorageStrategy"
         devices, communicator = place_on_one_host(call, compute_devices)
-        with given_back_on_error(communicator), communicator.joint(call):
+        with given_back_on_error(communicator), communicator.raise_together(call):
             parameter = devices[0] if parameter_device is None else _devices.parse(parameter_device, call)
             if parameter not in (*devices, _devices.CPU):
                 names = ", ".join(map(str, dict.fromkeys([*devices, _devices.CPU])))
@@ -46,16 +46,16 @@ class CentralStorageStrategy(Strategy):
         if communicator.size == 1 and parameter == devices[0]:
             storage = local
         elif isinstance(communicator, DeviceCommunicator):
-            from hpcstrat._storage.broadcast import BroadcastStorage
+            from hpcstrat._storage.central_device import CentralDeviceStorage
 
             on_host = communicator.rank == root and parameter != devices[root]
-            storage = BroadcastStorage(communicator, root, on_host)
+            storage = CentralDeviceStorage(communicator, root, on_host)
         else:
             from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-            from hpcstrat._storage.host import host_storage
+            from hpcstrat._storage.central_host import central_host_storage
 
             assert isinstance(communicator, SharedMemoryCommunicator)
-            storage = host_storage(communicator)
+            storage = central_host_storage(communicator)
         updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 else UpdatesOn.ROOT
         super().__init__(
             ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root, updates_on=updates_on)

@@ -97,7 +97,7 @@ class StrategyExtended:
     def _reduce(self, call: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         group = self._group
         require_cross_replica(group, call)
-        with group.communicator.joint(call):
+        with group.communicator.raise_together(call):
             for _, destinations in pairs:
                 self._check_destinations(call, destinations)
         totals = reduction.reduce(group.communicator, call, reduce_op, [value for value, _ in pairs], None)
@@ -118,7 +118,7 @@ class StrategyExtended:
         group = self._group
         require_cross_replica(group, call)
         with group.on_stream():
-            with group.communicator.joint(call):
+            with group.communicator.raise_together(call):
                 self._check_destinations(call, destinations)
                 packed = to_wire(call, tensor)
                 sent = group.communicator.broadcast_obj(call, packed, group.root)
@@ -174,7 +174,7 @@ class StrategyExtended:
         """
         call = "StrategyExtended.update"
         require_cross_replica(self._group, call)
-        with self._group.communicator.joint(call):
+        with self._group.communicator.raise_together(call):
             if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
                 raise ValueError(
                     f"{call}: {var!r} is not a variable of this strategy; pass one made under `with strategy.scope():`"
@@ -194,7 +194,7 @@ class StrategyExtended:
         del colocate_with
         call = "StrategyExtended.update_non_slot"
         require_cross_replica(self._group, call)
-        with self._group.communicator.joint(call):
+        with self._group.communicator.raise_together(call):
             check_arguments(call, fn, args)
         return self._run_update(call, fn, tuple(args), dict(kwargs or {}), group)
 
@@ -211,7 +211,7 @@ class StrategyExtended:
         leaves, structure = _nest.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            with communicator.joint(call):
+            with communicator.raise_together(call):
                 raise ValueError(
                     f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
                 )
@@ -219,7 +219,7 @@ class StrategyExtended:
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         communicator.barrier(call)  # nobody reads what is written next
         if group.updates_on is UpdatesOn.ALL_RANKS:
-            with communicator.joint(call):
+            with communicator.raise_together(call):
                 results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
                 communicator.barrier(call)
         else:
@@ -256,7 +256,7 @@ class StrategyExtended:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
         group, communicator = self._group, self._group.communicator
         sent: list[Any] = []
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             if communicator.rank == group.root:
                 results, form = self._updated(call, fn, variables)
                 leaves = [
@@ -264,7 +264,7 @@ class StrategyExtended:
                 ]
                 sent = [form.unflatten(leaves)]
         with group.on_stream():
-            with communicator.joint(call):
+            with communicator.raise_together(call):
                 packed = to_wire(call, sent)
                 sent = communicator.broadcast_obj(call, packed, group.root)
                 return from_wire(sent, group.stream)[0]

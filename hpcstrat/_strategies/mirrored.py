@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._devices import Device
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
@@ -43,9 +43,9 @@ def mirrored_group(
     updates_on = UpdatesOn.ALL_RANKS
     if isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
         # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
-        from hpcstrat._storage.broadcast import BroadcastStorage
+        from hpcstrat._storage.central_device import CentralDeviceStorage
 
-        storage, updates_on = BroadcastStorage(communicator, root=0), UpdatesOn.ROOT
+        storage, updates_on = CentralDeviceStorage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(
         call, communicator, devices, devices[0], storage, local, updates_on=updates_on, mirrors=True, hosts=hosts
     )

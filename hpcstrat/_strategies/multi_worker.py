@@ -40,7 +40,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         world = _world.start()
         group = mirrored_group(call, devices, communicator, world.hosts)
         Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
                 raise TypeError(
                     f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of hpcstrat.cluster_resolver, or None"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcstrat import _devices
-from hpcstrat._communicators import connect
+from hpcstrat._communicators.connection import connect
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host, replica_storage
@@ -32,7 +32,7 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str) -> None:
         call = "OneDeviceStrategy"
         control = connect()
-        with control.joint(call):
+        with control.raise_together(call):
             _devices.parse(device, call)
             if control.size > 1:
                 raise RuntimeError(

@@ -8,10 +8,12 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from hpcstrat import _devices, _gpu, _launcher, _world
-from hpcstrat._communicators import Communicator, MessageCommunicator, connect, connect_devices, disconnect_devices
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.connection import connect, connect_devices, disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.mirrored import MirroredStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 
 def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
@@ -40,7 +42,7 @@ def _place(
 ) -> tuple[list[_devices.Device], Communicator]:
     _make_current_early(compute_devices)
     control = connect()
-    with control.joint(call):
+    with control.raise_together(call):
         world = _world.start()
         if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
@@ -52,7 +54,7 @@ def _place(
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _gpu.visible()
         everyones = control.all_gather_obj(call, (visible, _gpu.has_cupy()))
-    with control.joint(call):
+    with control.raise_together(call):
         seen = [gpus for gpus, _ in everyones]
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in everyones):
             if control.rank == 0:
@@ -75,7 +77,7 @@ def _place(
         gpus = tuple(control.all_gather_obj(call, own, *map(str, devices)))
     if not any(gpus):
         return devices, control
-    with control.joint(call):
+    with control.raise_together(call):
         _devices.check_shared(gpus, shares, call)
         problem = "" if ordinal is None else _why_no_nccl(ordinal, gpus)
         problems = [problem for problem in control.all_gather_obj(call, problem) if problem]
@@ -83,7 +85,7 @@ def _place(
         problems = ["some of them compute on the CPU; name a GPU for each"]
     if problems and control.rank == 0:
         message = f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}"
-        with control.joint(call):  # where warnings are errors, it is one of all ranks
+        with control.raise_together(call):  # where warnings are errors, it is one of all ranks
             warnings.warn(message, stacklevel=4)
     return devices, connect_devices(gpus, ordinal, nccl=control.size > 1 and not problems)
 
@@ -105,8 +107,8 @@ def replica_storage(communicator: Communicator) -> Storage:
         from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 
         return MirroredDeviceStorage(communicator, root=0)
-    assert isinstance(communicator, MessageCommunicator)
-    return MirroredStorage(communicator)
+    assert isinstance(communicator, HostCommunicator)
+    return MirroredHostStorage(communicator)
 
 
 def _why_no_nccl(ordinal: int, gpus: Sequence[str]) -> str:

@@ -9,11 +9,10 @@ import numpy as np
 
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
-from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.base import Array, check_gatherable
-from hpcstrat._communicators.dtypes import accumulator, check_reducible
-from hpcstrat._communicators.records import signature
-from hpcstrat._types import IndexedSlices, ReduceOp
+from hpcstrat._communicators.base import Communicator, check_gatherable
+from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.reduction import accumulator, check_reducible
+from hpcstrat._types import Array, IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
 
@@ -45,7 +44,7 @@ def convert_foreign_leaves(call: str, nest: Any) -> Any:
 
 def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str, value: Any) -> Any:
     """Elementwise over the replicas; `value` is a nest of this replica's values."""
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         op = ReduceOp.parse(reduce_op, call)
         leaves, structure = _nest.flatten(value)
         return structure.unflatten(_reduce_leaves(communicator, call, op, leaves, _nest.describe(structure)))
@@ -56,7 +55,7 @@ def _reduce_leaves(
 ) -> list[Any]:
     """All leaves in one message. `None` stays `None`; slices are brought together, not made dense.
 
-    It stands in a `joint` block.
+    It stands in a `raise_together` block.
     """
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
@@ -73,7 +72,7 @@ def _reduce_leaves(
 
 
 def _reduce_slices(communicator: Communicator, call: str, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these")
         values, indices = as_numeric(call, slices.values), as_numeric(call, slices.indices)
@@ -90,7 +89,7 @@ def reduce(
     axis: int | Sequence[int] | None,
 ) -> Any:
     """See `Strategy.reduce`."""
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         op = ReduceOp.parse(reduce_op, call)
         leaves, structure = _nest.flatten(value)
         results: list[Any] = list(leaves)
@@ -126,7 +125,7 @@ def require_alike(communicator: Communicator, call: str, structure: _nest.Struct
 def _reduce_along(
     communicator: Communicator, call: str, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *facts: str
 ) -> list[Any]:
-    """Along axes within each replica too. It stands in a `joint` block."""
+    """Along axes within each replica too. It stands in a `raise_together` block."""
     inner = [_Inner(call, op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         sums = communicator.all_reduce(
@@ -234,7 +233,7 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
     """See `Strategy.gather`."""
     leaves, structure = _nest.flatten(value)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         for i, leaf in enumerate(leaves):
             if i not in places and leaf is not None:
                 array = _gatherable(call, leaf, axis)
@@ -255,7 +254,7 @@ def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
 def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, *facts: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         arrays = [_gatherable(call, leaves[i], axis) for i in places]
     results: list[Any] = list(leaves)
     if len(places) < len(leaves):

@@ -10,8 +10,8 @@ import numpy as np
 
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, is_foreign
-from hpcstrat._communicators import Communicator
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._types import IndexedSlices
 from hpcstrat._values import DistributedValues, PerReplica, refuse

@@ -10,7 +10,7 @@ import numpy as np
 
 from hpcstrat import _context, _nest
 from hpcstrat._arrays import as_array
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, require_cross_replica
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies import reduction
@@ -124,7 +124,7 @@ class ValueMethods:
         own = [component_of(leaves[i]) for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
-                with self._group.communicator.joint(call):
+                with self._group.communicator.raise_together(call):
                     packed = to_wire(call, own)
                     at = [f"distributed at {places}"] if len(places) < len(leaves) else []
                     everyones = self._group.communicator.all_gather_obj(call, packed, _nest.describe(structure), *at)
@@ -175,7 +175,7 @@ class ValueMethods:
         call = "Strategy.experimental_distribute_values_from_function"
         require_cross_replica(self._group, call)
         communicator = self._group.communicator
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             nest = value_fn(ValueContext(communicator.rank, communicator.size))
             leaves, structure = _nest.flatten(nest)
             leaves = [self._own_value(call, leaf) for leaf in leaves]

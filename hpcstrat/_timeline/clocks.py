@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from hpcstrat._communicators import Communicator
+from hpcstrat._communicators.base import Communicator
 
 _ROUNDS = 16
 _CALL = "HPCSTRAT_TIMELINE, the clocks"

@@ -7,7 +7,8 @@ import functools
 import os
 
 from hpcstrat import _failure, _world
-from hpcstrat._communicators import MessageCommunicator, when_connected, when_left
+from hpcstrat._communicators.connection import when_connected, when_left
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._timeline import clocks
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
@@ -30,7 +31,7 @@ def start(path: str) -> None:
     when_left.append(functools.partial(_end, path))
 
 
-def _begin(path: str, communicator: MessageCommunicator) -> None:
+def _begin(path: str, communicator: HostCommunicator) -> None:
     """Makes the file, and begins to note. Collective.
 
     Raises:
@@ -44,7 +45,7 @@ def _begin(path: str, communicator: MessageCommunicator) -> None:
     # Rank 0 removes what a run before has left, then the first rank of each host makes a file, which the others find.
     turn = 0 if rank == 0 else 1 if is_first else 2
     for now in range(3):
-        with communicator.joint(_CALL):
+        with communicator.raise_together(_CALL):
             if now == turn:
                 file = _open(part, is_first)
             communicator.barrier(_CALL)
@@ -71,7 +72,7 @@ def _open(path: str, is_first: bool) -> TraceFile:
         ) from error
 
 
-def _end(path: str, communicator: MessageCommunicator) -> None:
+def _end(path: str, communicator: HostCommunicator) -> None:
     """Makes one file of all hosts'. Collective: all ranks have written all they had."""
     communicator.barrier("HPCSTRAT_TIMELINE, the end")
     if communicator.rank == 0:

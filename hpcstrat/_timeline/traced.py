@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from hpcstrat._communicators import device, hierarchical, host, nccl, shared_memory, solo, staged
+from hpcstrat._communicators import device, hierarchical, host, mpi, nccl, shared_memory, staged
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device import DeviceStorage
@@ -96,9 +96,9 @@ def _storage_stream(name: str) -> Describe:
 
 _TRANSPORTS = (
     shared_memory.SharedMemoryCommunicator,
-    host.HostCommunicator,
+    mpi.MpiCommunicator,
     hierarchical.HierarchicalCommunicator,
-    solo.SoloCommunicator,
+    host.SoloCommunicator,
 )
 
 TABLE: list[tuple[Any, str, str, Describe]] = [
@@ -107,7 +107,7 @@ TABLE: list[tuple[Any, str, str, Describe]] = [
     (Communicator, "all_reduce", COMMUNICATION, _arrays),
     (Communicator, "all_gather", COMMUNICATION, _arrays),
     *[(transport, "reduce_message", COMMUNICATION, _message) for transport in _TRANSPORTS],
-    (host.HostCommunicator, "_post", WAITING, _named("the other ranks")),
+    (mpi.MpiCommunicator, "_post", WAITING, _named("the other ranks")),
     *[
         (transport, name, COMMUNICATION, _on_device(words))
         for transport in (nccl.NcclCommunicator, staged.StagedCommunicator)

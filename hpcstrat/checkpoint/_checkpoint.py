@@ -9,12 +9,13 @@ from typing import Any, NamedTuple, final
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators import connect
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.records import Listed, Signature, new_signature, signature
+from hpcstrat._communicators.connection import connect
+from hpcstrat._communicators.protocol import CallSignature, Listed, new_signature, signature
 from hpcstrat._group import UpdatesOn
-from hpcstrat._storage.base import PART, Bytes, flat, host_parts
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.base import PART, flat, host_parts
+from hpcstrat._types import Bytes
 from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint import _file
@@ -76,7 +77,7 @@ class Checkpoint:
         """
         call = "Checkpoint.save"
         communicator = connect()
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             contents = Contents(call, self._objects)
             contents.require_cross_replica()
             path = _checked_path(call, path)
@@ -100,7 +101,7 @@ class Checkpoint:
                 communicator.work()
                 yield part
 
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             if communicator.rank == root:
                 try:
                     _file.write(path, entries, facts, parts, keep)
@@ -134,7 +135,7 @@ class Checkpoint:
         """
         call = "Checkpoint.restore"
         communicator = connect()
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             contents = Contents(call, self._objects)
             contents.require_cross_replica()
             path = _checked_path(call, path)
@@ -142,12 +143,12 @@ class Checkpoint:
             communicator.exchange(_signature(call, path, f"partial={bool(partial)}", root, contents, entries))
         file = None
         try:
-            with communicator.joint(call):
+            with communicator.raise_together(call):
                 if communicator.rank == root:
                     file = _opened(call, path, communicator)
                 header = None if file is None else (file.entries, file.facts)
                 saved, facts = communicator.broadcast_obj(call, header, root)
-            with communicator.joint(call):
+            with communicator.raise_together(call):
                 fit = _checked_fit(call, path, contents, saved, facts, partial)
             _Restoring(call, communicator, root, contents, fit, facts, file).run()
         finally:
@@ -229,7 +230,7 @@ class _Restoring:
         nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
         for start in range(0, nbytes, PART):
-            with communicator.joint(self._call):
+            with communicator.raise_together(self._call):
                 part = next(parts, None)
                 if is_everywhere:
                     part = self._shared(f"{name} from byte {start}", part, min(PART, nbytes - start))
@@ -257,7 +258,7 @@ class _Restoring:
 
     def _load_divided(self, name: str, v: Variable) -> None:
         communicator, array = self._communicator, None
-        with communicator.joint(self._call):
+        with communicator.raise_together(self._call):
             if self._file is not None:
                 array = np.empty(self._file.entries[name].shape, v.dtype)
                 start = 0
@@ -337,7 +338,7 @@ def _checked_path(call: str, path: Any) -> str:
 
 def _signature(
     call: str, path: str, option: str, root: int, contents: Contents, entries: dict[str, _file.Entry]
-) -> Signature:
+) -> CallSignature:
     """What the ranks must agree on: the file, who writes or reads it, the objects and their arrays."""
     arrays = [f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())]
     others = [name for name in contents.names if name not in entries]

@@ -11,8 +11,8 @@ import optree
 
 from hpcstrat import _context, _nest
 from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.memory import Block
 from hpcstrat._variable_options import VariableAggregation
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint._file import Entry

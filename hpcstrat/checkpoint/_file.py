@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hpcstrat._storage.base import PART, Bytes
+from hpcstrat._storage.base import PART
+from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._replacing import followed, numbered, replacing
 
 _VERSION = 1

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import Any, final
 
 from hpcstrat import _context
-from hpcstrat._communicators import connect
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.connection import connect
+from hpcstrat._communicators.protocol import signature
 from hpcstrat.checkpoint._checkpoint import Checkpoint
 
 
@@ -78,7 +78,7 @@ class PreemptionHandler:
         """
         call = "PreemptionHandler.check"
         communicator = connect()
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
                 raise RuntimeError(f"{call} was called inside a replica function; call it outside of Strategy.run")
         noted = self._noted

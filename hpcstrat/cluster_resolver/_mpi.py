@@ -7,7 +7,7 @@ import socket
 from typing import Any, NamedTuple, final
 
 from hpcstrat import _gpu, _world
-from hpcstrat._communicators import connect
+from hpcstrat._communicators.connection import connect
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 from hpcstrat.cluster_resolver._resolver import ClusterResolver
 

@@ -148,7 +148,7 @@ class DistributedIterator(ResumableIterator):
     def _agreed(self) -> Step:
         """The next step, once all ranks are known to have the same one."""
         try:
-            with self._communicator.joint(self._call):
+            with self._communicator.raise_together(self._call):
                 step = next(self._steps, _END)
                 own = step.total, step.checksum, step.error is not None, step.is_scarce
                 everyones = self._communicator.all_gather_obj(self._call, own)
@@ -179,7 +179,7 @@ class DistributedIterator(ResumableIterator):
     def _error_of_all(self, error: Exception | None) -> Exception | None:
         """The error of this step: this rank's, or the first other rank's."""
         try:
-            with self._communicator.joint(self._call):
+            with self._communicator.raise_together(self._call):
                 if error is not None:
                     raise error
                 self._communicator.all_gather_obj(self._call, None)

@@ -148,7 +148,7 @@ class Communicator(Protocol):
         """The number of replicas."""
         ...
 
-    def joint(self, call: str) -> AbstractContextManager[Any]:
+    def raise_together(self, call: str) -> AbstractContextManager[Any]:
         """A block in which an exception on one rank, before its next collective, is raised on every rank."""
         ...
 
@@ -182,7 +182,7 @@ def begin_together(
     """
     if communicator.size == 1:
         return EpochPass(begun)
-    with communicator.joint(call):
+    with communicator.raise_together(call):
         shuffles = node.shuffles()
         pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
         states = [(seed, begun.get(one, number)) for one in shuffles for seed, number in [one.state()]]

@@ -12,8 +12,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from hpcstrat._storage.base import Array
 from hpcstrat._storage.rule import Apply, Kernel, UpdateRule
+from hpcstrat._types import Array
 
 _ELEMENT, _CONDITION, _NUMBER = "element", "condition", "number"
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._arrays import as_read_only
-from hpcstrat._storage.base import Array
-from hpcstrat._types import IndexedSlices
+from hpcstrat._types import Array, IndexedSlices
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable, state_of
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from hpcstrat._group import ReplicaGroup
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variables import Variable, state_of
 

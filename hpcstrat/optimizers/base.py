@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from hpcstrat import _context
-from hpcstrat._communicators.records import signature
+from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import InReplica
 from hpcstrat._group import ReplicaGroup
-from hpcstrat._storage.base import Array, Storage, UpdateRule
-from hpcstrat._storage.memory import Block
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.base import Storage, UpdateRule
 from hpcstrat._storage.rows import sum_rows
-from hpcstrat._types import IndexedSlices, ReduceOp
+from hpcstrat._types import Array, IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
@@ -183,7 +183,7 @@ class Optimizer(abc.ABC):
         state_of(first).require_strategy(f"{call} to {first.name!r}")
         group = state_of(first).group
         communicator = group.communicator
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             gradients, dense, sparse = sorted_pairs(call, pairs)
             if not gradients and not sparse:
                 communicator.exchange(signature(call, "no gradient"))
@@ -267,7 +267,7 @@ class Optimizer(abc.ABC):
             raise ValueError(f"{call}: it takes variables, at least one, and got {variables!r}; pass them in a list")
         state_of(variables[0]).require_strategy(f"{call} of {variables[0].name!r}")
         group = state_of(variables[0]).group
-        with group.communicator.joint(call):
+        with group.communicator.raise_together(call):
             self._check_variables(call, group, variables)
             group.communicator.exchange(signature(call, *[state_of(v).block.held() for v in variables]))
         plan = self._state.plan_of(group, variables, self.name, self.slots)
@@ -300,7 +300,7 @@ class Optimizer(abc.ABC):
     ) -> tuple[Array, Array]:
         """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
         communicator = group.communicator
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             indices, values = checked_slices(call, slices, variable)
         if not summed:
             agreed = f"{call} of rows of {variable.name!r}, variable {state_of(variable).block.number}"

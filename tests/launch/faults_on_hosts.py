@@ -51,7 +51,7 @@ ON_HOSTS = {
 }
 STRANGERS = """
 import socket, struct
-from hpcstrat._communicators.watch import tcp
+from hpcstrat._watchdog import channels as tcp
 
 def addresses(port, addresses=tcp._addresses):
     global silent

@@ -138,11 +138,11 @@ BUGS = {
     "addresses of arrays that are gone": (
         [
             (
-                "_communicators/pack.py",
+                "_communicators/packing.py",
                 "array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch\n",
                 "(array if array.flags.c_contiguous else self._ascontiguous(array)).data.ptr\n",
             ),
-            ("_communicators/pack.py", "[source.data.ptr for source in sources]", "sources"),
+            ("_communicators/packing.py", "[source.data.ptr for source in sources]", "sources"),
         ],
         "memory that was given back",
     ),

@@ -17,10 +17,10 @@ from transports import has, kind
 
 import hpcstrat as hs
 from hpcstrat import _devices
-from hpcstrat._communicators import connect_devices
+from hpcstrat._communicators.connection import connect_devices
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.base import PART
-from hpcstrat._storage.broadcast import BroadcastStorage
+from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._strategies.placement import replica_storage
 from hpcstrat.checkpoint import Checkpoint, Restored, _file
 from hpcstrat.checkpoint._file import CheckpointFile
@@ -38,7 +38,7 @@ def apart(place):
         return place.make(hs.CentralStorageStrategy, "CPU:0")
     communicator = connect_devices(("",) * N, None, nccl=False)
     devices = [_devices.CPU] * N
-    storage = BroadcastStorage(communicator, root=N - 1)
+    storage = CentralDeviceStorage(communicator, root=N - 1)
     updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
     local = replica_storage(communicator)
     return hs.Strategy(

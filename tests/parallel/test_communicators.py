@@ -28,11 +28,11 @@ from transports import (
 )
 
 from hpcstrat import _world, asnumpy
-from hpcstrat._communicators import SoloCommunicator, connect
-from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.messages import SUMMED_BY_ALL
-from hpcstrat._communicators.pack import ENTRIES
-from hpcstrat._communicators.records import PAYLOAD
+from hpcstrat._communicators.connection import connect
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, SoloCommunicator
+from hpcstrat._communicators.mpi import MpiCommunicator
+from hpcstrat._communicators.packing import ENTRIES
+from hpcstrat._communicators.protocol import PAYLOAD
 from hpcstrat._communicators.reduction import CHUNK, slice_of
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
@@ -86,7 +86,7 @@ def test_all_reduce_of_every_dtype(communicator, place, name):
     [
         *(0, 1, 3, 63, 65),
         *(PAYLOAD // 4 - 1, PAYLOAD // 4, PAYLOAD // 4 + 1),
-        *(SUMMED_BY_ALL // 4 - 1, SUMMED_BY_ALL // 4, SUMMED_BY_ALL // 4 + 1),
+        *(SMALL_MESSAGE_BYTES // 4 - 1, SMALL_MESSAGE_BYTES // 4, SMALL_MESSAGE_BYTES // 4 + 1),
         *(CHUNK - 1, CHUNK, CHUNK + 1, 4 * CHUNK + 77),
     ],
 )
@@ -437,7 +437,7 @@ def test_pieces_that_just_fit(monkeypatch, difference):
     longest = max(one.stop - one.start for one in slices)
     parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
     for piece in (n * (longest + difference), longest + difference, 40_000 + difference):
-        monkeypatch.setattr(HostCommunicator, "PIECE", piece)
+        monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
         check(communicator.all_reduce("test", [parts[communicator.rank]], SUM)[0], sum(parts))
         check(communicator.all_gather("test", [parts[communicator.rank]], 0)[0], np.concatenate(parts))
 

@@ -182,7 +182,7 @@ ERRORS = {
 def test_what_fails_on_one_rank_fails_on_all(group, place, error):
     for failing in range(group.size):
         with pytest.raises(Exception) as caught:
-            with group.joint("some_call"):
+            with group.raise_together("some_call"):
                 if group.rank == failing:
                     raise error
             group.all_reduce("some_call", [place.xp.ones(9000)], SUM)
@@ -198,7 +198,7 @@ def test_what_fails_on_one_rank_fails_on_all(group, place, error):
 def test_what_fails_on_several_ranks(group, place):
     for first in range(group.size):
         with pytest.raises(ValueError) as caught:
-            with group.joint("some_call"):
+            with group.raise_together("some_call"):
                 if group.rank >= first:
                     raise ValueError(f"fault of rank {group.rank}")
             group.all_gather_obj("some_call", np.ones(9000))
@@ -209,16 +209,16 @@ def test_what_fails_on_several_ranks(group, place):
 
 def test_a_joint_block_around_another_and_around_a_call(group, place):
     with pytest.raises(ValueError, match="inner"):
-        with group.joint("outer"):
-            with group.joint("inner"):
+        with group.raise_together("outer"):
+            with group.raise_together("inner"):
                 if group.rank == 1:
                     raise ValueError("inner")
             group.barrier("meet")
     with pytest.raises(TypeError, match="int16"):
-        with group.joint("outer"):
+        with group.raise_together("outer"):
             group.all_reduce("call", [place.xp.ones(3, np.int16 if group.rank == 0 else np.int32)], SUM)
     with pytest.raises(ReplicaMismatchError):
-        with group.joint("outer"):
+        with group.raise_together("outer"):
             group.barrier("one" if group.rank else "other")
     works(group, place)
 
@@ -227,7 +227,7 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
     if group.size < 3:
         pytest.skip("needs three ranks: one that fails and two that differ")
     with pytest.raises(ValueError, match="mine"):
-        with group.joint("some_call"):
+        with group.raise_together("some_call"):
             if group.rank == 1:
                 raise ValueError("mine")
         group.barrier(f"call {group.rank}")

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from strategies import STRATEGIES
 
 import hpcstrat as hs
-from hpcstrat._communicators import segment
-from hpcstrat._storage.memory import private_memory
+from hpcstrat._memory import segment
+from hpcstrat._memory.allocator import private_memory
 
 COMM = MPI.COMM_WORLD
 N = COMM.size

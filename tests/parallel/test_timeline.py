@@ -1,6 +1,6 @@
 """The clocks of a timeline's hosts."""
 
-from hpcstrat._communicators import connect
+from hpcstrat._communicators.connection import connect
 from hpcstrat._timeline import clocks
 
 

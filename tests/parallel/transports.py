@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 from hpcstrat import ReduceOp, _gpu, _world, asnumpy
-from hpcstrat._communicators import SoloCommunicator
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.host import SoloCommunicator
+from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
 COMM = MPI.COMM_WORLD
@@ -41,7 +41,7 @@ def parametrize(metafunc, transports):
 def transport(name, monkeypatch, place=None):
     """The communicator of this name, the same for a whole file."""
     if name == "MPI in pieces":  # an odd number of bytes, so that pieces cut elements
-        monkeypatch.setattr(HostCommunicator, "PIECE", 5003)
+        monkeypatch.setattr(MpiCommunicator, "PIECE", 5003)
     if name == "solo":
         return SoloCommunicator()
     kind = "MPI" if name == "MPI in pieces" else name
@@ -50,7 +50,7 @@ def transport(name, monkeypatch, place=None):
         if kind == "hierarchical":  # as if the last rank were on a host of its own
             made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
         else:
-            made = HostCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
+            made = MpiCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
         _made[kind] = on_gpus(name, made, place) if kind in DEVICE else made
     return _made[kind]
 

@@ -8,8 +8,8 @@ from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import metrics
-from hpcstrat._communicators import pack
-from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._communicators import packing
+from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._storage import rows, rule
 
 compiler = pytest.importorskip("cupy.cuda.compiler")
@@ -54,8 +54,8 @@ def sources():
         texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))
     number = array((), np.float64)
     texts.append(text(metrics._side_by_side(), "metric", [number, number, array(2, np.float64)]))
-    for itemsize in pack._WORDS:
-        texts.append(pack._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
+    for itemsize in packing._WORDS:
+        texts.append(packing._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
     lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(spaces).splitlines()
     return "\n".join(sorted(lines, key=lambda line: not line.lstrip().startswith("#include")))

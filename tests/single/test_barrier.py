@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from hpcstrat._communicators import barrier
+from hpcstrat._communicators import shared_memory
 
 
 class Comm:
@@ -25,7 +25,7 @@ class Comm:
 
 def polls_before_sleep(comm, monkeypatch):
     """The times that the core is offered before the first sleep, in which the others come."""
-    flags, polls, sleeps = np.zeros(comm.size * barrier.LINE, np.uint8), [], []
+    flags, polls, sleeps = np.zeros(comm.size * shared_memory.LINE, np.uint8), [], []
 
     def sleep(seconds):
         sleeps.append(seconds)
@@ -34,7 +34,7 @@ def polls_before_sleep(comm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", sleep)
         patch.setattr(os, "sched_yield", lambda: polls.append(None))
-        barrier._FlagBarrier(flags, comm)()
+        shared_memory._FlagBarrier(flags, comm)()
     assert len(sleeps) == 1
     return len(polls)
 

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 
 from hpcstrat import ReduceOp, optimizers
-from hpcstrat._communicators import SoloCommunicator
+from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 

@@ -10,9 +10,9 @@ from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_a
 from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import _gpu, metrics
-from hpcstrat._communicators import pack
-from hpcstrat._communicators.dtypes import accumulator
+from hpcstrat._communicators import packing
 from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._storage import rows, rule
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
@@ -58,7 +58,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rows._kernel, pack._kernel, metrics._side_by_side)
+        caches = (rule._compiled, rows._kernel, packing._kernel, metrics._side_by_side)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -145,7 +145,7 @@ SHAPES = {
     "one": [(3, 5)],
     "none has elements": [(0,), (2, 0)],
     "of all sizes": [(), (0,), (3, 5), (70_001,), (1,), (2, 3, 4)],
-    "more than one launch takes": [(1 + i % 7,) for i in range(pack.ENTRIES + 5)],
+    "more than one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES + 5)],
 }
 
 
@@ -165,9 +165,9 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
     form.write(expected, arrays)
     for group in form.groups:
-        packing = pack.Packing(form, group, message)
+        kernel = packing.PackKernel(form, group, message)
         for _ in range(2):  # the second time over what the first wrote
-            packing(arrays)
+            kernel(arrays)
     assert message.tobytes() == expected.tobytes()  # what lies between two arrays has not changed
 
 

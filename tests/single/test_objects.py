@@ -1,15 +1,15 @@
 import numpy as np
 import pytest
 
-from hpcstrat._communicators import objects
+from hpcstrat._communicators import protocol
 
 
 def travelled(obj, room=0):
-    message = objects.Message(obj)
+    message = protocol.ObjectMessage(obj)
     target = np.full(message.nbytes + room, 255, np.uint8)
     message.write(target)
     assert (target[message.nbytes :] == 255).all()
-    found = objects.load(target)
+    found = protocol.load_object(target)
     target[:] = 0  # what came must not lie in it
     return found
 
@@ -32,7 +32,7 @@ def test_arrays(dtype, shape):
 
 
 def test_arrays_are_not_copied_into_the_pickle():
-    message = objects.Message([np.zeros(1_000_000), np.zeros((1000, 1000)).T])
+    message = protocol.ObjectMessage([np.zeros(1_000_000), np.zeros((1000, 1000)).T])
     assert message.nbytes < 16_000_000 + 2000
     assert sum(part.nbytes > 1_000_000 for part in message._parts) == 2
 

@@ -6,8 +6,7 @@ import pytest
 
 from hpcstrat import ReduceOp
 from hpcstrat._arrays import as_native, is_numeric
-from hpcstrat._communicators.dtypes import accumulator, check_reducible
-from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, reduce_flat, slice_of
+from hpcstrat._communicators.reduction import CHUNK, accumulator, check_reducible, reduce_chunk, reduce_flat, slice_of
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 

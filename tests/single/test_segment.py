@@ -3,9 +3,8 @@ import os
 import numpy as np
 import pytest
 
-from hpcstrat._communicators import segment
-from hpcstrat._communicators.host_memory import available_memory, physical_memory
-from hpcstrat._communicators.segment import private_segment
+from hpcstrat._memory import segment
+from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
 
 MIB = 1 << 20
 

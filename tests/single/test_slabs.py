@@ -7,8 +7,8 @@ import weakref
 import numpy as np
 import pytest
 
+from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.slabs import ALIGNMENT, SlabMemory
 
 MIB = 1 << 20
 
@@ -52,7 +52,7 @@ def ranges(memory, variables, slots):
 
 @pytest.mark.parametrize("sizes", [(1024, 2048, 2048, 1024), (4096, 4096, 4096), (30_000, 4000, 4000, 100)], ids=str)
 def test_a_network_lies_in_few_ranges(sizes):
-    memory = SlabMemory(Device(1 << 40).allocate)
+    memory = SlabAllocator(Device(1 << 40).allocate)
     variables, slots = network(memory, sizes, slots=2)
     assert ranges(memory, variables, [()] * len(variables)) <= 2  # by which new values are sent
     assert ranges(memory, variables, slots) <= 4  # by which all is updated
@@ -61,7 +61,7 @@ def test_a_network_lies_in_few_ranges(sizes):
 def test_networks_made_and_dropped_in_turn():
     """Larger ones, for which no hole of the ones before is large enough."""
     device = Device(1100 * MIB)
-    memory = SlabMemory(device.allocate)
+    memory = SlabAllocator(device.allocate)
     for width in range(1000, 8000, 500):
         made = network(memory, (width, width, width))
         del made
@@ -74,7 +74,7 @@ def test_networks_made_and_dropped_in_turn():
 
 def test_variables_that_are_made_and_die_use_their_memory_again():
     device = Device(1 << 40)
-    memory = SlabMemory(device.allocate)
+    memory = SlabAllocator(device.allocate)
     for _ in range(100):
         memory.place((MIB,), np.dtype(np.float32), 1)
     assert device.slabs == 1
@@ -82,7 +82,7 @@ def test_variables_that_are_made_and_die_use_their_memory_again():
 
 def test_a_slab_may_be_as_small_as_there_is_room():
     device = Device(100 * MIB)
-    memory = SlabMemory(device.allocate)
+    memory = SlabAllocator(device.allocate)
     blocks = [memory.place((4 * MIB,), np.dtype(np.float32), number) for number in range(6)]
     assert [block.array.nbytes for block in blocks] == [16 * MIB] * 6
     with pytest.raises(MemoryError):
@@ -90,7 +90,7 @@ def test_a_slab_may_be_as_small_as_there_is_room():
 
 
 def test_blocks_without_elements_keep_their_slab():
-    memory = SlabMemory(Device(1 << 40).allocate)
+    memory = SlabAllocator(Device(1 << 40).allocate)
     empty = memory.place((0, 3), np.dtype(np.float32), 1)
     large = memory.place((200 * MIB,), np.dtype(np.float32), 2)
     assert ranges(memory, [empty, large], [(), ()]) <= 2

@@ -19,7 +19,7 @@ class Rank:
         self._table = table
 
     @contextlib.contextmanager
-    def joint(self, call):
+    def raise_together(self, call):
         before = len(self.calls)
         try:
             yield

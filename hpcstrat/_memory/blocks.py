@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-import threading
-import weakref
-from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._communicators.base import Array, Bytes
-from hpcstrat._communicators.heap import Heap
-from hpcstrat._communicators.records import Held
-from hpcstrat._communicators.segment import Segment, private_segment
+from hpcstrat._memory.segment import Segment
+from hpcstrat._types import Array, Bytes
+
+
+class VariableId(NamedTuple):
+    """A variable among the facts of a call.
+
+    Attributes:
+        name: in quotes, as the user gave it.
+        number: how many its storage had made, with it.
+        storage: how many storages the ranks had made, with its own.
+        dtype: its dtype.
+        shape: its shape.
+    """
+
+    name: str
+    number: int
+    storage: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
 
 
 class Block:
@@ -49,9 +61,9 @@ class Block:
         self.storage: int = 0
         self.name: str = ""
 
-    def held(self) -> Held:
+    def held(self) -> VariableId:
         """The variable as the ranks compare it."""
-        return Held(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
+        return VariableId(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
 
     def tear(self, call: str) -> None:
         """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""
@@ -81,43 +93,6 @@ def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dty
 def read_only(part: Bytes) -> Bytes:
     """An array over the same bytes that NumPy does not let anyone make writable again."""
     return np.asarray(part.data.toreadonly())
-
-
-class PrivateMemory:
-    """Memory of this process alone."""
-
-    def __init__(self) -> None:
-        self.segment = private_segment()
-        self._heap = Heap(0, self.segment.size)
-        self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
-        self._lock = threading.Lock()
-
-    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
-        """A new block of this number, whose memory returns when it dies.
-
-        Raises:
-            MemoryError: there is not enough.
-        """
-        with self._lock:
-            while self._dead:
-                start, stop = self._dead.popleft()
-                self.segment.release(*self._heap.free(start, stop - start))
-            nbytes = size_of(shape, dtype)
-            start = self._heap.allocate(nbytes, dtype.itemsize)
-            try:
-                self.segment.commit(start, start + nbytes)
-            except MemoryError:
-                self._heap.free(start, nbytes)
-                raise
-        block = block_of(self.segment, start, shape, dtype, number)
-        weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
-        return block
-
-
-@functools.cache
-def private_memory() -> PrivateMemory:
-    """The private memory of this process."""
-    return PrivateMemory()
 
 
 def size_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._communicators.watch.notes import Note
+from hpcstrat._watchdog.rank_status import RankStatus
 
 SETTLING_SECONDS = 1.5
 """What the launcher, or the rank's own last words, gets to end the job before we do when a rank is dead."""
@@ -15,21 +15,21 @@ SILENT_SECONDS = 2.0
 """After these without a new note, a rank's watch does not run."""
 
 
-class Verdict(NamedTuple):
+class Diagnosis(NamedTuple):
     """What is to be done.
 
     Attributes:
         ends: whether the job ends; else it is a report only.
-        speaker: the rank that says so.
+        reporter: the rank that says so.
         text: what it says.
     """
 
     ends: bool
-    speaker: int
+    reporter: int
     text: str
 
 
-class Judge:
+class StallDetector:
     """Looks at the ranks' notes, again and again.
 
     Args:
@@ -47,7 +47,7 @@ class Judge:
         self._dead_since: float | None = None
         self._reported = False
 
-    def judge(self, notes: Sequence[Note | None], dead: Sequence[int], now: float) -> Verdict | None:
+    def judge(self, notes: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
         """What follows from the notes, if anything.
 
         Args:
@@ -100,7 +100,7 @@ class Judge:
             self._heard = {rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()}
         self._looked = now
 
-    def _silence(self, notes: Sequence[Note | None], now: float) -> list[float]:
+    def _silence(self, notes: Sequence[RankStatus | None], now: float) -> list[float]:
         """For each rank the seconds since its note was last a new one."""
         for rank, note in enumerate(notes):
             beat = -1 if note is None else note.beat
@@ -109,24 +109,24 @@ class Judge:
         return [now - self._heard[rank][1] for rank in range(len(notes))]
 
     def _verdict(
-        self, ends: bool, head: str, notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]
-    ) -> Verdict:
+        self, ends: bool, head: str, notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
+    ) -> Diagnosis:
         last = max((note.number for note in notes if note is not None), default=0)
         groups: dict[str, list[int]] = {}
         for rank, note in enumerate(notes):
             groups.setdefault(_line(note, last, rank in dead, silence[rank]), []).append(rank)
         lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
-        return Verdict(ends, _speaker(notes, dead, silence), f"hpcstrat: {head}{lines}")
+        return Diagnosis(ends, _speaker(notes, dead, silence), f"hpcstrat: {head}{lines}")
 
 
-def _anyone_waits(notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
+def _anyone_waits(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
     """Whether a rank waits that answers: what the others were last seen at may be long over."""
     if all(_is_gone(note) for note in notes):  # then those that have ended wait for processes that do not
         return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(notes)))
     return any(note is not None and note.waits and silence[rank] < SILENT_SECONDS for rank, note in enumerate(notes))
 
 
-def _is_gone(note: Note | None) -> bool:
+def _is_gone(note: RankStatus | None) -> bool:
     return note is not None and note.gone
 
 
@@ -134,7 +134,7 @@ def _quiet(seconds: float) -> str:
     return f"the ranks wait for each other since {seconds:.0f} s"
 
 
-def _speaker(notes: Sequence[Note | None], dead: Sequence[int], silence: Sequence[float]) -> int:
+def _speaker(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
     """The lowest rank that waits, or that lives at all, and whose watch is heard."""
     living = [rank for rank, note in enumerate(notes) if note is not None and rank not in dead]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
@@ -142,7 +142,7 @@ def _speaker(notes: Sequence[Note | None], dead: Sequence[int], silence: Sequenc
     return min(waiting or living, default=0)
 
 
-def _line(note: Note | None, last: int, is_dead: bool, silence: float) -> str:
+def _line(note: RankStatus | None, last: int, is_dead: bool, silence: float) -> str:
     if note is None:
         return "never heard of"
     call = f"call {note.number}, {note.call}" if note.call else "no call"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from hpcstrat import _failure
-from hpcstrat._communicators.records import Words
-from hpcstrat._communicators.watch import notes
+from hpcstrat._communicators.protocol import CallDescription
 from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._watchdog.rank_status import user_frame
 
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
@@ -27,7 +27,7 @@ _MANY = 4
 """Things passed up to which they are shown although they are equal."""
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank tells.
 
     Attributes:
@@ -36,14 +36,14 @@ class Told(NamedTuple):
         problem: the class and the text of the exception that it raises; `None` where it raises none.
     """
 
-    words: Words
+    words: CallDescription
     place: str
     problem: tuple[str, str] | None
 
 
-def tell(words: Words, error: Exception | None) -> Told:
+def report_of(words: CallDescription, error: Exception | None) -> RankReport:
     """What this rank tells, which raises `error` if that is one."""
-    return Told(words, notes.own_place(), None if error is None else _problem(error))
+    return RankReport(words, user_frame(), None if error is None else _problem(error))
 
 
 def _problem(error: Exception) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def _problem(error: Exception) -> tuple[str, str]:
     return name or "RuntimeError", text if name or text.startswith(cls.__name__) else f"{cls.__name__}: {text}"
 
 
-def raise_as(rank: int, other: Told) -> NoReturn:
+def raise_as(rank: int, other: RankReport) -> NoReturn:
     """Raises what another rank does."""
     assert other.problem is not None
     name, message = other.problem
@@ -65,21 +65,23 @@ def raise_as(rank: int, other: Told) -> NoReturn:
     raise consequence
 
 
-def lines(everyones: Sequence[Told]) -> str:
+def lines(everyones: Sequence[RankReport]) -> str:
     """A line a rank: its call, and where it makes it. Of many variables, those by which the ranks differ.
 
     Where they differ by a number alone, such as a learning rate, how that would work.
     """
-    shown = [told.words for told in everyones]
+    shown = [report.words for report in everyones]
     if len({words.call for words in shown}) == 1:
         passed = _different([words.passed for words in shown])
         numbers = _different([words.numbers for words in shown])
-        shown = [Words(words.call, *parts) for words, *parts in zip(shown, passed, numbers, strict=True)]
+        shown = [CallDescription(words.call, *parts) for words, *parts in zip(shown, passed, numbers, strict=True)]
     listed = "".join(
-        f"\n  rank {rank}: {words}, at {told.place}"
-        for rank, (words, told) in enumerate(zip(shown, everyones, strict=True))
+        f"\n  rank {rank}: {words}, at {report.place}"
+        for rank, (words, report) in enumerate(zip(shown, everyones, strict=True))
     )
-    same_but_numbers = len({told.words[:2] for told in everyones}) == 1 and len({words.numbers for words in shown}) > 1
+    same_but_numbers = (
+        len({report.words[:2] for report in everyones}) == 1 and len({words.numbers for words in shown}) > 1
+    )
     return listed + _MODEL_EACH if same_but_numbers else listed
 
 

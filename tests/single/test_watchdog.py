@@ -18,22 +18,22 @@ import numpy as np
 import pytest
 
 from hpcstrat import _failure, _program, _settings
-from hpcstrat._communicators.calls import Calls
-from hpcstrat._communicators.watch import tcp
-from hpcstrat._communicators.watch.boards import SLOT, Board, SharedBoard
-from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, Judge
-from hpcstrat._communicators.watch.notes import LIMIT, Note, find_place
-from hpcstrat._communicators.watch.watch import Watch
+from hpcstrat._communicators.call_state import CallState
+from hpcstrat._watchdog import channels as tcp
+from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
+from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, find_user_frame
+from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
+from hpcstrat._watchdog.watchdog import Watchdog
 
 
 def note(number, waits, **others):
     facts = {"call": "Strategy.reduce(SUM)", "place": "train.py:7 in main", "progress": 0, "patience": 0.0}
-    return Note(**({"number": number, "waits": waits, "gone": False, "process": 4711} | facts | others))
+    return RankStatus(**({"number": number, "waits": waits, "gone": False, "process": 4711} | facts | others))
 
 
 def verdicts(notes, seconds, judge=None, dead=(), start=0.0):
     """What is said in so many seconds in which nothing changes, by the second."""
-    judge = judge or Judge(60, 600)
+    judge = judge or StallDetector(60, 600)
     said = {}
     for tenth in range(int(10 * seconds) + 1):
         beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in notes]
@@ -50,7 +50,7 @@ LATE = [note(8, True), note(7, False, call="Strategy.run", place="train.py:9 in 
 
 def test_a_rank_that_does_not_come():
     said = verdicts(LATE, 700)
-    assert [(second, verdict.ends, verdict.speaker) for second, verdict in said.items()] == [
+    assert [(second, verdict.ends, verdict.reporter) for second, verdict in said.items()] == [
         (60, False, 0),
         (600, True, 0),
     ]
@@ -81,14 +81,14 @@ def test_all_wait_in_one_call():
 
 @pytest.mark.parametrize("change", ["number", "progress"])
 def test_any_progress_begins_anew(change):
-    judge = Judge(60, 600)
+    judge = StallDetector(60, 600)
     assert list(verdicts(LATE, 599, judge)) == [60]
     later = [*LATE[:1], LATE[1]._replace(**{change: getattr(LATE[1], change) + 1}), *LATE[2:]]
     assert list(verdicts(later, 599, judge, start=600.0)) == [60]
 
 
 def test_waiting_begins_when_the_first_rank_waits():
-    judge = Judge(60, 600)
+    judge = StallDetector(60, 600)
     assert verdicts([note(7, False), note(7, False)], 1000, judge) == {}
     assert list(verdicts([note(7, False), note(7, True)], 700, judge, start=1000.0)) == [60, 600]
 
@@ -102,21 +102,21 @@ def test_patience_of_any_rank():
 def test_a_dead_rank(waits):
     notes = [note(8, waits), note(7, False)]
     ((second, verdict),) = verdicts(notes, 10, dead=[1]).items()
-    assert second == SETTLING_SECONDS and verdict.ends and verdict.speaker == 0
+    assert second == SETTLING_SECONDS and verdict.ends and verdict.reporter == 0
     assert "rank 1 (process 4711) ended without leaving the program" in verdict.text
     assert "\n  rank 1: last seen in call 7" in verdict.text
 
 
 def test_the_lowest_that_lives_speaks():
     notes = [note(7, False), note(8, False), note(8, True), note(8, True)]
-    assert verdicts(notes, 700)[60].speaker == 2
-    assert verdicts(notes, 10, dead=[2, 3])[SETTLING_SECONDS].speaker == 0
+    assert verdicts(notes, 700)[60].reporter == 2
+    assert verdicts(notes, 10, dead=[2, 3])[SETTLING_SECONDS].reporter == 0
 
 
 def test_one_that_does_not_answer_does_not_speak():
     notes = [note(8, True, beat=-1), note(8, True), note(7, False, beat=-1)]
     verdict = verdicts(notes, 700)[60]
-    assert verdict.speaker == 1
+    assert verdict.reporter == 1
     assert "\n  rank 0: not answering for 60 s (stopped, or in code that holds Python); last in call 8" in verdict.text
 
 
@@ -126,7 +126,7 @@ def test_what_one_that_does_not_answer_was_at_may_be_long_over():
 
 
 def test_while_the_job_is_suspended_no_time_counts():
-    judge = Judge(60, 600)
+    judge = StallDetector(60, 600)
     assert list(verdicts(LATE, 50, judge)) == []
     assert list(verdicts(LATE, 1000, judge, start=5000.0)) == [10, 550]
 
@@ -143,12 +143,12 @@ def test_a_process_that_does_not_end():
 def test_one_that_left_may_die():
     notes = [note(9, True), note(9, True, gone=True)]
     assert list(verdicts(notes, 50, dead=[1])) == []
-    assert verdicts(notes, 700, dead=[1])[600].speaker == 0
+    assert verdicts(notes, 700, dead=[1])[600].reporter == 0
 
 
 def test_notes_travel_whole():
     slots = np.zeros((2, SLOT), np.uint8)
-    boards = [SharedBoard(rank, slots, [0, 0]) for rank in range(2)]
+    boards = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
     long = note(3, True, call="c" * 5000, place="p" * 5000)
     assert boards[0].swap(long) == [boards[0]._notes[0], None]
     first, second = boards[1].swap(note(4, False))
@@ -165,7 +165,7 @@ def test_notes_travel_whole():
 @pytest.mark.parametrize("text", ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000])
 def test_a_note_of_any_text_fits(text):
     slots = np.zeros((2, SLOT), np.uint8)
-    boards = [SharedBoard(rank, slots, [0, 0]) for rank in range(2)]
+    boards = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
     boards[0].swap(note(3, True, call=text, place=text, patience=float("inf")))
     seen = boards[1].swap(note(4, False))[0]
     assert seen is not None and (seen.number, seen.waits, seen.patience) == (3, True, float("inf"))
@@ -180,19 +180,19 @@ def watch():
 
     def make(board):
         boards.append(board)
-        return Watch(0, Calls(), board)
+        return Watchdog(0, CallState(), board)
 
     yield make
     for board in boards:
         board.is_over.set()
 
 
-class Alone(Board):
+class Alone(StatusChannel):
     """The board of a rank that nobody answers; `trouble` is raised by its `swap`."""
 
     def __init__(self, trouble=None):
         self.trouble = trouble
-        self.notes: list[Note | None] = []
+        self.notes: list[RankStatus | None] = []
         self.is_over = threading.Event()
 
     def swap(self, note):
@@ -247,7 +247,7 @@ def test_no_working_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(folder)
     folder.rmdir()
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(find_place()))  # of the main thread, which is here
+    thread = threading.Thread(target=lambda: found.append(find_user_frame()))  # of the main thread, which is here
     thread.start()
     thread.join()
     assert found[0][0].startswith(f"{__file__}:")
@@ -300,7 +300,7 @@ def test_ranks_that_do_not_connect_are_not_waited_for():
 
 def test_the_end_of_a_process_is_seen():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    board = SharedBoard(0, np.zeros((2, SLOT), np.uint8), [os.getpid(), process.pid])
+    board = SharedMemoryChannel(0, np.zeros((2, SLOT), np.uint8), [os.getpid(), process.pid])
     board.wait(0)
     assert board.dead == []
     process.communicate(b"\n")
@@ -311,7 +311,7 @@ def test_the_end_of_a_process_is_seen():
 
 def test_the_place_is_a_line_of_the_program():
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(find_place()))
+    thread = threading.Thread(target=lambda: found.append(find_user_frame()))
     line = sys._getframe().f_lineno
     thread.start()
     thread.join()
@@ -325,7 +325,7 @@ def test_looking_for_the_place_keeps_nothing_alive():
 
     def function():
         large = Large()
-        thread = threading.Thread(target=find_place)
+        thread = threading.Thread(target=find_user_frame)
         thread.start()
         thread.join()
         return weakref.ref(large)
@@ -339,9 +339,9 @@ def test_looking_for_the_place_keeps_nothing_alive():
 
 
 def test_the_place_of_a_thread_that_waits_in_a_call():
-    from hpcstrat._communicators import barrier
+    from hpcstrat._communicators import shared_memory
 
-    flags = np.zeros(2 * barrier.LINE, np.uint8)
+    flags = np.zeros(2 * shared_memory.LINE, np.uint8)
 
     class Comm:
         rank, size = 0, 2
@@ -352,7 +352,7 @@ def test_the_place_of_a_thread_that_waits_in_a_call():
         def allgather(self, value):
             return [value, value]
 
-    meet = barrier._FlagBarrier(flags, Comm())
+    meet = shared_memory._FlagBarrier(flags, Comm())
 
     def collective():
         meet()
@@ -361,13 +361,13 @@ def test_the_place_of_a_thread_that_waits_in_a_call():
     thread.start()
     try:
         deadline = time.monotonic() + 10
-        while not (found := find_place())[1] and time.monotonic() < deadline:
+        while not (found := find_user_frame())[1] and time.monotonic() < deadline:
             time.sleep(0.01)
         assert found[1] and found[0].endswith(" in collective")
     finally:
-        flags.view(np.int64)[barrier.LINE // 8] = 1
+        flags.view(np.int64)[shared_memory.LINE // 8] = 1
         thread.join(10)
-    assert not find_place()[1]
+    assert not find_user_frame()[1]
 
 
 @pytest.mark.parametrize("value, expected", [("", 60), ("5", 5), (" 0.5 ", 0.5), ("inf", float("inf"))])

@@ -9,21 +9,22 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators import MessageCommunicator
-from hpcstrat._communicators.records import Signature, signature
-from hpcstrat._communicators.segment import Segment
-from hpcstrat._storage.base import Array, UpdateRule, update_rows
-from hpcstrat._storage.memory import Block, private_memory
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._memory.allocator import private_memory
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.segment import Segment
+from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan, Scratch
-from hpcstrat._storage.segment import SegmentStorage
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, ReduceOp
 
 
 @final
-class MirroredStorage(SegmentStorage):
+class MirroredHostStorage(HostStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
-    def __init__(self, communicator: MessageCommunicator) -> None:
+    def __init__(self, communicator: HostCommunicator) -> None:
         super().__init__(communicator)
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
@@ -34,7 +35,7 @@ class MirroredStorage(SegmentStorage):
         self._created = 0
 
     @property
-    def communicator(self) -> MessageCommunicator:
+    def communicator(self) -> HostCommunicator:
         """See `Storage.communicator`."""
         return self._communicator
 
@@ -44,7 +45,7 @@ class MirroredStorage(SegmentStorage):
 
     def _create(self, call: str, initial: Array) -> Block:
         communicator = self._communicator
-        with communicator.joint(call):
+        with communicator.raise_together(call):
             block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
         agreed = signature(call, (initial.dtype, initial.shape, self._number))
@@ -66,14 +67,14 @@ class MirroredStorage(SegmentStorage):
 
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
-        with self._communicator.joint(call):
+        with self._communicator.raise_together(call):
             message = np.zeros(plan.form.nbytes, np.uint8)
             self._communicator.exchange(plan.signature(call, None))
         self._buffers[plan] = message
         plan.buffers = plan.arranged(message)
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
 

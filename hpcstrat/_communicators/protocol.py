@@ -1,14 +1,18 @@
-"""What every collective exchanges first: one small record a rank, and the signature in it that must agree."""
+"""What travels between ranks: the record that begins every call, the signature that must agree, pickled objects."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import io
+import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from hpcstrat._memory.blocks import VariableId
 
 RECORD = 256
 """Bytes of one rank's record."""
@@ -26,31 +30,13 @@ OK, FAILED, LEAVING = 0, 1, 2
 """Status of a rank: it makes the call; it found an argument wrong; it leaves the program."""
 
 
-class Held(NamedTuple):
-    """A variable among the facts of a call.
-
-    Attributes:
-        name: in quotes, as the user gave it.
-        number: how many its storage had made, with it.
-        storage: how many storages the ranks had made, with its own.
-        dtype: its dtype.
-        shape: its shape.
-    """
-
-    name: str
-    number: int
-    storage: int
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-
-
 class Listed(NamedTuple):
     """Facts of which there may be very many."""
 
     items: tuple[str, ...]
 
 
-class Words(NamedTuple):
+class CallDescription(NamedTuple):
     """A call as it is shown.
 
     Attributes:
@@ -69,7 +55,7 @@ class Words(NamedTuple):
         return f"{self.call}{passed}{numbers}"
 
 
-class Signature(NamedTuple):
+class CallSignature(NamedTuple):
     """What must be equal on all ranks for a collective to be the same one.
 
     Attributes:
@@ -86,48 +72,48 @@ class Signature(NamedTuple):
     numbers: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
 
-    def with_numbers(self, numbers: tuple[float, ...], names: tuple[str, ...] = ()) -> Signature:
+    def with_numbers(self, numbers: tuple[float, ...], names: tuple[str, ...] = ()) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
         digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
         return self._replace(digest=digest, numbers=numbers, names=names)
 
-    def words(self) -> Words:
+    def words(self) -> CallDescription:
         """The same for a reader."""
         arguments, passed = [], []
         for fact in self.facts:
             if isinstance(fact, Listed):
                 passed += fact.items
-            elif isinstance(fact, Held) and self.call.endswith(f" of {fact.name}"):
-                return Words(f"{self.call} ({_facts_of(fact)})")
-            elif (form := _form(fact)) is not None:
-                passed.append(form)
+            elif isinstance(fact, VariableId) and self.call.endswith(f" of {fact.name}"):
+                return CallDescription(f"{self.call} ({_facts_of(fact)})")
+            elif (described := _describe(fact)) is not None:
+                passed.append(described)
             elif fact != "*":  # a nest that is one leaf
                 arguments.append(str(fact))
         call = self.call if passed and not arguments else f"{self.call}({', '.join(arguments)})"
         names = self.names or [""] * len(self.numbers)
         numbers = [f"{name}={n:g}" if name else f"{n:g}" for name, n in zip(names, self.numbers, strict=True)]
-        return Words(call, tuple(passed), tuple(numbers))
+        return CallDescription(call, tuple(passed), tuple(numbers))
 
     def __str__(self) -> str:
         return str(self.words())
 
 
-def new_signature(call: str, *facts: Any) -> Signature:
+def new_signature(call: str, *facts: Any) -> CallSignature:
     """The signature of `call`, the user's name of a method, with these hashable facts."""
     text = f"{call}({', '.join(_show(fact) for fact in facts)})"
-    return Signature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, facts)
+    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, facts)
 
 
 signature = functools.lru_cache(maxsize=8192)(new_signature)
 """`new_signature`, kept for the next call of the same facts."""
 
 
-def _form(fact: Any) -> str | None:
+def _describe(fact: Any) -> str | None:
     """An array or a variable in words; `None` of other facts."""
     if isinstance(fact, np.dtype):
         return fact.name
-    if isinstance(fact, Held):
+    if isinstance(fact, VariableId):
         return (
             f"{fact.name} ({fact.dtype.name} of shape {fact.shape}, variable {fact.number} of storage {fact.storage})"
         )
@@ -147,12 +133,12 @@ def _show(fact: Any) -> str:
     return str(fact)
 
 
-def _facts_of(variable: Held) -> str:
+def _facts_of(variable: VariableId) -> str:
     _, number, storage, dtype, shape = variable
     return f"{dtype.name} of shape {shape}, variable {number} of storage {storage}"
 
 
-def pack(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
+def pack_record(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
     """A record but for the message in it, `WHOLE` bytes. The first `COMMON` are equal on all ranks if all is well."""
     return _WHOLE.pack(number, faults, status, digest, nbytes)
 
@@ -163,6 +149,55 @@ def message_sizes(posted: Sequence[Any]) -> list[int]:
     return [unpack(record, COMMON)[0] for record in posted]
 
 
-def read(record: Any) -> tuple[int, int, int, bytes]:
+def read_record(record: Any) -> tuple[int, int, int, bytes]:
     """Number of the call, faults, status and digest of a record."""
     return _COMMON.unpack_from(record)
+
+
+_COUNT = struct.Struct("<q")
+
+
+class ObjectMessage:
+    """An object in the form in which it travels: counts, the pickle, then the buffers of its arrays.
+
+    Attributes:
+        nbytes: bytes of the whole.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
+        body = file.getvalue()
+        parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
+        counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
+        self._parts = [memoryview(counts), *parts]
+        self.nbytes = sum(part.nbytes for part in self._parts)
+
+    def write(self, target: np.ndarray[Any, Any]) -> None:
+        """Copies the message to the first bytes of `target`."""
+        start = 0
+        for part in self._parts:
+            target[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
+            start += part.nbytes
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """As NumPy has it, but a read-only array is not read-only where it arrives."""
+        if type(obj) is np.ndarray and not obj.flags.writeable:
+            return obj.copy("K").__reduce_ex__(5)
+        return NotImplemented
+
+
+def load_object(message: np.ndarray[Any, Any]) -> Any:
+    """The object of a message. Its arrays are fresh and may be written."""
+    data = memoryview(message)  # pyright: ignore[reportArgumentType]
+    (count,) = _COUNT.unpack_from(data)
+    sizes = struct.unpack_from(f"<{count}q", data, _COUNT.size)
+    start = _COUNT.size * (count + 1)
+    parts: list[Any] = []
+    for size in sizes:
+        parts.append(bytearray(data[start : start + size]))
+        start += size
+    return pickle.loads(parts[0], buffers=parts[1:])

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from typing import final
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array
-from hpcstrat._communicators.records import Signature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule, slot_values, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
-from hpcstrat._storage.memory import Block
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, ReduceOp
 
 
 @final
-class BroadcastStorage(DeviceStorage):
+class CentralDeviceStorage(DeviceStorage):
     """The parameter rank alone updates variables, and alone has their slots; every rank has a copy to read.
 
     An update: each rank packs its gradients into one flat message by one kernel; one reduction to the parameter rank;
@@ -27,7 +26,7 @@ class BroadcastStorage(DeviceStorage):
     def _create_slot(self, call: str, variable: Block, value: float) -> Block:
         """See `Storage.create_slot`. On the other ranks the block has no numbers."""
         communicator = self._communicator
-        with communicator.joint(call), self._current():
+        with communicator.raise_together(call), self._current():
             number = self._created + 1
             if self._is_root:
                 block = self._master.place(variable.array.shape, variable.array.dtype, number)
@@ -43,7 +42,7 @@ class BroadcastStorage(DeviceStorage):
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
-        self, agreed: Signature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator

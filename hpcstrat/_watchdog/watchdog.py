@@ -1,4 +1,4 @@
-"""The thread that watches, and what the rest of the library tells it."""
+"""The thread that watches for ranks that wait for each other without end, and what the rest of the library tells it."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hpcstrat import _failure, _guard, _settings
-from hpcstrat._communicators.calls import Calls
-from hpcstrat._communicators.watch import notes
-from hpcstrat._communicators.watch.boards import Board
-from hpcstrat._communicators.watch.judge import SETTLING_SECONDS, SILENT_SECONDS, Judge, Verdict
+from hpcstrat import _failure, _guard, _launcher, _settings
+from hpcstrat._communicators.call_state import CallState
+from hpcstrat._watchdog.channels import StatusChannel
+from hpcstrat._watchdog.rank_status import RankStatus, find_user_frame, user_frame
+from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, SILENT_SECONDS, Diagnosis, StallDetector
 
 _BEAT_SECONDS = 0.5
 _SHORTEST_BEAT_SECONDS = 0.01
 _TROUBLES = 3  # errors of its own that the watch tells of
 _GUARD_SECONDS = 0.5  # that a thread of this rank gets to end the job, before its guard does
-_GRACE_SECONDS = 5.0  # that the speaker gets to end the job; after them another does
+_GRACE_SECONDS = 5.0  # that the reporter gets to end the job; after them another does
 
 
-class Watch:
+class Watchdog:
     """Tells the other ranks where this one is, and ends the job when they wait for each other without end.
 
     It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of the one that works.
@@ -32,13 +32,13 @@ class Watch:
         board: connects the ranks' watches.
     """
 
-    def __init__(self, rank: int, calls: Calls, board: Board) -> None:
+    def __init__(self, rank: int, calls: CallState, board: StatusChannel) -> None:
         self._rank = rank
         self._calls = calls
         self._board = board
         self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
         self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
-        self._judge = Judge(self._stall_seconds, self._timeout_seconds)
+        self._judge = StallDetector(self._stall_seconds, self._timeout_seconds)
         self._patience: list[float] = []  # seconds of each block that this rank is in
         self._progress = 0
         self._gone = False
@@ -86,13 +86,13 @@ class Watch:
         with contextlib.suppress(Exception), self._lock:
             self._board.swap(self._note())
 
-    def _note(self) -> notes.Note:
-        place, waits = notes.find_place()
+    def _note(self) -> RankStatus:
+        place, waits = find_user_frame()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
         calls = self._calls
         self._beat += 1
-        return notes.Note(
+        return RankStatus(
             calls.number,
             str(calls.agreed or ""),
             place,
@@ -148,14 +148,14 @@ class Watch:
             self._resumed = now
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
-            place, _ = notes.find_place()
+            place, _ = find_user_frame()
             _failure.end_job(
                 f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
                 f"this rank was at {place}. Look whether rank 0 still runs, and its host still answers"
             )
 
-    def _act(self, verdict: Verdict) -> None:
-        if verdict.speaker == self._rank or not self._board.judges_everywhere:
+    def _act(self, verdict: Diagnosis) -> None:
+        if verdict.reporter == self._rank or not self._board.every_rank_sees_all:
             if verdict.ends:
                 _failure.end_job(verdict.text)
             _failure.say(verdict.text)
@@ -175,7 +175,7 @@ def waiting_for_all(what: str) -> Iterator[None]:
     """
     stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
     timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
-    place = notes.own_place()
+    place = user_frame()
     report = (
         f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
         "have come; all must make a strategy. The job ends after "
@@ -202,3 +202,22 @@ def waiting_for_all(what: str) -> Iterator[None]:
             yield
     finally:
         is_done.set()
+
+
+_LOOK_SECONDS = 1.0
+
+
+def end_with_launcher() -> None:
+    """From now on this rank ends when its launcher's process, which has started it, is no more."""
+    launcher, process = _launcher.find(), _launcher.find_process()
+    if launcher is not None and process is not None:
+        threading.Thread(target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True).start()
+
+
+def _watch(name: str, process: int) -> None:
+    while _launcher.is_there(process):
+        time.sleep(_LOOK_SECONDS)
+    _failure.end_rank(
+        f"hpcstrat: this rank ends: the process that has started it ({name}, process {process}) was killed; look who "
+        "ends it, and at its host's memory"
+    )

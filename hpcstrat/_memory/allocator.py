@@ -1,7 +1,10 @@
-"""Memory for variables that cannot be reserved in one piece: on a GPU, or pinned on the host."""
+"""Who has which bytes of memory: ranges of a segment, and slabs where no segment can be reserved."""
 
 from __future__ import annotations
 
+import bisect
+import functools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -10,15 +13,103 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Array
-from hpcstrat._communicators.heap import Heap
-from hpcstrat._storage.memory import Block, read_only, size_of
+from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
+from hpcstrat._memory.segment import private_segment
+from hpcstrat._types import Array
 
 ALIGNMENT = 256
 """Bytes to whose multiples every variable starts, as matrix products want it."""
 _SMALLEST, _LARGEST = 1 << 26, 1 << 30  # of a slab, but for one variable alone
 _UNIT = 1 << 21  # a slab's size is a multiple of this
-_APART = 1 << 44  # so that no two slabs touch in the addresses that blocks have
+SLAB_ADDRESS_STRIDE = 1 << 44  # so that no two slabs touch in the addresses that blocks have
+
+
+class RangeAllocator:
+    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not tell.
+
+    A range follows the one before it where there is room, and holes are filled when the end is reached: what is made
+    together lies in a row, and is updated as one, whatever was freed before.
+
+    Args:
+        start: the first byte to hand out.
+        stop: the byte after the last one.
+    """
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._free: list[tuple[int, int]] = [(start, stop)]
+        self._last = start  # where the range that was handed out last ends
+
+    def allocate(self, nbytes: int, alignment: int) -> int:
+        """The first byte of a free range of this size.
+
+        Raises:
+            MemoryError: there is none.
+        """
+        first = bisect.bisect(self._free, (self._last, 0))
+        if first and self._free[first - 1][1] > self._last:  # that range was freed
+            first -= 1
+        for i in (*range(first, len(self._free)), *range(first)):
+            start, stop = self._free[i]
+            begin = -(-start // alignment) * alignment
+            if begin + nbytes <= stop:
+                rest = [(start, begin), (begin + nbytes, stop)]
+                self._free[i : i + 1] = [(a, b) for a, b in rest if a < b]
+                self._last = begin + nbytes
+                return begin
+        raise MemoryError(
+            f"no {nbytes:,} bytes in a row are left of the memory that was reserved for variables; "
+            "make them smaller, or start fewer ranks on a host"
+        )
+
+    def free(self, start: int, nbytes: int) -> tuple[int, int]:
+        """Takes a range back; returns the whole free range that it is now part of."""
+        stop = start + nbytes
+        i = bisect.bisect(self._free, (start, stop))
+        if i < len(self._free) and self._free[i][0] == stop:
+            stop = self._free.pop(i)[1]
+        if i > 0 and self._free[i - 1][1] == start:
+            start = self._free.pop(i - 1)[0]
+            i -= 1
+        if start < stop:
+            self._free.insert(i, (start, stop))
+        return start, stop
+
+
+class PrivateMemory:
+    """Memory of this process alone."""
+
+    def __init__(self) -> None:
+        self.segment = private_segment()
+        self._heap = RangeAllocator(0, self.segment.size)
+        self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
+        self._lock = threading.Lock()
+
+    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
+        """A new block of this number, whose memory returns when it dies.
+
+        Raises:
+            MemoryError: there is not enough.
+        """
+        with self._lock:
+            while self._dead:
+                start, stop = self._dead.popleft()
+                self.segment.release(*self._heap.free(start, stop - start))
+            nbytes = size_of(shape, dtype)
+            start = self._heap.allocate(nbytes, dtype.itemsize)
+            try:
+                self.segment.commit(start, start + nbytes)
+            except MemoryError:
+                self._heap.free(start, nbytes)
+                raise
+        block = block_of(self.segment, start, shape, dtype, number)
+        weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
+        return block
+
+
+@functools.cache
+def private_memory() -> PrivateMemory:
+    """The private memory of this process."""
+    return PrivateMemory()
 
 
 class _Slab:
@@ -28,11 +119,11 @@ class _Slab:
 
     def __init__(self, array: Array, start: int) -> None:
         self.array = array
-        self.heap = Heap(start, start + array.size)
+        self.heap = RangeAllocator(start, start + array.size)
         self.blocks = 0
 
 
-class SlabMemory:
+class SlabAllocator:
     """Slabs of memory of this process, in which variables made one after another lie in a row.
 
     Each is as large as all before it together, within limits, and has room for two variables like its first, so that a
@@ -56,12 +147,12 @@ class SlabMemory:
         """
         while self._dead:
             start, nbytes = self._dead.popleft()
-            slab = self._slabs[start // _APART]
+            slab = self._slabs[start // SLAB_ADDRESS_STRIDE]
             slab.heap.free(start, nbytes)
             slab.blocks -= 1
         nbytes = size_of(shape, dtype)
         start = self._find(nbytes)
-        self._slabs[start // _APART].blocks += 1
+        self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
         part = self.part(start, start + nbytes)
         readable = part if _gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
         array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
@@ -76,7 +167,7 @@ class SlabMemory:
             except MemoryError:  # not in this slab
                 continue
         self._slabs = {number: slab for number, slab in self._slabs.items() if slab.blocks}
-        slab = _Slab(self._new_slab(nbytes), self._made * _APART)
+        slab = _Slab(self._new_slab(nbytes), self._made * SLAB_ADDRESS_STRIDE)
         self._slabs[self._made] = slab
         self._made += 1
         return slab.heap.allocate(nbytes, ALIGNMENT)
@@ -93,8 +184,8 @@ class SlabMemory:
 
     def part(self, start: int, stop: int) -> Array:
         """The bytes between two addresses of one slab, a flat array."""
-        base = start // _APART * _APART
-        return self._slabs[start // _APART].array[start - base : stop - base]
+        base = start // SLAB_ADDRESS_STRIDE * SLAB_ADDRESS_STRIDE
+        return self._slabs[start // SLAB_ADDRESS_STRIDE].array[start - base : stop - base]
 
     def has(self, array: Array) -> bool:
         """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
@@ -105,10 +196,10 @@ class SlabMemory:
         return any(_gpu.is_on_gpu(slab) and slab.data.ptr <= place < slab.data.ptr + slab.nbytes for slab in slabs)
 
 
-_by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabMemory] = weakref.WeakKeyDictionary()
+_by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
 
 
-def gpu_memory(stream: _gpu.Stream) -> SlabMemory:
+def gpu_memory(stream: _gpu.Stream) -> SlabAllocator:
     """The memory for variables on a stream's GPU, the same for all strategies on this stream."""
     if stream not in _by_stream:
         xp, ordinal = stream.xp, stream.ordinal
@@ -125,7 +216,7 @@ def gpu_memory(stream: _gpu.Stream) -> SlabMemory:
                 slab.fill(0)
                 return slab
 
-        _by_stream[stream] = SlabMemory(allocate)
+        _by_stream[stream] = SlabAllocator(allocate)
     return _by_stream[stream]
 
 
@@ -138,9 +229,9 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
         ) from error
 
 
-def host_memory(is_pinned: bool) -> SlabMemory:
+def host_memory(is_pinned: bool) -> SlabAllocator:
     """Host memory for variables of this process, pinned where a GPU copies from it."""
     if is_pinned:
         # CuPy has powers of two only, and what a slab left of one would be lost.
-        return SlabMemory(lambda nbytes: _gpu.pinned(1 << (nbytes - 1).bit_length()))
-    return SlabMemory(lambda nbytes: np.empty(nbytes, np.uint8))
+        return SlabAllocator(lambda nbytes: _gpu.pinned(1 << (nbytes - 1).bit_length()))
+    return SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))

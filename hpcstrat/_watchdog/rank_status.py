@@ -11,9 +11,8 @@ import threading
 from types import FrameType
 from typing import NamedTuple
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CALLS = os.path.join(_PACKAGE, "_communicators") + os.sep
-_WATCH = os.path.join(_CALLS, "watch") + os.sep
 _OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions stand in the place of Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a note, the first that fits
 
@@ -21,7 +20,7 @@ LIMIT = 2000
 """Bytes of a packed note at most."""
 
 
-class Note(NamedTuple):
+class RankStatus(NamedTuple):
     """One rank at one moment.
 
     Attributes:
@@ -57,7 +56,7 @@ class Note(NamedTuple):
         return message
 
     @classmethod
-    def unpack(cls, message: bytes) -> Note:
+    def unpack(cls, message: bytes) -> RankStatus:
         """Of what `pack` gives.
 
         Raises:
@@ -69,7 +68,7 @@ class Note(NamedTuple):
         return cls(*fields)
 
 
-def find_place() -> tuple[str, bool]:
+def find_user_frame() -> tuple[str, bool]:
     """Where this process is in the user's program, and whether that waits in a collective call.
 
     The thread that makes a collective call counts, else the main thread. The library's own threads do not.
@@ -86,12 +85,12 @@ def find_place() -> tuple[str, bool]:
     return _place(main), False
 
 
-def own_place() -> str:
+def user_frame() -> str:
     """Where this thread is in the user's program."""
     return _place(sys._getframe())
 
 
-def place_in_call(thread: int) -> str | None:
+def user_frame_in_call(thread: int) -> str | None:
     """Where another thread is in the user's program, if it is there in a call of the library; else `None`.
 
     In a replica function it is not: that is the program's own.
@@ -110,7 +109,7 @@ def place_in_call(thread: int) -> str | None:
 def _is_in_a_call(frame: FrameType | None) -> bool:
     while frame is not None:
         path = frame.f_code.co_filename
-        if path.startswith(_CALLS) and not path.startswith(_WATCH):
+        if path.startswith(_CALLS):
             return True
         frame = frame.f_back
     return False

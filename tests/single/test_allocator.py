@@ -2,16 +2,16 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from hpcstrat._communicators.heap import Heap
+from hpcstrat._memory.allocator import RangeAllocator
 
 
 def test_neighbours_are_back_to_back():
-    heap = Heap(100, 1000)
+    heap = RangeAllocator(100, 1000)
     assert [heap.allocate(10, 1), heap.allocate(20, 1), heap.allocate(5, 1)] == [100, 110, 130]
 
 
 def test_alignment():
-    heap = Heap(0, 100)
+    heap = RangeAllocator(0, 100)
     assert heap.allocate(3, 1) == 0
     assert heap.allocate(16, 8) == 8
     assert heap.allocate(76, 1) == 24
@@ -19,7 +19,7 @@ def test_alignment():
 
 
 def test_what_is_made_together_lies_in_a_row():
-    heap = Heap(0, 1000)
+    heap = RangeAllocator(0, 1000)
     starts = [heap.allocate(100, 1) for _ in range(6)]
     heap.free(starts[1], 100)
     heap.free(starts[3], 100)
@@ -31,7 +31,7 @@ def test_what_is_made_together_lies_in_a_row():
 
 
 def test_holes_are_filled_when_the_end_is_reached():
-    heap = Heap(0, 1000)
+    heap = RangeAllocator(0, 1000)
     starts = [heap.allocate(100, 1) for _ in range(6)]
     heap.free(starts[1], 100)
     heap.free(starts[3], 100)
@@ -44,7 +44,7 @@ def test_holes_are_filled_when_the_end_is_reached():
 
 
 def test_free_ranges_grow_together():
-    heap = Heap(0, 100)
+    heap = RangeAllocator(0, 100)
     starts = [heap.allocate(20, 1) for _ in range(5)]
     assert heap.free(starts[1], 20) == (20, 40)
     assert heap.free(starts[3], 20) == (60, 80)
@@ -55,7 +55,7 @@ def test_free_ranges_grow_together():
 
 
 def test_nothing_takes_no_room():
-    heap = Heap(0, 8)
+    heap = RangeAllocator(0, 8)
     assert heap.allocate(0, 8) == 0
     assert heap.allocate(8, 8) == 0
     heap.free(0, 0)
@@ -66,7 +66,7 @@ def test_nothing_takes_no_room():
 
 
 def test_when_it_is_full():
-    heap = Heap(0, 100)
+    heap = RangeAllocator(0, 100)
     heap.allocate(60, 1)
     with pytest.raises(MemoryError, match="no 1,000,000 bytes in a row are left"):
         heap.allocate(1_000_000, 1)
@@ -78,7 +78,7 @@ def test_when_it_is_full():
     st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.sampled_from([1, 2, 4, 8, 16])), max_size=60)
 )
 def test_ranges_never_overlap(steps):
-    heap = Heap(64, 1024)
+    heap = RangeAllocator(64, 1024)
     taken: list[tuple[int, int]] = []
     for frees, number, alignment in steps:
         if frees and taken:

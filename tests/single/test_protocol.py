@@ -2,23 +2,33 @@ import numpy as np
 import pytest
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators import records, told
-from hpcstrat._communicators.records import COMMON, HEADER, PAYLOAD, RECORD, Held, Listed, Signature, Words, signature
+from hpcstrat._communicators import mismatch, protocol
+from hpcstrat._communicators.protocol import (
+    COMMON,
+    HEADER,
+    PAYLOAD,
+    RECORD,
+    CallDescription,
+    CallSignature,
+    Listed,
+    VariableId,
+    signature,
+)
 
 
 def test_a_record_holds_what_was_put_in():
     digest = bytes(range(16))
-    packed = records.pack(2**40, 2**50 + 1, records.LEAVING, digest, 2**33)
-    assert COMMON < len(packed) == records.WHOLE <= HEADER and HEADER + PAYLOAD == RECORD
+    packed = protocol.pack_record(2**40, 2**50 + 1, protocol.LEAVING, digest, 2**33)
+    assert COMMON < len(packed) == protocol.WHOLE <= HEADER and HEADER + PAYLOAD == RECORD
     buffer = np.zeros(RECORD, np.uint8)
     buffer[: len(packed)] = np.frombuffer(packed, np.uint8)
     for form in (packed, memoryview(buffer)):  # pyright: ignore[reportArgumentType]
-        assert records.message_sizes([form]) == [2**33]
-        assert records.read(form) == (2**40, 2**50 + 1, records.LEAVING, digest)
+        assert protocol.message_sizes([form]) == [2**33]
+        assert protocol.read_record(form) == (2**40, 2**50 + 1, protocol.LEAVING, digest)
 
 
 def test_the_size_is_no_part_of_what_must_agree():
-    one, other = (records.pack(1, 0, records.OK, bytes(16), nbytes) for nbytes in (3, 4))
+    one, other = (protocol.pack_record(1, 0, protocol.OK, bytes(16), nbytes) for nbytes in (3, 4))
     assert one[:COMMON] == other[:COMMON] and one != other
 
 
@@ -47,11 +57,11 @@ def test_numbers_are_part_of_it():
     assert found[0].digest != signature("call", (4,)).with_numbers((0.1,)).digest
     assert str(found[2]) == "call((3,)) with 0.1, 0"
     assert str(plain.with_numbers((0.1, 2.0), ("rate", "step"))) == "call((3,)) with rate=0.1, step=2"
-    assert isinstance(found[0], Signature) and found[0].numbers == (0.1,)
+    assert isinstance(found[0], CallSignature) and found[0].numbers == (0.1,)
 
 
 def test_a_call_in_words():
-    v, w = (Held(f"'{name}'", number, 1, np.dtype("f4"), (2,)) for number, name in enumerate("vw", 1))
+    v, w = (VariableId(f"'{name}'", number, 1, np.dtype("f4"), (2,)) for number, name in enumerate("vw", 1))
     in_words = "float32 of shape (2,), variable 1 of storage 1"
     for made, expected in [
         (signature("barrier"), "barrier()"),
@@ -67,24 +77,24 @@ def test_a_call_in_words():
 
 
 def rank(*passed, place="p.py:1 in f", call="apply(SUM)", numbers=()):
-    return told.Told(Words(call, passed, numbers), place, None)
+    return mismatch.RankReport(CallDescription(call, passed, numbers), place, None)
 
 
 def test_lines_of_few_things_are_whole():
     everyones = [rank("a", "b"), rank("a", place="p.py:2 in g", numbers=("rate=1",))]
-    assert told.lines(everyones) == (
+    assert mismatch.lines(everyones) == (
         "\n  rank 0: apply(SUM) of a, b, at p.py:1 in f\n  rank 1: apply(SUM) of a with rate=1, at p.py:2 in g"
     )
 
 
 def test_lines_of_many_things_tell_the_difference():
     many = [f"v{i}" for i in range(100)]
-    lines = told.lines([rank(*many), rank(*many[1:], "w")]).splitlines()[1:]
+    lines = mismatch.lines([rank(*many), rank(*many[1:], "w")]).splitlines()[1:]
     assert lines[0] == "  rank 0: apply(SUM) of v0, and 99 that all have, at p.py:1 in f"
     assert lines[1] == "  rank 1: apply(SUM) of w, and 99 that all have, at p.py:1 in f"
-    assert "rank 1: apply(SUM) of 1 that all have, at" in told.lines([rank(*many), rank("v0")])
+    assert "rank 1: apply(SUM) of 1 that all have, at" in mismatch.lines([rank(*many), rank("v0")])
     for other in (rank(*(f"w{i}" for i in range(100))), rank(*many, numbers=("rate=2",))):
-        lines = told.lines([rank(*many, numbers=("rate=1",)), other])
+        lines = mismatch.lines([rank(*many, numbers=("rate=1",)), other])
         assert len(lines) < 400 and "92 more" in lines
 
 
@@ -109,5 +119,5 @@ class Mute(Exception):
 )
 def test_what_other_ranks_raise_is_never_without_a_text(error, cls, text):
     with pytest.raises(cls) as caught:
-        told.raise_as(1, told.tell(Words("call"), error))
+        mismatch.raise_as(1, mismatch.report_of(CallDescription("call"), error))
     assert type(caught.value) is cls and str(caught.value) == f"{text} (found by rank 1)"

@@ -1,19 +1,128 @@
-"""How the ranks' notes get from host to host: by TCP, and not by MPI, which the main thread may be inside."""
+"""How the ranks' states get from one to another: by shared memory on one host, by TCP between hosts."""
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import os
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, final
 
-from hpcstrat._communicators.watch.boards import Board
-from hpcstrat._communicators.watch.notes import Note
+from hpcstrat._watchdog.rank_status import RankStatus
+
+SLOT = 2048
+"""Bytes of a rank's note in shared memory."""
+
+_HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the writer writes
+
+
+class StatusChannel(abc.ABC):
+    """Where each rank leaves its note.
+
+    Attributes:
+        every_rank_sees_all: whether every rank sees all notes; else rank 0 alone does.
+    """
+
+    every_rank_sees_all: bool = True
+
+    @abc.abstractmethod
+    def swap(self, note: RankStatus) -> list[RankStatus | None] | None:
+        """Leaves this rank's note; returns all ranks' last ones, or `None` where this rank is not told."""
+
+    @abc.abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Returns after these seconds, or earlier where a rank has died."""
+
+    @property
+    @abc.abstractmethod
+    def dead(self) -> list[int]:
+        """Ranks whose processes are known to be no more."""
+
+    def silent_since(self) -> float | None:
+        """When rank 0 was last heard of, by `time.monotonic`, where it alone judges and this is another rank."""
+        return None
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Gives back what it holds."""
+
+
+@final
+class SharedMemoryChannel(StatusChannel):
+    """A slot of shared memory for each rank of one host.
+
+    Args:
+        rank: this process's.
+        slots: `SLOT` bytes a rank, shape `(size, SLOT)`, zeros at first, shared by the ranks.
+        processes: the process id of each rank, 0 for those whose end this process cannot see.
+    """
+
+    def __init__(self, rank: int, slots: Any, processes: Sequence[int]) -> None:
+        self._rank = rank
+        self._slots = [memoryview(slot) for slot in slots]
+        self._notes: list[RankStatus | None] = [None] * len(self._slots)
+        self._poll = select.poll()
+        self._files: dict[int, int] = {}  # of the processes that can be watched -> rank
+        self.dead_ranks: list[int] = []
+        for other, process in enumerate(processes):
+            if other != rank and process:
+                with contextlib.suppress(OSError, AttributeError):  # then it is the launcher's to notice
+                    self._files[os.pidfd_open(process)] = other
+        for file in self._files:
+            self._poll.register(file, select.POLLIN)
+
+    def swap(self, note: RankStatus) -> list[RankStatus | None]:
+        message = note.pack()
+        slot = self._slots[self._rank]
+        slot[_HEAD.size : _HEAD.size + len(message)] = message
+        slot[: _HEAD.size] = _HEAD.pack(len(message), zlib.crc32(message))
+        for rank, slot in enumerate(self._slots):
+            length, checksum = _HEAD.unpack_from(slot)
+            message = bytes(slot[_HEAD.size : _HEAD.size + min(length, SLOT - _HEAD.size)])
+            if message and zlib.crc32(message) == checksum:
+                self._notes[rank] = RankStatus.unpack(message)
+        return self._notes
+
+    def wait(self, seconds: float) -> None:
+        for file, _ in self._poll.poll(1000 * seconds):
+            self.dead_ranks.append(self._files.pop(file))
+            self._poll.unregister(file)
+            os.close(file)
+
+    @property
+    def dead(self) -> list[int]:
+        return self.dead_ranks
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[0])
+
+
+def share_memory_channel(comm: Any, slots: Any) -> SharedMemoryChannel:
+    """The board of ranks on one host. Collective.
+
+    Args:
+        comm: their MPI communicator.
+        slots: see `SharedMemoryChannel`.
+    """
+    everyones = comm.allgather((os.getpid(), _process_namespace()))
+    own = everyones[comm.rank][1]
+    return SharedMemoryChannel(comm.rank, slots, [process if space == own else 0 for process, space in everyones])
+
+
+def _process_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return f"of process {os.getpid()}"
+
 
 _PREFIX = struct.Struct("<I")
 _BEAT = b"b"  # of rank 0: it is alive, and watches
@@ -23,7 +132,7 @@ _LOOK_SECONDS = 0.2  # after which it may be found that the time is over
 
 
 @final
-class TcpBoard(Board):
+class TcpChannel(StatusChannel):
     """Every rank sends its notes to rank 0, which judges, and says so. When it ends, its connections close.
 
     Args:
@@ -32,12 +141,12 @@ class TcpBoard(Board):
         sockets: on rank 0 each other rank's, by its rank; on the others rank 0's, as that of 0.
     """
 
-    judges_everywhere = False
+    every_rank_sees_all = False
 
     def __init__(self, rank: int, size: int, sockets: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._notes: list[Note | None] = [None] * size
+        self._notes: list[RankStatus | None] = [None] * size
         self._received: dict[int, bytes] = dict.fromkeys(sockets, b"")
         self._dead: list[int] = []
         self._heard = time.monotonic()
@@ -47,7 +156,7 @@ class TcpBoard(Board):
             other.setblocking(False)
             self._poll.register(other, select.POLLIN)
 
-    def swap(self, note: Note) -> list[Note | None] | None:
+    def swap(self, note: RankStatus) -> list[RankStatus | None] | None:
         if self._rank == 0:
             self._notes[0] = note
             for one in self._sockets.values():
@@ -84,7 +193,7 @@ class TcpBoard(Board):
             (length,) = _PREFIX.unpack_from(waiting)
             if len(waiting) < _PREFIX.size + length:
                 break
-            self._notes[other] = Note.unpack(waiting[_PREFIX.size : _PREFIX.size + length])
+            self._notes[other] = RankStatus.unpack(waiting[_PREFIX.size : _PREFIX.size + length])
             waiting = waiting[_PREFIX.size + length :]
         self._received[other] = waiting
 
@@ -101,7 +210,7 @@ class TcpBoard(Board):
         self._sockets = {}
 
 
-def connect_by_tcp(comm: Any) -> TcpBoard | None:
+def connect_by_tcp(comm: Any) -> TcpChannel | None:
     """The board of ranks on several hosts, or `None` on all of them where some cannot reach rank 0. Collective.
 
     Args:
@@ -129,7 +238,7 @@ def connect_by_tcp(comm: Any) -> TcpBoard | None:
         is_complete = comm.bcast(None)
         sockets = {} if own is None else {0: own}
     if is_complete:
-        return TcpBoard(comm.rank, comm.size, sockets)
+        return TcpChannel(comm.rank, comm.size, sockets)
     for one in sockets.values():
         one.close()
     return None

@@ -9,8 +9,8 @@ import weakref
 from typing import NamedTuple, NoReturn
 
 from hpcstrat import _world
-from hpcstrat._communicators.records import Signature
-from hpcstrat._communicators.watch import notes
+from hpcstrat._communicators.protocol import CallSignature
+from hpcstrat._watchdog.rank_status import user_frame, user_frame_in_call
 
 
 class Torn(NamedTuple):
@@ -25,7 +25,7 @@ class Torn(NamedTuple):
     error: BaseException
 
 
-class Calls:
+class CallState:
     """What the communicators of one group have in common.
 
     Attributes:
@@ -50,7 +50,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.number: int = 0
-        self.agreed: Signature | None = None
+        self.agreed: CallSignature | None = None
         self.settled: int = 0
         self.storages: int = 0
         self.thread: int = threading.get_ident()
@@ -86,7 +86,7 @@ class Calls:
         Raises:
             RuntimeError: it may be made later, or by another process.
         """
-        place = notes.own_place()
+        place = user_frame()
         if self.forked:
             raise RuntimeError(
                 f"{call} was called at {place}, in process {os.getpid()}, which the program forked: it is no rank and "
@@ -112,11 +112,11 @@ class Calls:
             RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order to make the two.
         """
         with _changing:
-            theirs = notes.place_in_call(self.thread)
+            theirs = user_frame_in_call(self.thread)
             if theirs is None:
                 self.thread = threading.get_ident()
                 return
-        own, name = notes.own_place(), threading.current_thread().name
+        own, name = user_frame(), threading.current_thread().name
         try:
             raise RuntimeError(
                 f"{call} was called in the thread {name!r}, at {own}, while another is in "
@@ -128,7 +128,7 @@ class Calls:
             raise
 
 
-_all: weakref.WeakSet[Calls] = weakref.WeakSet()
+_all: weakref.WeakSet[CallState] = weakref.WeakSet()
 _changing = threading.Lock()
 
 

@@ -1,0 +1,181 @@
+"""Connecting the ranks, and their GPUs, and the end of it at the end of the program."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hpcstrat import _gpu, _launcher, _settings, _world
+from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
+from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
+from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.device import DeviceCommunicator
+
+when_connected: list[Callable[[HostCommunicator], None]] = []
+"""Called when all ranks are connected; they may make calls."""
+when_left: list[Callable[[HostCommunicator], None]] = []
+"""Called when all ranks have agreed that they leave the program; they may make calls."""
+
+_connected: dict[tuple[str, ...], DeviceCommunicator] = {}
+_users: dict[DeviceCommunicator, int] = {}
+
+
+@functools.cache
+def connect() -> HostCommunicator:
+    """The communicator of all ranks of the program, the same for every strategy. Starts MPI. Collective, once.
+
+    Raises:
+        RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different versions.
+        OSError: the timeline that is asked for cannot be written.
+    """
+    communicator = _connect()
+    for begin in when_connected:
+        begin(communicator)
+    return communicator
+
+
+def _connect() -> HostCommunicator:
+    launcher = _launcher.find()
+    alone = launcher is None or launcher.alone
+    end_with_launcher()
+    with contextlib.nullcontext() if alone else waiting_for_all("this rank waits for the others to connect"):
+        world = _world.start()
+        if world.comm is None or world.size == 1:
+            return SoloCommunicator()
+        board: StatusChannel | None
+        if world.local_size == world.size:
+            from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+
+            communicator: HostCommunicator = SharedMemoryCommunicator(world.comm)
+            board = share_memory_channel(world.comm, communicator.notes)
+        else:
+            from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+            from hpcstrat._watchdog.channels import connect_by_tcp
+
+            communicator = HierarchicalCommunicator(world.comm, world.host_comm)
+            board = connect_by_tcp(world.comm)
+    if board is not None:
+        communicator.watch = Watchdog(communicator.rank, communicator._calls, board)
+    elif communicator.rank == 0:
+        warnings.warn(
+            "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
+            "open their ports to each other, or give the job a time limit",
+            stacklevel=2,
+        )
+    atexit.register(_leave, communicator, os.getpid())  # after mpi4py's own hook, so it runs before MPI is finalised
+    _check_versions(communicator)
+    return communicator
+
+
+def connected() -> HostCommunicator | None:
+    """What `connect` gave, or `None` where it was not called yet. Starts nothing."""
+    return connect() if connect.cache_info().currsize else None
+
+
+def _check_versions(communicator: HostCommunicator) -> None:
+    """Refuses ranks that do not run the same: they would not pack alike, or not compute alike.
+
+    Raises:
+        RuntimeError: on all ranks.
+    """
+    own = {
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "NumPy": np.__version__,
+        "hpcstrat": sys.modules["hpcstrat"].__version__,
+        "HPCSTRAT_CHECK": str(int(communicator.checks)),
+        "HPCSTRAT_TIMELINE": _settings.timeline() or "not set",
+    }
+    everyones = communicator.all_gather_obj("connecting the ranks", own)
+    problems = [
+        f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(everyones))}"
+        for name in own
+        if len({other[name] for other in everyones}) > 1
+    ]
+    if problems:
+        raise RuntimeError(
+            f"hpcstrat cannot connect the ranks: they must run the same versions, but {'; '.join(problems)}; "
+            "use one environment"
+        )
+
+
+def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> DeviceCommunicator:
+    """The communicator of all ranks and their GPUs. Collective.
+
+    Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
+    can wait for each other for ever, and each costs memory on the GPU. Each user gives it back by `disconnect_devices`.
+
+    Args:
+        gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
+        ordinal: CUDA's number of this rank's GPU; `None` where it computes on the CPU.
+        nccl: whether NCCL moves what is on the GPUs.
+
+    Raises:
+        RuntimeError: NCCL does not start, on any rank.
+    """
+    communicator = _connected.get(gpus)
+    if communicator is None:
+        control = connect()
+        with control.raise_together("connecting the GPUs"):
+            stream = None if ordinal is None else _gpu.Stream(ordinal)
+            control.barrier("connecting the GPUs")
+        if nccl and stream is not None:
+            from hpcstrat._communicators.nccl import NcclCommunicator
+
+            communicator = NcclCommunicator(control, stream)
+        else:
+            from hpcstrat._communicators.staged import StagedCommunicator
+
+            communicator = StagedCommunicator(control, stream)
+        _connected[gpus] = communicator
+        _users[communicator] = 0
+    _users[communicator] += 1
+    return communicator
+
+
+def keep_connected(communicator: DeviceCommunicator) -> None:
+    """Counts one more user of a communicator of `connect_devices`."""
+    _users[communicator] += 1
+
+
+def disconnect_devices(communicator: DeviceCommunicator) -> None:
+    """Gives a communicator of `connect_devices` back. All ranks do, after a barrier; the last user closes it."""
+    _users[communicator] -= 1
+    if not _users[communicator]:
+        del _users[communicator]
+        for gpus in [gpus for gpus, other in _connected.items() if other is communicator]:
+            del _connected[gpus]
+        communicator.close()
+
+
+def _leave(communicator: HostCommunicator, process: int) -> None:
+    from mpi4py import MPI
+
+    if os.getpid() != process:  # a forked child does not leave in its parent's place
+        return
+    if communicator.watch is not None:
+        communicator.watch.leave()
+    if not MPI.Is_finalized():  # by the program itself
+        # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
+        communicator.leave()
+        for end in when_left:
+            end(communicator)
+        try:
+            for device in _users:
+                device.close()
+        except Exception:  # of what the GPU had still to do: Python would print it, and exit with status 0
+            lines = traceback.format_exc()
+            _world.end_job(
+                f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
+                f"{communicator.rank} failed, which its end found out; start with CUDA_LAUNCH_BLOCKING=1 to see where"
+            )

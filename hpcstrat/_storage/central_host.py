@@ -1,0 +1,149 @@
+"""Central storage in the memory of a host: one copy, in the shared segment, which every rank reads in place."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
+from hpcstrat._memory.blocks import Block, block_of, size_of
+from hpcstrat._memory.segment import Segment
+from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.host import HostStorage
+from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._types import Array, ReduceOp
+
+
+@final
+class CentralHostStorage(HostStorage):
+    """One copy for all ranks of a host.
+
+    All ranks allocate by the same rule from the same facts, so they need not tell each other where a block is. A
+    block's memory is used again once all of them have said that its variable is dead: garbage collection comes at
+    different moments on different ranks.
+
+    An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each reduces and updates
+    its slice of the elements, chunk by chunk while they are in cache; after another all read the new values. A rank
+    that an exception stops in between does not come to that one, so that nobody reads what is changed in part.
+    """
+
+    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+        super().__init__(communicator)
+        self._communicator = communicator
+        self._scratch = Scratch()
+        self._messages: weakref.WeakKeyDictionary[Plan, list[Array]] = weakref.WeakKeyDictionary()  # of plans' buffers
+        self._created = 0
+        self._dead: deque[int] = deque()  # numbers of blocks, not yet told
+        self._reports: dict[int, int] = {}  # number of a block -> ranks that told
+        self._places: dict[int, tuple[int, int]] = {}
+
+    @property
+    def communicator(self) -> SharedMemoryCommunicator:
+        """See `Storage.communicator`."""
+        return self._communicator
+
+    @property
+    def _segment(self) -> Segment:
+        return self._communicator.segment
+
+    def _create(self, call: str, initial: Array) -> Block:
+        communicator = self._communicator
+        told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
+        shape, dtype = initial.shape, initial.dtype
+
+        def tell(message: Array) -> None:
+            message[:8].view(np.int64)[0] = told.size
+            message[8 : 8 + told.nbytes].view(np.int64)[...] = told
+
+        try:
+            messages = communicator.exchange(signature(call, (dtype, shape, self._number)), 8 + told.nbytes, tell)
+        except Exception:
+            self._dead.extendleft(told.tolist())
+            raise
+        for message in messages:
+            count = int(message[:8].view(np.int64)[0])
+            self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
+        nbytes = size_of(shape, dtype)
+        with communicator.raise_together(call):
+            start = communicator.heap.allocate(nbytes, dtype.itemsize)
+        try:
+            with communicator.raise_together(call):
+                if communicator.rank == 0:
+                    communicator.segment.commit(start, start + nbytes)
+                block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
+                if communicator.rank == 0:
+                    block.array[...] = initial
+            communicator.exchange(signature(f"{call}: memory"))
+        except Exception:
+            communicator.heap.free(start, nbytes)
+            raise
+        self._created += 1
+        self._places[self._created] = (start, nbytes)
+        weakref.finalize(block, self._dead.append, self._created).atexit = False
+        return block
+
+    def _note_dead(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._reports[number] = self._reports.get(number, 0) + 1
+            if self._reports[number] == self._communicator.size:
+                del self._reports[number]
+                free = self._communicator.heap.free(*self._places.pop(number))
+                if self._communicator.rank == 0:
+                    self._communicator.segment.release(*free)
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """See `Storage.plan`. Each rank's has its slice of the elements."""
+        communicator = self._communicator
+        return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
+
+    def make_buffers(self, call: str, plan: Plan) -> None:
+        """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
+        nbytes = -(-plan.form.nbytes // LINE) * LINE
+        block = plan.buffer_block = self.create(call, np.zeros((self._communicator.size, nbytes), np.uint8))
+        plan.buffers = plan.arranged(block.array[self._communicator.rank])
+        self._messages[plan] = list(block.array)
+
+    def _update(
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+    ) -> None:
+        communicator = self._communicator
+        if values is None:
+            communicator.exchange(agreed)
+            messages = self._messages[plan]
+        elif op is None and communicator.rank != 0:
+            messages = communicator.exchange(agreed)
+        else:
+            write = plan.write if op is None else plan.write_for_others
+            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
+        pieces = plan.pieces(messages if op else messages[:1], self._scratch)
+        if op is not None and values is not None:
+            pieces = plan.with_own(pieces, messages, values)
+        for value, slots, parts, gradient, work in pieces:
+            reduce_chunk(gradient, parts, op or ReduceOp.SUM)
+            rule.apply(value, gradient, slots, work)
+        communicator.sync()
+
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+        """Each rank updates its share of the rows."""
+        communicator = self._communicator
+        share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
+        update_rows(blocks, rows[share], gradient[share], rule)
+        communicator.sync()
+
+    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+        """See `Storage.publish`. All ranks read what was written."""
+        for block in blocks:
+            block.checksum = None
+
+
+@functools.cache
+def central_host_storage(communicator: SharedMemoryCommunicator) -> CentralHostStorage:
+    """The storage in this communicator's segment, the same for every strategy."""
+    return CentralHostStorage(communicator)
