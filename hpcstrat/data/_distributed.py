@@ -11,7 +11,7 @@ from hpcstrat._group import Workers
 from hpcstrat.data._dataset import Dataset, node_of
 from hpcstrat.data._iterator import DistributedIterator, Distribution
 from hpcstrat.data._node import Node
-from hpcstrat.data._pass import Communicator, ResumableDataset, begin_together
+from hpcstrat.data._pass import InputCommunicator, ResumableDataset, begin_together
 from hpcstrat.data._sources import Batches
 from hpcstrat.data._splitting import (
     FROM_FUNCTION,
@@ -73,7 +73,7 @@ class DistributedDataset(ResumableDataset):
 
 
 def distribute_dataset(
-    dataset: Any, communicator: Communicator, options: InputOptions | None, prefetcher: Prefetcher | None = None
+    dataset: Any, communicator: InputCommunicator, options: InputOptions | None, prefetcher: Prefetcher | None = None
 ) -> DistributedDataset:
     """Shares out each batch of `dataset` to the replicas.
 
@@ -107,7 +107,7 @@ def distribute_dataset(
 
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
-    communicator: Communicator,
+    communicator: InputCommunicator,
     options: InputOptions | None,
     prefetcher: Prefetcher | None = None,
     workers: Workers | None = None,

@@ -20,14 +20,17 @@ class Batch(Node):
     """Several consecutive elements, stacked. An item is a chunk of the input's."""
 
     def __init__(self, source: Node, batch_size: int, drop_remainder: bool) -> None:
+        super().__init__(
+            source,
+            width=None,
+            user_code=source.user_code,
+            batch_sizes=(*source.batch_sizes, batch_size),
+            rows=source,
+            inputs_per_element=batch_size,
+        )
         self._source = source
         self._size = batch_size
         self._drop_remainder = drop_remainder
-        self.inputs = (source,)
-        self.width = None
-        self.user_code = source.user_code
-        self.batch_sizes = (*source.batch_sizes, batch_size)
-        self.rows = source
 
     def __repr__(self) -> str:
         return f"{self._source!r}.batch({self._size}, {self._drop_remainder})"
@@ -70,12 +73,15 @@ class Unbatch(Node):
     """The rows of elements."""
 
     def __init__(self, source: Node) -> None:
+        super().__init__(
+            source,
+            width=None if source.rows is None else source.rows.width,
+            user_code=source.user_code,
+            batch_sizes=source.batch_sizes[:-1],
+            rows=None if source.rows is None else source.rows.rows,
+            inputs_per_element=None,
+        )
         self._source = source
-        self.inputs = (source,)
-        self.width = None if source.rows is None else source.rows.width
-        self.user_code = source.user_code
-        self.batch_sizes = source.batch_sizes[:-1]
-        self.rows = None if source.rows is None else source.rows.rows
 
     def __repr__(self) -> str:
         return f"{self._source!r}.unbatch()"
@@ -116,14 +122,17 @@ class Map(Node):
     """What a function makes of each element; it is called when an element is loaded, for that one only."""
 
     def __init__(self, source: Node, function: Callable[..., Any]) -> None:
+        super().__init__(
+            source,
+            width=source.width,
+            user_code=True,
+            batch_sizes=source.batch_sizes,
+            rows=None,
+            inputs_per_element=None,
+        )
         self._source = source
         self._function = function
         self._spec: Any = None
-        self.inputs = (source,)
-        self.width = source.width
-        self.user_code = True
-        self.batch_sizes = source.batch_sizes
-        self.rows = None
 
     def __repr__(self) -> str:
         return f"{self._source!r}.map({name_of(self._function)})"
@@ -173,13 +182,16 @@ class Filter(Node):
     """The elements that a function says yes to. All must be loaded to know, so an item is the element."""
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
+        super().__init__(
+            source,
+            width=None,
+            user_code=True,
+            batch_sizes=source.batch_sizes,
+            rows=None,
+            inputs_per_element=None,
+        )
         self._source = source
         self._predicate = predicate
-        self.inputs = (source,)
-        self.width = None
-        self.user_code = True
-        self.batch_sizes = source.batch_sizes
-        self.rows = None
 
     def __repr__(self) -> str:
         return f"{self._source!r}.filter({name_of(self._predicate)})"

@@ -18,16 +18,25 @@ _EMPTY_ROUNDS = 10_000  # in a row, after which there will hardly be elements ag
 
 
 class Choosing(Node):
-    """A stage whose items are some of its input's items."""
+    """A stage whose items are some of its input's items.
 
-    def __init__(self, source: Node, call: str) -> None:
+    Args:
+        source: the input.
+        call: the method that made this stage and its arguments, for `repr`, by which ranks compare pipelines.
+        inputs_per_element: see `Node`.
+    """
+
+    def __init__(self, source: Node, call: str, inputs_per_element: int | None = None) -> None:
+        super().__init__(
+            source,
+            width=source.width,
+            user_code=source.user_code,
+            batch_sizes=source.batch_sizes,
+            rows=source.rows,
+            inputs_per_element=inputs_per_element,
+        )
         self._source = source
         self._call = call
-        self.inputs = (source,)
-        self.width = source.width
-        self.user_code = source.user_code
-        self.batch_sizes = source.batch_sizes
-        self.rows = source.rows
 
     def __repr__(self) -> str:
         return f"{self._source!r}.{self._call}"
@@ -172,7 +181,7 @@ class Prefetch(Choosing):
     """All elements: a hint to have some ready."""
 
     def __init__(self, source: Node, buffer_size: int) -> None:
-        super().__init__(source, f"prefetch({buffer_size})")
+        super().__init__(source, f"prefetch({buffer_size})", inputs_per_element=1)
 
     def _chosen(self, size: int) -> int:
         return size
@@ -208,12 +217,15 @@ class Zip(Node):
     """Elements of several stages side by side, until one of them ends."""
 
     def __init__(self, nodes: Sequence[Node], structure: _nest.Structure) -> None:
-        self.inputs = tuple(nodes)
+        super().__init__(
+            *nodes,
+            width=None if any(node.width is None for node in nodes) else sum(node.width or 0 for node in nodes),
+            user_code=any(node.user_code for node in nodes),
+            batch_sizes=_common_batch_sizes(nodes),
+            rows=None,
+            inputs_per_element=None,
+        )
         self._structure = structure
-        self.width = None if any(node.width is None for node in nodes) else sum(node.width or 0 for node in nodes)
-        self.user_code = any(node.user_code for node in nodes)
-        self.batch_sizes = _common_batch_sizes(self.inputs)
-        self.rows = None
 
     def __repr__(self) -> str:
         return f"Dataset.zip({self._structure.unflatten(self.inputs)})"
@@ -254,12 +266,16 @@ class Concatenate(Node):
     def __init__(self, source: Node, other: Node) -> None:
         if not (source.user_code or other.user_code):
             _elements.common_spec(source.spec(), other.spec())
-        self.inputs = (source, other)
         keyed = source.width is not None and other.width is not None
-        self.width = 1 + max(source.width or 0, other.width or 0) if keyed else None
-        self.user_code = source.user_code or other.user_code
-        self.batch_sizes = _common_batch_sizes(self.inputs)
-        self.rows = None
+        super().__init__(
+            source,
+            other,
+            width=1 + max(source.width or 0, other.width or 0) if keyed else None,
+            user_code=source.user_code or other.user_code,
+            batch_sizes=_common_batch_sizes((source, other)),
+            rows=None,
+            inputs_per_element=None,
+        )
 
     def __repr__(self) -> str:
         return "{!r}.concatenate({!r})".format(*self.inputs)
@@ -318,13 +334,16 @@ class Enumerate(Node):
     """Elements with a count before them, which is the first column of a key."""
 
     def __init__(self, source: Node, start: int) -> None:
+        super().__init__(
+            source,
+            width=None if source.width is None else 1 + source.width,
+            user_code=source.user_code,
+            batch_sizes=(),
+            rows=None,
+            inputs_per_element=None,
+        )
         self._source = source
         self._start = start
-        self.inputs = (source,)
-        self.width = None if source.width is None else 1 + source.width
-        self.user_code = source.user_code
-        self.batch_sizes = ()
-        self.rows = None
 
     def __repr__(self) -> str:
         return f"{self._source!r}.enumerate({self._start})"

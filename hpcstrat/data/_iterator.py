@@ -17,7 +17,7 @@ from hpcstrat._values import PerReplica
 from hpcstrat._warnings import warn_together
 from hpcstrat.data._checksum import Checksum
 from hpcstrat.data._node import INFINITE, EpochPass, Node
-from hpcstrat.data._pass import Communicator, ResumableIterator, after
+from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
@@ -38,7 +38,7 @@ class Distribution:
     """
 
     node: Node
-    communicator: Communicator
+    communicator: InputCommunicator
     share_out: Callable[[Node, EpochPass, int, int], Iterator[Step]]
     call: str
     prefetcher: Prefetcher | None

@@ -94,20 +94,37 @@ class Node(abc.ABC):
     A pass over it is a stream of *items*, which are cheap and say which element stands where; `load` and `fetch` make
     elements of them. So stages that reorder or choose elements never touch any, and each replica loads its own only.
 
-    Attributes:
-        inputs: the stages that this one reads.
+    All that the distribution and the checkpoint ask of a stage is an argument without a default: a new transformation
+    that forgets one fails as it is made, instead of being split or resumed like another one.
+
+    Args:
+        *inputs: the stages that this one reads.
         width: the number of int64 columns of an item where the stream is one of `Keys`; `None` where items are
             Python objects.
         user_code: whether a pass runs functions of the user's, so that it may end or fail on one rank only.
-        batch_sizes: for each `batch` that still holds, outermost last, its size; 0 where it is not known.
+        batch_sizes: for each `batch` that still holds, outermost last, its size; 0 if it is unknown.
         rows: the stage whose chunks the items of this one are, where elements are batches of that stage's; else `None`.
+        inputs_per_element: how a saved position counts. `None`: in this stage's own elements. A number: in elements of
+            its only input, this many for each of its own, so that a program with another batch size can resume.
+
+    The arguments are attributes, too.
     """
 
-    inputs: tuple[Node, ...]
-    width: int | None
-    user_code: bool
-    batch_sizes: tuple[int, ...]
-    rows: Node | None
+    def __init__(
+        self,
+        *inputs: Node,
+        width: int | None,
+        user_code: bool,
+        batch_sizes: tuple[int, ...],
+        rows: Node | None,
+        inputs_per_element: int | None,
+    ) -> None:
+        self.inputs: tuple[Node, ...] = inputs
+        self.width: int | None = width
+        self.user_code: bool = user_code
+        self.batch_sizes: tuple[int, ...] = batch_sizes
+        self.rows: Node | None = rows
+        self.inputs_per_element: int | None = inputs_per_element
 
     @abc.abstractmethod
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Where the iteration over a pipeline stands, so that another program can go on from there."""
+"""Passes over a pipeline: ranks begin them together, and another program can resume them where they stood."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from typing import Any, NamedTuple, Protocol
 
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import Workers
-from hpcstrat.data._element_ops import Batch
-from hpcstrat.data._index_ops import Prefetch, Skip
+from hpcstrat.data._index_ops import Skip
 from hpcstrat.data._node import EpochPass, Node, ShuffleState
 
 
 class Position(NamedTuple):
-    """Where an iteration stands, or that there is none under way.
+    """Where an iteration stands, or that no iteration is under way.
 
     Attributes:
-        pipeline: the stages, but for batches at their end: these may differ where it goes on.
-        shuffles: for each shuffle its seed and the round with which the iteration under way began; where there is none,
-            the round of the next one.
-        taken: how many elements of `pipeline` the iteration has given; `None` where none is under way.
+        pipeline: the stages, without the batches at their end: whoever resumes may have other batch sizes.
+        shuffles: for each shuffle its seed and the round with which the iteration began, or, if no iteration is under
+            way, with which the next one begins.
+        taken: the number of elements of `pipeline` that the iteration has yielded; `None` if no iteration is under way.
     """
 
     pipeline: str
@@ -31,7 +30,9 @@ class Position(NamedTuple):
 
 
 class Resumable(abc.ABC):
-    """What can tell its position and go to another one.
+    """A dataset or iterator that knows its position and can seek to another one.
+
+    The methods are private because users' datasets inherit them; checkpoints call them.
 
     Args:
         node: the last stage of the pipeline.
@@ -46,10 +47,10 @@ class Resumable(abc.ABC):
 
     @abc.abstractmethod
     def _seek(self, position: Position) -> None:
-        """Makes what comes next that which came next there. `_incompatibility` says beforehand whether that can be."""
+        """Seeks to `position`. Check with `_incompatibility` first."""
 
     def _incompatibility(self, position: Position) -> str | None:
-        """Why this pipeline cannot go to a position; `None` where it can."""
+        """Why this pipeline cannot seek to `position`; `None` if it can."""
         shuffles = len(self._node.shuffles())
         if shuffles != len(position.shuffles):
             return f"its pipeline has {shuffles} shuffles and the saved one {len(position.shuffles)}"
@@ -63,7 +64,7 @@ class Resumable(abc.ABC):
         return None
 
     def _restore_rounds(self, position: Position) -> dict[ShuffleState, int]:
-        """The rounds with which the iteration there began; from now on they are the next ones of all shuffles."""
+        """The rounds of shuffles with which the saved iteration began; the shuffles' next passes begin with them."""
         rounds = {}
         for shuffle, (seed, number) in zip(self._node.shuffles(), position.shuffles, strict=True):
             shuffle.seed, shuffle.next_round = seed, number
@@ -85,11 +86,11 @@ class ResumableIterator(Resumable):
 
     @abc.abstractmethod
     def _begin(self, epoch: EpochPass, taken: int) -> None:
-        """Begins a pass, after so many of the node's elements."""
+        """Begins a pass, after the first `taken` of the node's elements."""
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """From now on there is no further element."""
+        """Ends the pass: there are no further elements."""
 
     def _position(self) -> Position:
         return _position_of(self._node, self._epoch, self._taken)
@@ -102,7 +103,7 @@ class ResumableIterator(Resumable):
 
 
 class ResumableDataset(Resumable):
-    """What can be iterated over again and again. Its position is that of the iteration begun last, if it goes on.
+    """A dataset, which can be iterated over repeatedly. Its position is that of its last iteration, while that lasts.
 
     Args:
         node: the last stage of the pipeline.
@@ -125,7 +126,7 @@ class ResumableDataset(Resumable):
         self._resumed = None if position.taken is None else position
 
     def _next_start(self) -> tuple[dict[ShuffleState, int], int]:
-        """The rounds that the next iteration begins with, where they are given, and how many elements it leaves out."""
+        """The rounds of shuffles that the next iteration begins with, if it resumes, and how many elements it skips."""
         resumed = self._resumed
         if resumed is None or resumed.taken is None:
             return {}, 0
@@ -135,8 +136,8 @@ class ResumableDataset(Resumable):
         self._last, self._resumed = weakref.ref(iteration), None
 
 
-class Communicator(Protocol):
-    """What of a communicator the distribution of data needs."""
+class InputCommunicator(Protocol):
+    """The part of a communicator that datasets use. A protocol, so that datasets are tested on threads as ranks."""
 
     @property
     def rank(self) -> int:
@@ -159,7 +160,7 @@ class Communicator(Protocol):
 
 def begin_together(
     node: Node,
-    communicator: Communicator,
+    communicator: InputCommunicator,
     call: str,
     begun: Mapping[ShuffleState, int],
     taken: int,
@@ -173,9 +174,9 @@ def begin_together(
         communicator: the replicas.
         call: the user's name of the method.
         begun: the rounds with which shuffles begin, where they are not the next ones.
-        taken: how many elements are left out.
-        workers: those that have a pipeline each.
-        arrays: gives descriptions and checksums of the arrays of the pipeline; `None` where they are not compared.
+        taken: how many elements are skipped.
+        workers: the workers, which have a pipeline each.
+        arrays: returns descriptions and checksums of the pipeline's arrays; `None` to leave these uncompared.
 
     Raises:
         ReplicaMismatchError: the pipelines of a worker's ranks, or their arrays, differ.
@@ -219,7 +220,7 @@ def _require_equal_arrays(call: str, contents: Sequence[list[tuple[str, int]]], 
 
 
 def after(node: Node, count: int) -> Node:
-    """The pipeline without its first elements; where they can be told apart by keys, none of them is loaded."""
+    """The pipeline without its first `count` elements. Elements that have keys are skipped without being loaded."""
     return Skip(node, count) if count else node
 
 
@@ -228,20 +229,21 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
     if taken is None:
         return Position(_describe(node), shuffles, None)
     inner, size = _without_batches(node)
+    # After a short last batch `taken * size` is beyond the end, where no pipeline could resume.
     there = inner.cardinality()
     return Position(_describe(node), shuffles, taken * size if there < 0 else min(taken * size, there))
 
 
 def _batches_covering(node: Node, taken: int) -> int:
-    """How many of the node's elements hold so many of those before its batches; the last batch may be short."""
+    """The number of the node's elements that cover `taken` unbatched elements, rounded up: the last may be short."""
     return -(-taken // _without_batches(node)[1])
 
 
 def _without_batches(node: Node) -> tuple[Node, int]:
-    """The pipeline without the batches at its end, and how many of its elements make one of the node's."""
+    """The stage in whose elements positions count, and how many of these make one of the node's. See `Node`."""
     size = 1
-    while isinstance(node, (Batch, Prefetch)):
-        size *= node.batch_sizes[-1] if isinstance(node, Batch) else 1
+    while node.inputs_per_element is not None:
+        size *= node.inputs_per_element
         (node,) = node.inputs
     return node, size
 

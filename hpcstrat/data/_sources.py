@@ -27,11 +27,7 @@ class _Indexed(Node):
     """A source whose elements can be had in any order; a key is the position of one."""
 
     def __init__(self) -> None:
-        self.inputs = ()
-        self.width = 1
-        self.user_code = False
-        self.batch_sizes = ()
-        self.rows = None
+        super().__init__(width=1, user_code=False, batch_sizes=(), rows=None, inputs_per_element=None)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return _positions(self.cardinality())
@@ -124,12 +120,8 @@ class _Produced(Node):
     """
 
     def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
+        super().__init__(width=None, user_code=True, batch_sizes=batch_sizes, rows=None, inputs_per_element=None)
         self._compared = compared
-        self.inputs = ()
-        self.width = None
-        self.user_code = True
-        self.batch_sizes = batch_sizes
-        self.rows = None
 
     def cardinality(self) -> int:
         return UNKNOWN

@@ -618,3 +618,14 @@ def test_a_file_larger_than_memory_stays_on_disk(tmp_path):
     batch = next(iter(Dataset.from_tensor_slices(array).shuffle(1 << 20, seed=0).batch(2)))
     assert batch.shape == (2, 1 << 20)
     assert not batch.any()
+
+
+def test_a_transformation_that_does_not_say_how_it_resumes_is_an_error():
+    class Forgetful(_node.Node):
+        def __init__(self, source):
+            super().__init__(source, width=None, user_code=False, batch_sizes=(), rows=None)  # pyright: ignore[reportCallIssue]
+
+        __repr__ = spec = cardinality = chunks = load = fetch = lambda self, *_: None
+
+    with pytest.raises(TypeError, match="inputs_per_element"):
+        Forgetful(None)
