@@ -11,6 +11,7 @@ from hpcstrat import _launcher
 _PREFIX = "HPCSTRAT_"
 _KNOWN = (
     "HPCSTRAT_CHECK",
+    "HPCSTRAT_COMPILE",
     "HPCSTRAT_OUTPUT",
     "HPCSTRAT_STALL_SECONDS",
     "HPCSTRAT_TEST_GPU",  # of the tests, as the next two
@@ -51,6 +52,11 @@ def is_on(name: str) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"the environment variable {name} is {value!r}; it must be 1 or 0")
     return value == "1"
+
+
+def compiles() -> bool:
+    """Whether updates may be compiled by the host's C compiler; `HPCSTRAT_COMPILE=0` forbids it."""
+    return os.environ.get("HPCSTRAT_COMPILE", "").strip() != "0"
 
 
 def timeline() -> str:

@@ -29,8 +29,8 @@ _ON_ELEMENTS: dict[Any, str] = {
     np.square: "{0} * {0}",
     np.absolute: "fabs({})",
     np.sign: "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}",
-    np.maximum: "{0} >= {1} || {0} != {0} ? {0} : {1}",
-    np.minimum: "{0} <= {1} || {0} != {0} ? {0} : {1}",
+    np.maximum: "{0} > {1} || {0} != {0} ? {0} : {1}",
+    np.minimum: "{0} < {1} || {0} != {0} ? {0} : {1}",
     np.less: "{} < {}",
     np.less_equal: "{} <= {}",
     np.greater: "{} > {}",
@@ -38,6 +38,13 @@ _ON_ELEMENTS: dict[Any, str] = {
     np.where: "{} ? {} : {}",
 }
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
+# Which zero NumPy's own takes of two with different signs depends on the processor, and on the place in the array.
+_AS_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
+    np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
+}
+_WITHOUT_OUT = (*_COMPARISONS, *_AS_OPERATIONS, np.where)
+"""What takes no array for its result, or one of `bool`."""
 _ON_NUMBERS: dict[Any, Callable[..., Any]] = {
     np.add: operator.add,
     np.subtract: operator.sub,
@@ -295,9 +302,9 @@ def _operations(
         return f"{name}({', '.join(map(computed, number.operands))})"
 
     def called(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
-        functions[function.__name__] = function
+        functions[function.__name__] = _AS_OPERATIONS.get(function, function)
         taken = ", ".join([f"a{o}" if isinstance(o, int) else converted[id(o)] for o in operands])
-        if function in (*_COMPARISONS, np.where):  # these take no array for their result, or one of bool
+        if function in _WITHOUT_OUT:
             return f"a{out} = {function.__name__}({taken})"
         return f"{function.__name__}({taken}, out=a{out})"
 
@@ -340,7 +347,7 @@ def _arranged(
             at = place.get(id(operand), _VALUE)
             if not uses[id(operand)] and (at == _GRADIENT or at >= first) and operand.kind == _ELEMENT:
                 free.append(at)
-        is_new = symbol.kind == _CONDITION or symbol.function is np.where
+        is_new = symbol.function in _WITHOUT_OUT
         home = homes.get(id(symbol))
         if home is not None and not uses[id(given[home])] and not is_new:
             out = home

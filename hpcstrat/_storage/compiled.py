@@ -1,0 +1,301 @@
+"""Updates in one pass over memory: a rule's kernel as a loop in C, compiled by the host's own compiler.
+
+NumPy's operations go over a chunk a dozen times, from cache, and are four times slower than memory is. The loop gives
+the same bits, which is tried on a few numbers whenever one is loaded. Without a compiler, where its files cannot
+be kept or loaded, or where anything else goes wrong, NumPy does the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from hpcstrat import _settings
+from hpcstrat._communicators.base import Array
+from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._storage.rule import Kernel, UpdateRule
+from hpcstrat._types import ReduceOp
+
+FEWEST = 100_000
+"""Elements of an update that is worth a compiled loop: a compiler takes half a second, the first time on a machine."""
+
+Loop: TypeAlias = Callable[["np.ndarray[Any, np.dtype[np.int64]]", int, Sequence[float]], None]
+"""Takes a table, the number of messages, and the rule's numbers. Each row of the table is a chunk: the number of its
+elements, then the addresses of the variable's, of each slot's and of each message's, which are summed in this order."""
+
+# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
+# away is errno, and traps that nobody has set.
+_FLAGS = (
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *("-shared", "-fPIC"),
+)
+_SECONDS = 60  # for a compiler that hangs
+_SOURCE = """
+#include <stdint.h>
+#include <string.h>
+#include <tgmath.h>
+#define auto __auto_type
+#define CHUNK 4096
+typedef {computed} number;
+{stored}
+void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given) {{
+    {numbers}
+    number gradients[CHUNK]{buffers};
+    for (; chunks > 0; --chunks, table += {fixed} + messages) {{
+        for (int64_t start = 0; start < table[0]; start += CHUNK) {{
+            const int64_t count = table[0] - start < CHUNK ? table[0] - start : CHUNK;
+            read((const stored *)table[{fixed}] + start, gradients, count);
+            for (int64_t k = 1; k < messages; ++k)
+                add((const stored *)table[{fixed} + k] + start, gradients, count);
+            if (messages > 1) round_to_stored(gradients, count);
+            {reads}
+            for (int64_t i = 0; i < count; ++i) {{
+                const number gradient = gradients[i];
+                {loads}
+                {body}
+                {stores}
+            }}
+            {writes}
+        }}
+    }}
+}}
+"""
+_WHOLE = """
+typedef {} stored;
+static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
+    memcpy(to, from, count * sizeof *to);
+}}
+static inline void write(const number *restrict from, stored *restrict to, int64_t count) {{
+    memcpy(to, from, count * sizeof *to);
+}}
+static inline void add(const stored *restrict from, number *restrict to, int64_t count) {{
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}}
+static inline void round_to_stored(number *numbers, int64_t count) {{}}
+"""
+_SHORT = """
+static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
+    number more[CHUNK];
+    read(from, more, count);
+    for (int64_t i = 0; i < count; ++i) to[i] += more[i];
+}
+static inline void round_to_stored(number *numbers, int64_t count) {
+    stored rounded[CHUNK];
+    write(numbers, rounded, count);
+    read(rounded, numbers, count);
+}
+"""
+_BFLOAT16 = """
+typedef uint16_t stored;
+static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
+}
+static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {  // to the nearest, of two the even one
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        to[i] = from[i] != from[i] ? (bits >> 16 & 0x8000) | 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+}
+"""
+# Compilers do not find these instructions by themselves; without them it takes ten times as long.
+_FLOAT16 = """
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+typedef _Float16 stored;
+static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+#endif
+    for (; i < count; ++i) to[i] = from[i];
+}
+static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
+    int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= count; i += 8) _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+#endif
+    for (; i < count; ++i) to[i] = from[i];
+}
+"""
+_STORED = {
+    "float32": ("float", _WHOLE.format("float")),
+    "float64": ("double", _WHOLE.format("double")),
+    "float16": ("float", _FLOAT16 + _SHORT),
+    "bfloat16": ("float", _BFLOAT16 + _SHORT),
+}
+
+
+_loops: dict[tuple[Kernel, str], Loop | None] = {}
+
+
+def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
+    """The update of variables of this dtype as a compiled loop; `None` where there is none, for whatever reason."""
+    if rule.kernel is None or dtype.name not in _STORED:
+        return None
+    key = (rule.kernel, dtype.name)
+    if key not in _loops:
+        _loops[key] = _loaded(rule.kernel, rule, dtype) if _settings.compiles() else None
+    return _loops[key]
+
+
+def _loaded(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
+    with contextlib.suppress(OSError, AttributeError, subprocess.SubprocessError):
+        function = ctypes.CDLL(os.fspath(_library(_source(kernel, dtype.name)))).update
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+        function.restype = None
+
+        def run(table: np.ndarray[Any, np.dtype[np.int64]], messages: int, numbers: Sequence[float]) -> None:
+            given = np.array(numbers, np.float64)
+            function(table.ctypes.data, len(table), messages, given.ctypes.data)
+
+        if _gives_the_same(run, rule, len(kernel.slots), dtype):
+            return run
+    return None
+
+
+def _source(kernel: Kernel, dtype: str) -> str:
+    computed, stored = _STORED[dtype]
+    changed = ("value", *kernel.slots)
+    is_whole = stored.startswith("\ntypedef " + computed)
+    places = [f"(stored *)table[{i}] + start" for i in range(1, 1 + len(changed))]
+    if is_whole:  # in place
+        reads = [f"number *restrict const all_{name} = {place};" for name, place in zip(changed, places, strict=True)]
+        writes: list[str] = []
+    else:
+        reads = [f"read({place}, all_{name}, count);" for name, place in zip(changed, places, strict=True)]
+        writes = [f"write(all_{name}, {place}, count);" for name, place in zip(changed, places, strict=True)]
+    return _SOURCE.format(
+        computed=computed,
+        stored=stored,
+        numbers="\n".join(f"const number {name} = given[{i}];" for i, name in enumerate(kernel.constants)),
+        buffers="" if is_whole else "".join(f", all_{name}[CHUNK]" for name in changed),
+        fixed=1 + len(changed),
+        reads="\n".join(reads),
+        loads="\n".join(f"number {name} = all_{name}[i];" for name in changed),
+        body=kernel.body,
+        stores="\n".join(f"all_{name}[i] = {name};" for name in changed),
+        writes="\n".join(writes),
+    )
+
+
+def table(chunks: Sequence[tuple[Array, ...]]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The table of chunks: of each the flat arrays of the variable, the slots and the messages, all of one length."""
+    rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
+    return np.array(rows, np.int64)
+
+
+def _gives_the_same(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any]) -> bool:
+    """Whether the loop's results are the operations', but for the bits of what is no number."""
+    random = np.random.default_rng(0)
+    special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
+    with np.errstate(all="ignore"):
+        arrays = []
+        for _ in range(3 + slots):
+            found = random.standard_normal(1009)
+            found[::7] = random.choice(special, found[::7].size)
+            arrays.append(found.astype(dtype))
+        *changed, first, second = arrays
+        copies = [array.copy() for array in changed]
+        run(table([(*changed, first, second)]), 2, rule.kernel_constants)
+        gradient = np.empty_like(first)
+        reduce_chunk(gradient, [first, second], ReduceOp.SUM)
+        rule.apply(copies[0], gradient, copies[1:], np.empty_like(gradient))
+        wide = [array.astype(np.float64) for array in (*changed, *copies)]
+    half = len(changed)
+    return all(
+        np.array_equal(found, expected, equal_nan=True)
+        and np.array_equal(np.signbit(found[found == 0]), np.signbit(expected[expected == 0]))
+        for found, expected in zip(wide[:half], wide[half:], strict=True)
+    )
+
+
+# ---- the compiler, and where its files are
+
+
+def compiler() -> str | None:
+    """The path of the C compiler; `None` where there is none."""
+    found = shutil.which(os.environ.get("CC", "").strip() or "cc")
+    return None if found is None else os.path.realpath(found)
+
+
+def _library(source: str) -> pathlib.Path:
+    """The compiled source, made if it is not there: by one process of the host, while others wait.
+
+    Raises:
+        OSError, SubprocessError: it cannot be made, or kept.
+    """
+    cc = compiler()
+    if cc is None:
+        raise FileNotFoundError("there is no C compiler")
+    status = os.stat(cc)
+    facts = (source, *_FLAGS, cc, str(status.st_size), str(status.st_mtime_ns), *_processor())
+    folder = _folder()
+    path = folder / f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.so"
+    if not path.exists():
+        with _alone(folder):
+            if not path.exists():
+                _compile(cc, source, path)
+    return path
+
+
+def _compile(cc: str, source: str, path: pathlib.Path) -> None:
+    handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".so")
+    os.close(handle)
+    try:
+        command = [cc, *_FLAGS, "-x", "c", "-", "-o", beside, "-lm"]
+        subprocess.run(command, input=source.encode(), capture_output=True, timeout=_SECONDS, check=True)
+        os.replace(beside, path)
+    except BaseException:
+        os.unlink(beside)
+        raise
+
+
+@contextlib.contextmanager
+def _alone(folder: pathlib.Path) -> Iterator[None]:
+    """A block that one process of the host is in. The system opens the lock of a process that dies."""
+    with open(folder / "lock", "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _folder() -> pathlib.Path:
+    """A folder that nobody else can write to: what is in it is run.
+
+    Raises:
+        OSError: there is none, and it cannot be made.
+    """
+    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "").strip() or pathlib.Path.home() / ".cache") / "hpcstrat"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(f"{folder} is not this user's own")
+    return folder
+
+
+@functools.cache
+def _processor() -> tuple[str, ...]:
+    """What distinguishes this processor from others, for which another loop is compiled: homes are often shared."""
+    names = ("flags", "Features", "model name", "CPU part")
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        first = file.read().partition("\n\n")[0]
+        return tuple(line for line in first.splitlines() if line.partition("\t")[0].rstrip(": ") in names)
+    return (platform.machine(), platform.processor(), platform.node())

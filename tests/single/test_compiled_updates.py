@@ -1,0 +1,161 @@
+"""Updates as loops in C, and everything that can keep the compiler from its work."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+from package_kernels import DTYPES, optimizers_of
+
+from hpcstrat import optimizers
+from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._storage import compiled
+from hpcstrat._types import ReduceOp
+
+REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
+has_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
+RULE = optimizers.SGD(0.5).update_rule(0.5, 1)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Each test begins with nothing compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "cache"))
+    monkeypatch.delenv("CC", raising=False)
+    compiled._loops.clear()
+    yield tmp_path / "cache" / "hpcstrat"
+    compiled._loops.clear()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder for those that need not compile anew."""
+    return os.fspath(tmp_path_factory.mktemp("cache"))
+
+
+def libraries(folder):
+    return sorted(path.name for path in folder.glob("*.so")) if folder.exists() else []
+
+
+@has_compiler
+@pytest.mark.parametrize("messages", [1, 3])
+@pytest.mark.parametrize("name", optimizers_of(REAL[0]))
+@pytest.mark.parametrize("dtype", REAL, ids=str)
+def test_a_loop_gives_the_bits_of_the_operations(shared, monkeypatch, dtype, name, messages):
+    monkeypatch.setenv("XDG_CACHE_HOME", shared)
+    optimizer, random = optimizers_of(dtype)[name], np.random.default_rng(7)
+    sizes = (1, 5000, 31, 4096, 8)
+    with np.errstate(all="ignore"):
+        for step in (1, 5):
+            rule = optimizer.update_rule(0.1, step)
+            loop = compiled.loop(rule, dtype)
+            assert loop is not None
+            rows, expected = [], []
+            for size in sizes:
+                arrays = [
+                    random.standard_normal(size).astype(dtype) for _ in range(1 + len(optimizer.slots) + messages)
+                ]
+                arrays[1:-messages] = [abs(array) for array in arrays[1:-messages]]
+                count = len(arrays) - messages
+                value, *slots = (array.copy() for array in arrays[:count])
+                gradient = np.empty_like(value)
+                reduce_chunk(gradient, arrays[count:], ReduceOp.SUM)
+                rule.apply(value, gradient, slots, np.empty_like(value))
+                rows.append(arrays)
+                expected.append([value, *slots, *(array.copy() for array in arrays[count:])])
+            loop(compiled.table(rows), messages, rule.kernel_constants)
+            for found, wanted in zip(rows, expected, strict=True):
+                assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]
+
+
+@has_compiler
+def test_it_is_compiled_once(home, monkeypatch):
+    assert compiled.loop(RULE, np.dtype(np.float32)) is not None
+    (name,) = libraries(home)
+    assert stat.S_IMODE(home.stat().st_mode) == 0o700
+    compiled._loops.clear()
+    monkeypatch.setattr(compiled, "_compile", None)  # is not called again
+    assert compiled.loop(RULE, np.dtype(np.float32)) is not None
+    assert libraries(home) == [name]
+
+
+@has_compiler
+def test_another_processor_gets_a_loop_of_its_own(home, monkeypatch):
+    assert compiled.loop(RULE, np.dtype(np.float32)) is not None
+    compiled._loops.clear()
+    monkeypatch.setattr(compiled, "_processor", lambda: ("another",))
+    assert compiled.loop(RULE, np.dtype(np.float32)) is not None
+    assert len(libraries(home)) == 2
+
+
+def compiler_that(text):
+    def make(folder, monkeypatch):
+        path = folder / "cc"
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("CC", os.fspath(path))
+
+    return make
+
+
+def open_to_all(folder, monkeypatch):
+    (folder / "cache" / "hpcstrat").mkdir(parents=True)
+    (folder / "cache" / "hpcstrat").chmod(0o777)
+
+
+def a_link(folder, monkeypatch):
+    (folder / "elsewhere").mkdir()
+    (folder / "cache").mkdir()
+    (folder / "cache" / "hpcstrat").symlink_to(folder / "elsewhere")
+
+
+def somebody_elses(folder, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+
+
+def no_place(folder, monkeypatch):
+    (folder / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(folder / "file"))
+
+
+def forbidden(folder, monkeypatch):
+    monkeypatch.setenv("HPCSTRAT_COMPILE", "0")
+
+
+OBSTACLES = {
+    "no compiler": lambda folder, monkeypatch: monkeypatch.setenv("CC", "no-such-compiler"),
+    "a compiler that fails": compiler_that("exit 1"),
+    "a compiler that does nothing": compiler_that("exit 0"),
+    "a compiler that writes something else": compiler_that(
+        'for last; do :; done; for f in "$@"; do case $f in *.so) echo x >$f;; esac; done'
+    ),
+    "one variable forbids it": forbidden,
+    "a folder that all can write to": open_to_all,
+    "a folder that is a link": a_link,
+    "a folder of somebody else": somebody_elses,
+    "no place for a folder": no_place,
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_without_a_loop_there_is_none(tmp_path, monkeypatch, home, obstacle):
+    OBSTACLES[obstacle](tmp_path, monkeypatch)
+    assert compiled.loop(RULE, np.dtype(np.float32)) is None
+
+
+@has_compiler
+def test_a_loop_that_gives_other_bits_is_not_taken(monkeypatch):
+    monkeypatch.setattr(compiled, "_SOURCE", compiled._SOURCE.replace("{body}", "{body} value += 1;"))
+    assert compiled.loop(RULE, np.dtype(np.float32)) is None
+
+
+@has_compiler
+def test_a_failed_compilation_leaves_nothing(home, monkeypatch):
+    monkeypatch.setattr(compiled, "_SOURCE", "this is no C {body[0]}")
+    assert compiled.loop(RULE, np.dtype(np.float32)) is None
+    assert libraries(home) == []
+
+
+def test_what_has_no_kernel_has_no_loop():
+    assert compiled.loop(RULE._replace(kernel=None), np.dtype(np.float32)) is None
+    assert compiled.loop(RULE, np.dtype(np.complex64)) is None
