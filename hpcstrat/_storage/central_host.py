@@ -11,7 +11,6 @@ from typing import final
 import numpy as np
 
 from hpcstrat._communicators.protocol import CallSignature, signature
-from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
@@ -122,12 +121,10 @@ class CentralHostStorage(HostStorage):
         else:
             write = plan.write if op is None else plan.write_for_others
             messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
-        pieces = plan.pieces(messages if op else messages[:1], self._scratch)
-        if op is not None and values is not None:
-            pieces = plan.with_own(pieces, messages, values)
-        for value, slots, parts, gradient, work in pieces:
-            reduce_chunk(gradient, parts, op or ReduceOp.SUM)
-            rule.apply(value, gradient, slots, work)
+        if op is None:
+            plan.apply(rule, messages[:1], self._scratch)
+        else:
+            plan.apply(rule, messages, self._scratch, op, values)
         communicator.sync()
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:

@@ -25,17 +25,18 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpcstrat import _settings
-from hpcstrat._communicators.base import Array
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._storage.rule import Kernel, UpdateRule
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import Array, ReduceOp
 
 FEWEST = 100_000
 """Elements of an update that is worth a compiled loop: a compiler takes half a second, the first time on a machine."""
 
-Loop: TypeAlias = Callable[["np.ndarray[Any, np.dtype[np.int64]]", int, Sequence[float]], None]
-"""Takes a table, the number of messages, and the rule's numbers. Each row of the table is a chunk: the number of its
-elements, then the addresses of the variable's, of each slot's and of each message's, which are summed in this order."""
+Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+"""A row for each chunk: the number of its elements, then the addresses of the variable's, of each slot's and of each
+message's, which are summed in this order."""
+Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
+"""Takes a table, the number of messages, and the rule's numbers."""
 
 # Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
 # away is errno, and traps that nobody has set.
@@ -163,7 +164,7 @@ def _loaded(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | No
         function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         function.restype = None
 
-        def run(table: np.ndarray[Any, np.dtype[np.int64]], messages: int, numbers: Sequence[float]) -> None:
+        def run(table: Table, messages: int, numbers: Sequence[float]) -> None:
             given = np.array(numbers, np.float64)
             function(table.ctypes.data, len(table), messages, given.ctypes.data)
 
@@ -197,8 +198,8 @@ def _source(kernel: Kernel, dtype: str) -> str:
     )
 
 
-def table(chunks: Sequence[tuple[Array, ...]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The table of chunks: of each the flat arrays of the variable, the slots and the messages, all of one length."""
+def table(chunks: Sequence[Sequence[Array]]) -> Table:
+    """The table of chunks, each the flat arrays of the variable, the slots and the messages, all of one length."""
     rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
     return np.array(rows, np.int64)
 

@@ -85,21 +85,24 @@ class MirroredHostStorage(HostStorage):
                 plan.write(message, values)
 
         with self._lock:
-            if values is None and communicator.size == 1:
+            if self._sum.size < plan.form.nbytes:
+                self._sum = np.empty(plan.form.nbytes, np.uint8)
+            if communicator.size == 1:
                 communicator.exchange(agreed)
-                reduced = self._buffers[plan]
-            elif op is not None or communicator.size == 1:
-                if self._sum.size < plan.form.nbytes:
-                    self._sum = np.empty(plan.form.nbytes, np.uint8)
+                if values is None:
+                    plan.apply(rule, [self._buffers[plan]], self._scratch)
+                else:
+                    plan.write_for_others(self._sum, values)  # large gradients stay where they are
+                    plan.apply(rule, [self._sum], self._scratch, values=values)
+                return
+            if op is not None:
                 reduced = self._sum
-                communicator.reduce_message(agreed, plan.form, write, op or ReduceOp.SUM, reduced)
+                communicator.reduce_message(agreed, plan.form, write, op, reduced)
             elif communicator.rank == 0:
                 reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
             else:
                 reduced = communicator.exchange(agreed)[0]
-            for value, slots, (part,), gradient, work in plan.pieces([reduced], self._scratch):
-                gradient[...] = part
-                rule.apply(value, gradient, slots, work)
+            plan.apply(rule, [reduced], self._scratch)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         update_rows(blocks, rows, gradient, rule)

@@ -10,9 +10,10 @@ import numpy as np
 
 from hpcstrat._communicators.packing import Group, Layout, layout
 from hpcstrat._communicators.protocol import CallSignature, signature
-from hpcstrat._communicators.reduction import CHUNK, slice_of
+from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.rule import NO_CONSTANTS
+from hpcstrat._storage import compiled
+from hpcstrat._storage.rule import NO_CONSTANTS, UpdateRule
 from hpcstrat._types import Array, ReduceOp
 
 
@@ -54,11 +55,13 @@ class Own(NamedTuple):
     """The part of one large variable that this rank updates in whole chunks. Nobody else reads its gradient there.
 
     Attributes:
+        group: which dtype of the message.
         begin: the variable's first element among its dtype's of the message.
         start, stop: the part, in elements from there.
         chunks: the indices of its chunks.
     """
 
+    group: int
     begin: int
     start: int
     stop: int
@@ -125,6 +128,8 @@ class Plan:
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
         self._rank = rank
         self._own = self._own_parts()
+        self._is_large = sum(self.form.sizes) >= compiled.FEWEST
+        self._addresses: dict[int, tuple[list[int], compiled.Table, compiled.Table]] = {}
 
     def signature(self, call: str, op: ReduceOp | None, constants: Mapping[str, float] = NO_CONSTANTS) -> CallSignature:
         """What the ranks must agree on for an update."""
@@ -168,7 +173,7 @@ class Plan:
                 ]
                 if size >= CHUNK and inside:
                     start, stop = self.chunks[inside[0]].start - begin, self.chunks[inside[-1]].stop - begin
-                    found[self._order[i]] = Own(begin, start, stop, range(inside[0], inside[-1] + 1))
+                    found[self._order[i]] = Own(index, begin, start, stop, range(inside[0], inside[-1] + 1))
         return found
 
     def fits(self, gradients: Sequence[Any]) -> bool:
@@ -199,6 +204,59 @@ class Plan:
                 flat[own.stop :] = given[own.stop :]
             else:
                 view[...] = value
+
+    def apply(
+        self,
+        rule: UpdateRule,
+        messages: Sequence[Array],
+        scratch: Scratch,
+        op: ReduceOp = ReduceOp.SUM,
+        values: Sequence[Array] | None = None,
+    ) -> None:
+        """Reduces the messages, and changes this rank's chunks of the variables and slots by the result.
+
+        Args:
+            rule: how.
+            messages: of all ranks, or the one that counts.
+            scratch: to work in.
+            op: how the messages are reduced.
+            values: this rank's gradients, where `write_for_others` wrote its message.
+        """
+        if op is ReduceOp.SUM and self._is_large and rule.kernel is not None:
+            loops = [(group, compiled.loop(rule, group.dtype)) for group in self.form.groups]
+            if all(loop is not None for _, loop in loops):
+                for group, loop in loops:
+                    if loop is not None and (table := self._table(group, messages, values)) is not None:
+                        loop(table, len(messages), rule.kernel_constants)
+                return
+        pieces = self.pieces(messages, scratch)
+        if values is not None:
+            pieces = self.with_own(pieces, messages, values)
+        for value, slots, parts, gradient, work in pieces:
+            reduce_chunk(gradient, parts, op)
+            rule.apply(value, gradient, slots, work)
+
+    def _table(self, group: Group, messages: Sequence[Array], values: Sequence[Array] | None) -> compiled.Table | None:
+        """This rank's chunks of a group of the messages, as a compiled loop takes them; `None` where it has none."""
+        index = self.form.groups.index(group)
+        if index not in self._addresses:
+            mine = [k for k, chunk in enumerate(self.chunks) if chunk.group == index]
+            fixed = compiled.table([(self.chunks[k].value, *self.chunks[k].slots) for k in mine])
+            self._addresses[index] = mine, fixed, np.array([self.chunks[k].start for k in mine], np.int64)
+        mine, fixed, starts = self._addresses[index]
+        if not mine:
+            return None
+        item = group.dtype.itemsize
+        begins = np.array([group.of(message).ctypes.data for message in messages], np.int64)
+        table = np.concatenate([fixed, begins + item * starts[:, None]], axis=1)
+        if values is not None:
+            views = self._message_views(messages[self._rank])
+            for i, own in self._own.items():
+                if own.group == index and _is_readable_in_place(values[i], views[i]):
+                    rows = slice(own.chunks.start - mine[0], own.chunks.stop - mine[0])
+                    begin = values[i].ctypes.data - item * own.begin
+                    table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
+        return table
 
     def with_own(self, pieces: list[Piece], messages: Sequence[Array], values: Sequence[Array]) -> list[Piece]:
         """The pieces, with this rank's parts taken from its values where `write_for_others` left them out."""

@@ -1,0 +1,121 @@
+"""Updates of large variables by a compiled loop: the bits are those of NumPy's operations."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+from hpcstrat._storage import compiled
+
+RANK = MPI.COMM_WORLD.rank
+STEPS = 3
+
+pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
+
+SHAPES = [(7,), (300, 401), (), (40_000,), (5, 9)]
+OPTIMIZERS = {
+    "SGD": lambda: hs.optimizers.SGD(0.5),
+    "Adam": lambda: hs.optimizers.Adam(0.5),
+    "RMSprop": lambda: hs.optimizers.RMSprop(0.5, momentum=0.5, centered=True),
+}
+
+
+@pytest.fixture
+def loops(monkeypatch):
+    """The dtypes of the loops that were run, and a switch."""
+    run, real = [], compiled.loop
+
+    def loop(rule, dtype):
+        found = real(rule, dtype)
+        return found and (lambda *arguments: (run.append(dtype.name), found(*arguments)))
+
+    def switch(is_on):
+        run.clear()
+        monkeypatch.setattr(compiled, "loop", loop if is_on else lambda rule, dtype: None)
+        return run
+
+    return switch
+
+
+def numbers(step, shape, dtype):
+    return np.random.default_rng([RANK, step]).standard_normal(shape).astype(dtype)
+
+
+def trained(strategy, make, dtypes, gradients):
+    with strategy.scope():
+        variables = [hs.Variable(np.full(s, 0.5, d)) for s, d in zip(SHAPES, dtypes, strict=True)]
+        optimizer = make()
+    for step in range(STEPS):
+        given = [numbers(step, v.shape, v.dtype) for v in variables]
+        strategy.run(lambda given=given: gradients(optimizer, given, variables))
+    slots = [strategy.extended.read_var(v).copy() for v in variables]
+    return [array.tobytes() for array in slots]
+
+
+def plain(optimizer, given, variables):
+    optimizer.apply_gradients(zip(given, variables, strict=True))
+
+
+def read_only(optimizer, given, variables):
+    for array in given:
+        array.flags.writeable = False
+    plain(optimizer, given, variables)
+
+
+def in_columns(optimizer, given, variables):
+    plain(optimizer, [array.T.copy().T for array in given], variables)
+
+
+def in_another_order(optimizer, given, variables):
+    plain(optimizer, given[::-1], variables[::-1])
+
+
+def from_buffers(optimizer, given, variables):
+    buffers = optimizer.gradient_buffers(variables)
+    for buffer, array in zip(buffers, given, strict=True):
+        buffer[...] = array
+    plain(optimizer, buffers, variables)
+
+
+GRADIENTS = [plain, read_only, in_columns, in_another_order, from_buffers]
+FLOATS = ["float32"] * 5
+
+
+def check(strategy, loops, make, dtypes, gradients):
+    run = loops(True)
+    found = trained(strategy, make, dtypes, gradients)
+    # A rank without any element of a dtype has nothing to do for it.
+    assert set(run) <= {np.dtype(dtype).name for dtype in dtypes}
+    assert MPI.COMM_WORLD.allreduce(len(run)) >= STEPS
+    loops(False)
+    assert found == trained(strategy, make, dtypes, gradients)
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS)
+def test_any_gradients(strategy, loops, gradients):
+    check(strategy, loops, OPTIMIZERS["Adam"], FLOATS, gradients)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_dtypes(strategy, loops, name):
+    check(strategy, loops, OPTIMIZERS[name], ["float64", "float32", "float16", "float64", ml_dtypes.bfloat16], plain)
+
+
+def test_a_complex_variable_among_them(strategy, loops):
+    """Complex numbers have no loop: then the whole update is NumPy's."""
+    dtypes = ["complex64", *FLOATS[1:]]
+    run = loops(True)
+    found = trained(strategy, OPTIMIZERS["SGD"], dtypes, plain)
+    assert run == []
+    loops(False)
+    assert found == trained(strategy, OPTIMIZERS["SGD"], dtypes, plain)
+
+
+def test_small_models_compile_nothing(strategy, loops):
+    run = loops(True)
+    with strategy.scope():
+        v = hs.Variable(np.zeros(compiled.FEWEST - 1))
+    optimizer = OPTIMIZERS["SGD"]()
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(v.shape), v)]))
+    assert run == [] and (v.numpy() == -0.5 * MPI.COMM_WORLD.size).all()
