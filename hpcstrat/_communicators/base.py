@@ -85,8 +85,10 @@ class Communicator(abc.ABC):
             RuntimeError: not all ranks are here, but in the function of an update.
         """
         self._count(agreed)
-        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.OK, agreed.digest, nbytes)
+        waiting = self._calls.waiting
+        waiting.depth += 1  # what `with waiting:` does, without its two calls: every step comes through here
         try:
+            own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.OK, agreed.digest, nbytes)
             posted = self._post(own, nbytes, write)
             for record in posted:
                 if record != own:
@@ -99,6 +101,8 @@ class Communicator(abc.ABC):
         except BaseException as error:
             self.tear(agreed.call, error)
             raise
+        finally:
+            waiting.depth -= 1
 
     def _count(self, agreed: CallSignature) -> None:
         calls = self._calls
@@ -190,9 +194,10 @@ class Communicator(abc.ABC):
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
         self._count(signature("the end of the program"))
         own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.LEAVING, bytes(16), 0)
-        posted = self._post(own, 0, None)
-        if any(record != own for record in posted):
-            self._disagree(posted, protocol.CallDescription("leaves the program"), None)
+        with self._calls.waiting:
+            posted = self._post(own, 0, None)
+            if any(record != own for record in posted):
+                self._disagree(posted, protocol.CallDescription("leaves the program"), None)
 
     # ---- verbs
 
@@ -279,7 +284,8 @@ class Communicator(abc.ABC):
         self._calls.number += 1
         own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.FAILED, bytes(16), 0)
         try:
-            self._disagree(self._post(own, 0, None), protocol.CallDescription(call), error)
+            with self._calls.waiting:
+                self._disagree(self._post(own, 0, None), protocol.CallDescription(call), error)
         except BaseException as interruption:
             self._calls.tear(call, interruption)
             raise

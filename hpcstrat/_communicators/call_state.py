@@ -25,6 +25,21 @@ class Torn(NamedTuple):
     error: BaseException
 
 
+class Waiting:
+    """A block in which this rank waits for the others. Such blocks nest; the watchdog's thread reads `depth`."""
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth: int = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
 class CallState:
     """What the communicators of one group have in common.
 
@@ -34,6 +49,7 @@ class CallState:
         storages: how many there are of variables of these ranks.
         settled: the number of the last call from which all ranks raised together.
         thread: the thread that made the last one.
+        waiting: the block in which this rank is while it exchanges anything with the others.
         barred: whether no call may be made, for one of the next three reasons.
         paused: the call that not all ranks are in, during which none may be made.
         torn: the call that was broken off on this rank alone, or in the middle.
@@ -45,7 +61,7 @@ class CallState:
 
     __slots__ = (
         *("__weakref__", "agreed", "barred", "fault", "faults", "faulty", "forked", "number"),
-        *("paused", "settled", "storages", "thread", "torn"),
+        *("paused", "settled", "storages", "thread", "torn", "waiting"),
     )
 
     def __init__(self) -> None:
@@ -54,6 +70,7 @@ class CallState:
         self.settled: int = 0
         self.storages: int = 0
         self.thread: int = threading.get_ident()
+        self.waiting: Waiting = Waiting()
         self.barred: bool = False
         self.paused: str | None = None
         self.torn: Torn | None = None

@@ -134,7 +134,12 @@ class SharedMemoryCommunicator(HostCommunicator):
 
     def sync(self) -> None:
         """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
-        self._barrier()
+        waiting = self._calls.waiting
+        waiting.depth += 1
+        try:
+            self._barrier()
+        finally:
+            waiting.depth -= 1
         self._being_read = False
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:

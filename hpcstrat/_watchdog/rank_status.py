@@ -12,7 +12,6 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CALLS = os.path.join(_PACKAGE, "_communicators") + os.sep
 _OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions stand in the place of Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a note, the first that fits
 
@@ -68,21 +67,12 @@ class RankStatus(NamedTuple):
         return cls(*fields)
 
 
-def find_user_frame() -> tuple[str, bool]:
-    """Where this process is in the user's program, and whether that waits in a collective call.
-
-    The thread that makes a collective call counts, else the main thread. The library's own threads do not.
-    """
+def user_frame_of(thread: int) -> str:
+    """Where another thread is in the user's program; where the main thread is, if that one has ended."""
     frames = sys._current_frames()
     # This function's own would be a cycle, which keeps alive what all threads have in their variables.
     del frames[threading.get_ident()]
-    threads = [thread for thread in threading.enumerate() if not thread.name.startswith("hpcstrat-")]
-    stacks = [frames[thread.ident] for thread in threads if thread.ident in frames]
-    for frame in stacks:
-        if _is_in_a_call(frame):
-            return _place(frame), True
-    main = frames.get(threading.main_thread().ident or 0)
-    return _place(main), False
+    return _place(frames.get(thread) or frames.get(threading.main_thread().ident or 0))
 
 
 def user_frame() -> str:
@@ -104,15 +94,6 @@ def user_frame_in_call(thread: int) -> str | None:
             return None
         frame = frame.f_back  # of a function that the program, or the library, is in
     return None
-
-
-def _is_in_a_call(frame: FrameType | None) -> bool:
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_CALLS):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _place(frame: FrameType | None) -> str:

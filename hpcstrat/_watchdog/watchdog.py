@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from hpcstrat import _failure, _guard, _launcher, _settings
 from hpcstrat._communicators.call_state import CallState
 from hpcstrat._watchdog.channels import StatusChannel
-from hpcstrat._watchdog.rank_status import RankStatus, find_user_frame, user_frame
+from hpcstrat._watchdog.rank_status import RankStatus, user_frame, user_frame_of
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, SILENT_SECONDS, Diagnosis, StallDetector
 
 _BEAT_SECONDS = 0.5
@@ -87,10 +87,11 @@ class Watchdog:
             self._board.swap(self._note())
 
     def _note(self) -> RankStatus:
-        place, waits = find_user_frame()
+        calls = self._calls
+        waits = calls.waiting.depth > 0
+        place = self._place()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
-        calls = self._calls
         self._beat += 1
         return RankStatus(
             calls.number,
@@ -103,6 +104,11 @@ class Watchdog:
             os.getpid(),
             self._beat,
         )
+
+    def _place(self) -> str:
+        """Where this rank is in the program: the thread that waits for the others counts, else the main thread."""
+        calls = self._calls
+        return user_frame_of(calls.thread if calls.waiting.depth else threading.main_thread().ident or 0)
 
     def _watch(self) -> None:
         beat = max(min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4), _SHORTEST_BEAT_SECONDS)
@@ -148,10 +154,9 @@ class Watchdog:
             self._resumed = now
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
-            place, _ = find_user_frame()
             _failure.end_job(
                 f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {place}. Look whether rank 0 still runs, and its host still answers"
+                f"this rank was at {self._place()}. Look whether rank 0 still runs, and its host still answers"
             )
 
     def _act(self, verdict: Diagnosis) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcstrat import _failure, _program, _settings
+from hpcstrat import _failure, _program
 from hpcstrat._communicators.call_state import CallState
 from hpcstrat._watchdog import channels as tcp
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
-from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, find_user_frame
+from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 
@@ -178,13 +178,16 @@ def watch():
     """Makes watches on boards that stand for something; they end with the test."""
     boards = []
 
-    def make(board):
+    def make(board, calls=None):
         boards.append(board)
-        return Watchdog(0, CallState(), board)
+        return Watchdog(0, calls or CallState(), board)
 
     yield make
     for board in boards:
         board.is_over.set()
+
+
+MAIN = threading.main_thread().ident or 0
 
 
 class Alone(StatusChannel):
@@ -247,10 +250,10 @@ def test_no_working_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(folder)
     folder.rmdir()
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(find_user_frame()))  # of the main thread, which is here
+    thread = threading.Thread(target=lambda: found.append(user_frame_of(MAIN)))
     thread.start()
     thread.join()
-    assert found[0][0].startswith(f"{__file__}:")
+    assert found[0].startswith(f"{__file__}:")
 
 
 @pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j])
@@ -311,12 +314,12 @@ def test_the_end_of_a_process_is_seen():
 
 def test_the_place_is_a_line_of_the_program():
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(find_user_frame()))
+    thread = threading.Thread(target=lambda: found.append(user_frame_of(MAIN)))
     line = sys._getframe().f_lineno
     thread.start()
     thread.join()
     name = "test_the_place_is_a_line_of_the_program"
-    assert found[0] in [(f"{os.path.relpath(__file__)}:{line + i} in {name}", False) for i in (1, 2)]
+    assert found[0] in [f"{os.path.relpath(__file__)}:{line + i} in {name}" for i in (1, 2)]
 
 
 def test_looking_for_the_place_keeps_nothing_alive():
@@ -325,7 +328,7 @@ def test_looking_for_the_place_keeps_nothing_alive():
 
     def function():
         large = Large()
-        thread = threading.Thread(target=find_user_frame)
+        thread = threading.Thread(target=user_frame_of, args=(MAIN,))
         thread.start()
         thread.join()
         return weakref.ref(large)
@@ -338,57 +341,24 @@ def test_looking_for_the_place_keeps_nothing_alive():
         gc.enable()
 
 
-def test_the_place_of_a_thread_that_waits_in_a_call():
-    from hpcstrat._communicators import shared_memory
-
-    flags = np.zeros(2 * shared_memory.LINE, np.uint8)
-
-    class Comm:
-        rank, size = 0, 2
-
-        def Iprobe(self):
-            return False
-
-        def allgather(self, value):
-            return [value, value]
-
-    meet = shared_memory._FlagBarrier(flags, Comm())
+def test_the_place_of_a_thread_that_waits_in_a_call(watch):
+    calls, is_in, is_over = CallState(), threading.Event(), threading.Event()
+    one = watch(Alone(), calls)
 
     def collective():
-        meet()
+        calls.thread = threading.get_ident()
+        with calls.waiting, calls.waiting:
+            is_in.set()
+            is_over.wait(10)
 
     thread = threading.Thread(target=collective, daemon=True)
     thread.start()
+    is_in.wait(10)
     try:
-        deadline = time.monotonic() + 10
-        while not (found := find_user_frame())[1] and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert found[1] and found[0].endswith(" in collective")
+        note = one._note()
+        assert note.waits and note.place.endswith(" in collective")
     finally:
-        flags.view(np.int64)[shared_memory.LINE // 8] = 1
+        is_over.set()
         thread.join(10)
-    assert not find_user_frame()[1]
-
-
-@pytest.mark.parametrize("value, expected", [("", 60), ("5", 5), (" 0.5 ", 0.5), ("inf", float("inf"))])
-def test_seconds(monkeypatch, value, expected):
-    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", value)
-    assert _settings.seconds("HPCSTRAT_STALL_SECONDS", 60) == expected
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "a minute", "nan"])
-def test_no_seconds(monkeypatch, value):
-    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", value)
-    with pytest.raises(ValueError, match="HPCSTRAT_STALL_SECONDS is .* must be a positive number of seconds"):
-        _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
-
-
-def test_on_and_off(monkeypatch):
-    monkeypatch.delenv("HPCSTRAT_CHECK", raising=False)
-    assert not _settings.is_on("HPCSTRAT_CHECK")
-    for value, expected in (("1", True), ("0", False)):
-        monkeypatch.setenv("HPCSTRAT_CHECK", value)
-        assert _settings.is_on("HPCSTRAT_CHECK") is expected
-    monkeypatch.setenv("HPCSTRAT_CHECK", "yes")
-    with pytest.raises(ValueError, match="HPCSTRAT_CHECK is 'yes'; it must be 1 or 0"):
-        _settings.is_on("HPCSTRAT_CHECK")
+    note = one._note()
+    assert not note.waits and " in collective" not in note.place
