@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _node
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _element_ops, _node
 
 
 def plain(element) -> Any:
@@ -621,11 +621,8 @@ def test_a_file_larger_than_memory_stays_on_disk(tmp_path):
 
 
 def test_a_transformation_that_does_not_say_how_it_resumes_is_an_error():
-    class Forgetful(_node.Node):
-        def __init__(self, source):
-            super().__init__(source, width=None, user_code=False, batch_sizes=(), rows=None)  # pyright: ignore[reportCallIssue]
-
-        __repr__ = spec = cardinality = chunks = load = fetch = lambda self, *_: None
-
+    facts = {"width": None, "user_code": False, "batch_sizes": (), "rows": None}
+    stage: Any = object.__new__(_element_ops.Filter)
     with pytest.raises(TypeError, match="inputs_per_element"):
-        Forgetful(None)
+        _node.Node.__init__(stage, **facts)
+    _node.Node.__init__(stage, **facts, inputs_per_element=None)
