@@ -1,4 +1,4 @@
-"""Choices for a new variable: synchronization, aggregation, and functions that have a hand in making it."""
+"""Choices for a new variable: synchronization, aggregation, and and creators that take part in making it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NO_AGGREGATION = (
 # ---- creators
 
 creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
-"""Those of every scope that this line is in, from the outside in."""
+"""The creators of every scope that this line is in, from the outside in."""
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
 
 
 class VariableType(type):
-    """Lets the creators of `variable_creator_scope` have a hand in `Variable(...)`."""
+    """Passes `Variable(...)` through the creators of `variable_creator_scope`."""
 
     if not TYPE_CHECKING:  # to which a variable is made by its `__init__`
 

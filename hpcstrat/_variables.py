@@ -94,6 +94,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             self.aggregation: VariableAggregation = parse_choice(
                 VariableAggregation, aggregation or "NONE", "Variable", "aggregation"
             )
+            # Without synchronization a write would change this rank's copy only, and mirrors must stay equal.
             if self.synchronization is VariableSynchronization.NONE and group.mirrors:
                 raise ValueError(
                     f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
@@ -201,6 +202,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         state.require_writable(call)
         if state.is_on_read:
             self._write_own(call, verb, value)
+        # The script's own level writes one value, the same on all ranks; replicas write one each, to be aggregated.
         elif isinstance(context, InReplica) and state.group.requires_aggregation:
             self._write_aggregated(call, verb, value)
         else:

@@ -41,9 +41,10 @@ class CentralStorageStrategy(Strategy):
                     f"{call}: parameter_device is {parameter}, and no rank computes there; name one of {names}"
                 )
             communicator.exchange(signature(call, *map(str, devices), str(parameter)))
+        # The host's memory belongs to no rank: rank 0 then updates the variables there.
         root = devices.index(parameter) if parameter in devices else 0
         local = replica_storage(communicator)
-        if communicator.size == 1 and parameter == devices[0]:
+        if communicator.size == 1 and parameter == devices[0]:  # the central copy and the replica's are one
             storage = local
         elif isinstance(communicator, DeviceCommunicator):
             from hpcstrat._storage.central_device import CentralDeviceStorage

@@ -217,7 +217,8 @@ class StrategyExtended:
                 )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
-        communicator.barrier(call)  # nobody reads what is written next
+        # The function writes in place, and other ranks may still be reading: they must all have come here first.
+        communicator.barrier(call)
         if group.updates_on is UpdatesOn.ALL_RANKS:
             with communicator.raise_together(call):
                 results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
@@ -228,7 +229,8 @@ class StrategyExtended:
             ]
             try:
                 result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
-            except Exception:  # which all ranks raise: they see how far the update came
+            except Exception:
+                # All ranks raise it. What was written before it stays, and must be the same for every reader.
                 group.storage.publish(call, written)
                 communicator.settle()
                 raise
@@ -245,6 +247,7 @@ class StrategyExtended:
         before = _context.current.get()
         try:
             _context.current.set(InUpdate(group, self._across.owner, variables))
+            # One rank may run this alone, so a collective call in it would wait for ranks that never come.
             group.communicator.pause(call)
             with group.on_stream():
                 return _nest.flatten(fn())
@@ -277,7 +280,7 @@ class StrategyExtended:
     # ---- variables
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
-        """A context manager in which variables are made beside this one. All of a strategy's are beside each other.
+        """A context manager in which variables are made on the device of this one, as all of a strategy's are.
 
         Raises:
             RuntimeError: on entering, outside of the strategy's scope.

@@ -14,11 +14,11 @@ from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """One replica a rank, on any number of hosts; each holds a copy of every variable, and all copies change alike.
 
-    A worker is a host. What is reduced is so inside each host first, then between hosts, one message a host. The script
-    is still one program, as if one worker ran it: every rank runs all its lines. Only what concerns a worker's own data
-    tells them apart: `experimental_local_results` gives the components of this host's replicas, and
-    `distribute_datasets_from_function` one pipeline a host. `experimental_distribute_dataset` takes the same dataset on
-    all hosts, and each replica reads its own elements only.
+    A worker is a host. Reductions run within each host first, then across hosts, one message per host. The script is
+    still one program, as if one worker ran it: every rank runs all its lines. Workers differ only in their own data:
+    `experimental_local_results` gives the components of this host's replicas, and `distribute_datasets_from_function`
+    one pipeline a host. `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
+    its own elements only.
 
     Collective: all ranks make it. The first strategy of a program starts MPI.
 
@@ -56,7 +56,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
                     )
             communicator.barrier(call)
         if cluster_resolver is None:
-            self._resolver.cluster_spec()  # which is collective once: not when one rank alone asks
+            # The first call is collective. It is made here, so that later one rank may ask alone.
+            self._resolver.cluster_spec()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:

@@ -33,8 +33,9 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
         if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
             continue
         if isinstance(leaf, np.ndarray):
+            # A read-only view may be a variable's storage, which the next update changes under the result.
             if not leaf.flags.writeable and leaf.base is not None:
-                leaf = leaf.copy()  # it may be a variable's storage
+                leaf = leaf.copy()
         elif not isinstance(leaf, PLAIN):
             leaf = _apart(group, leaf)
         leaves[i] = leaf if size == 1 else PerReplica(leaf, rank, size)

@@ -117,6 +117,7 @@ class ValueMethods:
         leaves, structure = _nest.flatten(value)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
         call = "Strategy.experimental_local_results"
+        # Where this rank has nothing to send, another may: they must find out, and not wait for each other.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
             reduction.require_alike(self._group.communicator, call, structure)
         if not places:
