@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,20 @@ class ReduceOp(enum.Enum):
             ValueError: `op` is neither. `call` names the method in the message.
         """
         return op if isinstance(op, ReduceOp) else parse_choice(cls, op, call, "reduce_op")
+
+
+class FirstReplica(enum.Enum):
+    """Beside `ReduceOp`: nothing is reduced, and the first replica's values count."""
+
+    FIRST_REPLICA = "FIRST_REPLICA"
+
+    if not TYPE_CHECKING:  # as for `ReduceOp`
+        __hash__ = object.__hash__
+
+
+FIRST_REPLICA: Final = FirstReplica.FIRST_REPLICA
+Aggregation: TypeAlias = "ReduceOp | FirstReplica"
+"""How an update brings the replicas' values together, before a rule changes the variables by them."""
 
 
 def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -> _Choice:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._types import ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
 class VariableSynchronization(enum.Enum):
@@ -31,12 +31,12 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = "ONLY_FIRST_REPLICA"
 
 
-OPERATIONS: dict[VariableAggregation, ReduceOp | None] = {
+OPERATIONS: dict[VariableAggregation, Aggregation] = {
     VariableAggregation.SUM: ReduceOp.SUM,
     VariableAggregation.MEAN: ReduceOp.MEAN,
-    VariableAggregation.ONLY_FIRST_REPLICA: None,
+    VariableAggregation.ONLY_FIRST_REPLICA: FIRST_REPLICA,
 }
-"""What aggregates values; `None` takes those of the first replica."""
+"""What aggregates values, where a variable has an aggregation."""
 
 NO_AGGREGATION = (
     "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "

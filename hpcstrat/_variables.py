@@ -12,7 +12,7 @@ from hpcstrat import _context, _gpu
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.reduction import check_reducible
 from hpcstrat._context import InReplica, InUpdate, require_cross_replica
-from hpcstrat._types import Array, MaybeNone, ReduceOp, parse_choice
+from hpcstrat._types import FIRST_REPLICA, Array, MaybeNone, ReduceOp, parse_choice
 from hpcstrat._variable_array import ReadableAsArray
 from hpcstrat._variable_options import (
     NO_AGGREGATION,
@@ -209,7 +209,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             with state.group.communicator.raise_together(call):
                 new = self._as_written(call, verb, value)
             state.group.communicator.require_equal(call, [new])
-            state.storage.update(call, state.plan_alone(), [new], None, RULES[verb])
+            state.storage.update(call, state.plan_alone(), [new], FIRST_REPLICA, RULES[verb])
 
     def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
@@ -217,7 +217,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             if self.aggregation is VariableAggregation.NONE:
                 raise ValueError(f"{call} in a replica context: {NO_AGGREGATION}")
             op = OPERATIONS[self.aggregation]
-            if op is not None:
+            if op is not FIRST_REPLICA:
                 check_reducible(call, self.dtype, op)
             new = self._as_written(call, verb, value)
             if op is ReduceOp.MEAN and self.dtype.kind in "iu":
@@ -256,7 +256,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             raise ValueError(f"{call} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
         op = OPERATIONS[self.aggregation]
         require_cross_replica(group, call)
-        if op is None:
+        if op is FIRST_REPLICA:
             with group.on_stream():
                 own = group.communicator.broadcast_obj(call, _gpu.to_host(array))
                 return group.xp.asarray(own)

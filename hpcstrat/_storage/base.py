@@ -13,9 +13,9 @@ from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
+from hpcstrat._types import Aggregation
 from hpcstrat._types import Array as Array
 from hpcstrat._types import Bytes as Bytes
-from hpcstrat._types import ReduceOp
 
 PART = 1 << 22
 """Bytes of a block that are read or written at once at most."""
@@ -76,7 +76,7 @@ class Storage(abc.ABC):
         call: str,
         plan: Plan,
         values: Sequence[Array],
-        op: ReduceOp | None,
+        op: Aggregation,
         rule: UpdateRule,
     ) -> None:
         """Reduces the replicas' `values` by `op` and applies `rule` once. Afterwards every rank reads the result.
@@ -85,7 +85,7 @@ class Storage(abc.ABC):
             call: the user's name of the method.
             plan: of the variables.
             values: one array a variable, of its shape; cast to its dtype.
-            op: `None` takes those of rank 0.
+            op: how the replicas' values become one; `FIRST_REPLICA` takes those of rank 0.
             rule: how they change the variables. Its constants must be equal on all ranks.
 
         Raises:
@@ -133,7 +133,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
 

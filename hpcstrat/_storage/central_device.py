@@ -11,7 +11,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule, slot_values, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
 @final
@@ -42,14 +42,14 @@ class CentralDeviceStorage(DeviceStorage):
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            sources = self._begin(agreed, plan, values, op is not None)
+            sources = self._begin(agreed, plan, values, op is not FIRST_REPLICA)
             for source, gradient in zip(sources, plan.gradients, strict=True):
-                if op is not None:
+                if op is not FIRST_REPLICA:
                     communicator.reduce_flat(source, gradient, op, self._root)
                 elif self._root:
                     communicator.broadcast_flat(gradient, 0)

@@ -17,7 +17,7 @@ from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan, Scratch
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
 @final
@@ -110,18 +110,18 @@ class CentralHostStorage(HostStorage):
         self._messages[plan] = list(block.array)
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
         if values is None:
             communicator.exchange(agreed)
             messages = self._messages[plan]
-        elif op is None and communicator.rank != 0:
+        elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(agreed)
         else:
-            write = plan.write if op is None else plan.write_for_others
+            write = plan.write if op is FIRST_REPLICA else plan.write_for_others
             messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
-        if op is None:
+        if op is FIRST_REPLICA:
             plan.apply(rule, messages[:1], self._scratch)
         else:
             plan.apply(rule, messages, self._scratch, op, values)

@@ -221,7 +221,7 @@ class DeviceStorage(Storage):
         assert isinstance(plan, DevicePlan)
         with self._communicator.raise_together(call), self._current():
             message = self._zeros(plan.form.nbytes)
-            self._communicator.exchange(plan.signature(call, None))
+            self._communicator.exchange(plan.signature(call))
             plan.take(message)
         plan.buffers = plan.arranged(message)
 

@@ -10,7 +10,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
 @final
@@ -18,14 +18,14 @@ class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            sources = self._begin(agreed, plan, values, op is not None)
+            sources = self._begin(agreed, plan, values, op is not FIRST_REPLICA)
             for source, gradient in zip(sources, plan.gradients, strict=True):
-                if op is None:
+                if op is FIRST_REPLICA:
                     communicator.broadcast_flat(gradient, 0)
                 else:
                     communicator.all_reduce_flat(source, gradient, op)

@@ -17,7 +17,7 @@ from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan, Scratch
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
 @final
@@ -69,12 +69,12 @@ class MirroredHostStorage(HostStorage):
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
         with self._communicator.raise_together(call):
             message = np.zeros(plan.form.nbytes, np.uint8)
-            self._communicator.exchange(plan.signature(call, None))
+            self._communicator.exchange(plan.signature(call))
         self._buffers[plan] = message
         plan.buffers = plan.arranged(message)
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: ReduceOp | None, rule: UpdateRule
+        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
 
@@ -95,7 +95,7 @@ class MirroredHostStorage(HostStorage):
                     plan.write_for_others(self._sum, values)  # large gradients stay where they are
                     plan.apply(rule, [self._sum], self._scratch, values=values)
                 return
-            if op is not None:
+            if op is not FIRST_REPLICA:
                 reduced = self._sum
                 communicator.reduce_message(agreed, plan.form, write, op, reduced)
             elif communicator.rank == 0:

@@ -14,7 +14,7 @@ from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage import compiled
 from hpcstrat._storage.rule import NO_CONSTANTS, UpdateRule
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
 
 class Chunk(NamedTuple):
@@ -112,7 +112,7 @@ class Plan:
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
         self.buffer_block: Block | None = None  # where these are in shared memory
-        self._signatures: dict[tuple[str, ReduceOp | None], CallSignature] = {}
+        self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[Piece]]] = {}
         for index, group in enumerate(self.form.groups):
@@ -131,12 +131,14 @@ class Plan:
         self._is_large = sum(self.form.sizes) >= compiled.FEWEST
         self._addresses: dict[int, tuple[list[int], compiled.Table, compiled.Table]] = {}
 
-    def signature(self, call: str, op: ReduceOp | None, constants: Mapping[str, float] = NO_CONSTANTS) -> CallSignature:
+    def signature(
+        self, call: str, op: Aggregation = FIRST_REPLICA, constants: Mapping[str, float] = NO_CONSTANTS
+    ) -> CallSignature:
         """What the ranks must agree on for an update."""
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
-            found = signature(call, *([] if op is None else [op.name]), *self._facts)
+            found = signature(call, *([] if op is FIRST_REPLICA else [op.name]), *self._facts)
             if numbers:
                 found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found

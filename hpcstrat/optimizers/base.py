@@ -16,7 +16,7 @@ from hpcstrat._group import ReplicaGroup
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage, UpdateRule
 from hpcstrat._storage.rows import sum_rows
-from hpcstrat._types import Array, IndexedSlices, ReduceOp
+from hpcstrat._types import FIRST_REPLICA, Array, IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
@@ -193,13 +193,13 @@ class Optimizer(abc.ABC):
                 self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
             rate = float(self._current_rate())
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
-        op = None if summed else ReduceOp.SUM
+        op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
             communicator.require_equal(call, gradients)
         rows = [self._summed_rows(call, group, slices, v, summed) for slices, v in sparse]
         if self.global_clipnorm is not None:
-            if op is not None:
-                gradients, op = communicator.all_reduce(call, gradients, op), None
+            if op is not FIRST_REPLICA:
+                gradients, op = communicator.all_reduce(call, gradients, op), FIRST_REPLICA
             with group.on_stream():
                 gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
         rule = self.update_rule(rate, self._state.iterations + 1)
