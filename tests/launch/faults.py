@@ -125,4 +125,7 @@ HARMLESS = {
     "an exit within a thread": harmless("threading.Thread(target=sys.exit).start()\ntime.sleep(0.5)"),
 }
 
-FAULTS = STALLS | STARTS | EARLY | ENDS | ERRORS | MISMATCHES | BROKEN | CAUGHT | TWICE | ON_HOSTS | HARMLESS
+KINDS = [STALLS, STARTS, EARLY, ENDS, ERRORS, MISMATCHES, BROKEN, CAUGHT, TWICE, ON_HOSTS, HARMLESS]
+FAULTS = {name: fault for kind in KINDS for name, fault in kind.items()}
+QUICK = [name for kind in KINDS for name in list(kind)[:3]]
+"""Some of each kind, for the runs that are not to take long."""

@@ -9,6 +9,7 @@ import pathlib
 
 import pytest
 
+pytestmark = pytest.mark.slow
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "host_step.py": ([1, 2], "--rounds 1"),

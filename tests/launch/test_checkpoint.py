@@ -1,9 +1,11 @@
 """Checkpoints of whole jobs: on other numbers of ranks, after kills and signals, and on a full disk."""
 
+import itertools
 import re
 
 import numpy as np
 import pytest
+from slow import slow_but
 from strategies import STRATEGIES
 
 from hpcstrat.checkpoint._file import CheckpointFile
@@ -107,8 +109,9 @@ def test_any_number_of_ranks_restores(launch, tmp_path):
             np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "many"])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    "ranks, how", slow_but([(3, "SIGTERM")], list(itertools.product([1, 3], ["SIGTERM", "SIGUSR1", "many"])))
+)
 def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks):
     program = (
         TRAIN
@@ -155,6 +158,7 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
     assert resumed[-1] == undisturbed.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     """Each time a fresh process restores and saves without end; SIGKILL comes at a random moment."""
     program = """
@@ -215,6 +219,7 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     assert well(result) == "50 True ['saved']\n"
 
 
+@pytest.mark.slow
 def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(launch, tmp_path):
     """A third one looks, and now and then kills one of them, in whose place another comes."""
     program = """

@@ -78,6 +78,7 @@ def test_the_script_that_moves_is_tensorflows():
     assert (result.returncode, result.stdout) == (0, script.expects(1)), result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", blocks("sh"))
 def test_command(launch, block, tmp_path):
     check_words(block.text)

@@ -51,6 +51,7 @@ def _loss_and_accuracy(line, epoch):
     return float(match[1]), float(match[2])
 
 
+@pytest.mark.slow
 def test_train_takes_batches_that_leave_replicas_empty(launch):
     """The fifth and last batch is one image. So few steps are before any image can be on the edge: a few units each."""
     options = ["--epochs", "1", "--batch-size", "359", "--learning-rate", "0.2"]
@@ -95,6 +96,7 @@ def test_monte_carlo(launch, gpus):
         assert abs(plain - price) < 2 * spread
 
 
+@pytest.mark.slow
 def test_pca(launch, gpus):
     images = load_digits(return_X_y=True)[0] / 16
     expected = np.linalg.eigvalsh(np.cov(images.T, bias=True))[::-1]
@@ -118,6 +120,7 @@ def test_embedding(launch, gpus):
         assert history == pytest.approx(histories[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     are_seen, numbers = gpus
     program = ROOT / "examples" / "early_stopping.py"
@@ -202,6 +205,7 @@ PREEMPTED = f"""
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
     are_seen, numbers = gpus

@@ -9,8 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fault import ANY
-from faults import FAULTS
+from faults import FAULTS, QUICK
 from launcher import Launcher
+from slow import slow_but
 
 CONNECT = "waits for the others to connect"
 SECONDS = 18  # 10 from the fault to the end, and some to start on a machine that does other work too
@@ -37,7 +38,7 @@ def jobs(request, tmp_path_factory):
     pool.shutdown(cancel_futures=True)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", slow_but(QUICK, FAULTS))
 def test_a_fault_ends_the_job(jobs, name):
     fault, result = FAULTS[name], jobs[name].result()
     print(result.stdout, result.stderr, sep="\n")

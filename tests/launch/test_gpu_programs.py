@@ -486,6 +486,7 @@ def test_share_with_mpirun(launch, bench):
     check_that_mps_ended(bench)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ailment", ["DEAF", "DUMB"])
 def test_share_when_mps_does_not_obey(bench, ailment):
     result = bench.finish(share(bench, "sh", "-c", "exit 3", env={ailment: "1"}))

@@ -90,6 +90,7 @@ def test_ranks_end_with_their_launcher(launch, tmp_path, ranks, does, wrapper):
         mpirun.wait()
 
 
+@pytest.mark.slow
 def test_ranks_end_where_nobody_reads_what_they_print(launch, tmp_path):
     """Rank 1 does not come; the others' pipes are full, and so the report of that goes nowhere."""
     program = tmp_path / "program.py"

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import simulated_gpu
+from slow import slow_but
 
 import hpcstrat
 
@@ -40,7 +41,7 @@ def planted(folder, changes):
     return folder
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3, 4]))
 def test_the_package_as_it_is(simulated, ranks):
     result = simulated(TRAINING, ranks)
     assert (result.status, result.stdout, result.leftovers) == (0, "trained\n", [])
@@ -149,6 +150,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     changes, text = BUGS[bug]
@@ -157,6 +159,7 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -203,6 +206,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_on_any_rank_ends_all_of_them_and_is_named(simulated, fault):
     result = simulated(TRAINING, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
@@ -210,6 +214,7 @@ def test_a_fault_on_any_rank_ends_all_of_them_and_is_named(simulated, fault):
     assert "the ranks wait for each other" not in result.stderr and result.leftovers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["nccl-hangs:30", "nccl-hangs@1:30", "nccl-hangs@0:31"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_nccl_that_hangs_is_reported_and_ended(simulated, ranks, fault):
@@ -243,6 +248,7 @@ def test_nccl_that_never_connects(simulated):
 ENDS = {"returns": ("", 0), "sys.exit": ("sys.exit(3)", 3), "raises": ("raise ValueError('afterwards')", 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_after_nccl_that_never_connects(simulated, end):
     """NCCL's thread is still inside; what C does at exit ends the process by a signal here."""
@@ -301,6 +307,7 @@ if hs.rank() == 1:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_context_that_is_lost_at_the_end(simulated, ranks):
     result = simulated(LOSES, ranks, env=HANGS_SOON)
@@ -311,7 +318,7 @@ def test_a_context_that_is_lost_at_the_end(simulated, ranks):
 # ---- programs
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
 def test_check_and_info(simulated, ranks):
     result = simulated(CALLS, ranks, "check")
     assert result.status == 0 and "All data arrived." in result.stdout and "WRONG" not in result.stdout
@@ -321,7 +328,7 @@ def test_check_and_info(simulated, ranks):
     assert facts["ranks"][0]["versions"]["NCCL"] == "2.32.3"
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 4]))
 def test_the_conformance_kit(simulated, ranks):
     """But for the two cases that mix NumPy's arrays into the arithmetic."""
     kit = pathlib.Path(__file__).parents[1] / "conformance"

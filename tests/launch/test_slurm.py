@@ -13,6 +13,7 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 SECONDS = 90  # the time limit of a job

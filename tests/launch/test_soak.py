@@ -3,6 +3,9 @@
 import pathlib
 import re
 
+import pytest
+
+pytestmark = pytest.mark.slow
 SOAK = pathlib.Path(__file__).parents[2] / "benchmarks" / "soak.py"
 ROW = r"\| ([\d,]+) \| ([\d,.]+) \| (\d+) \|\n"
 

@@ -99,6 +99,7 @@ def test_the_command_prints_shares_and_draws(launch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise RuntimeError('on purpose')"])
 def test_a_trace_can_be_read_after_a_kill(launch, how):
     """What was half a second before the end is there; what had begun, and lasted, too."""

@@ -185,6 +185,7 @@ def test_errors_on_two_hosts(launch, body, message):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 def test_train_on_two_hosts(launch):
     if launch.open_mpi:
         pytest.skip("only MPICH can pose as several hosts")

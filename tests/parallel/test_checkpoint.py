@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from slow import slow_but
 from strategies import STRATEGIES
 from transports import has, kind
 
@@ -541,7 +542,7 @@ def shown(replicas, step):
 
 
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@pytest.mark.parametrize("distribute", [distributed, split_evenly, dealt, plain])
+@pytest.mark.parametrize("distribute", slow_but([distributed], [distributed, split_evenly, dealt, plain]))
 def test_data_goes_on_where_it_was(replicas, path, pipeline, distribute):
     make = PIPELINES[pipeline]
     dataset = distribute(replicas, make)

@@ -21,7 +21,6 @@ COMM = MPI.COMM_WORLD
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 N = COMM.size
 RANK = COMM.rank
-ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=50, database=None)
 DTYPES = [np.int8, np.int32, np.int64, np.uint8, np.float32, np.float64]
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
@@ -78,7 +77,6 @@ def check_equal(found, expected):
         assert host.tobytes() == expected.tobytes()
 
 
-@ANY
 @hypothesis.given(NESTS, st.sampled_from(["SUM", "MIN", "MAX"]))
 def test_all_reduce(strategy, plan, op):
     def expected(shape, dtype):
@@ -93,7 +91,6 @@ def test_all_reduce(strategy, plan, op):
     strategy.run(step)
 
 
-@ANY
 @hypothesis.given(NESTS, st.data())
 def test_all_gather(strategy, plan, data):
     """Parts of all sizes along an axis that every array has."""
@@ -116,7 +113,6 @@ def test_all_gather(strategy, plan, data):
     strategy.run(step)
 
 
-@ANY
 @hypothesis.given(NESTS)
 def test_a_nest_into_run_and_out(strategy, plan):
     """What goes in as the replicas' values comes out as they are, and all ranks see all of them."""
@@ -144,7 +140,6 @@ def shares(batch, size):
     return [batch[end - one : end].tolist() for one, end in zip(sizes, ends, strict=True)]
 
 
-@ANY
 @hypothesis.given(st.integers(0, 60), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
 def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexed, drops, skipped):
     every = np.arange(elements) * 7 % 61
@@ -167,7 +162,6 @@ WRITES = st.tuples(
 AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 
 
-@ANY
 @hypothesis.given(
     st.lists(SHAPES, min_size=3, max_size=3), st.permutations(AGGREGATIONS), st.lists(WRITES, max_size=12)
 )
@@ -210,7 +204,6 @@ OPTIMIZERS = {
 }
 
 
-@ANY
 @hypothesis.given(
     st.sampled_from(list(OPTIMIZERS)),
     st.lists(st.tuples(SHAPES, st.booleans()), min_size=1, max_size=4),

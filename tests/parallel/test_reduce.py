@@ -368,10 +368,6 @@ def check(found, plan, parts, expected_of):
         assert found is None
 
 
-ANY = hypothesis.settings(derandomize=True, deadline=None, max_examples=60, database=None)
-
-
-@ANY
 @hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MIN", "MAX"]))
 def test_any_nest_elementwise(strategy, plan, op):
     def expected_of(leaves):
@@ -385,7 +381,6 @@ def test_any_nest_elementwise(strategy, plan, op):
     check(found, plan, parts, expected_of)
 
 
-@ANY
 @hypothesis.given(nests(st.none()), st.sampled_from(["SUM", "MEAN"]))
 def test_any_nest_along_its_first_axis(strategy, plan, op):
     def expected_of(leaves):
@@ -400,7 +395,6 @@ def test_any_nest_along_its_first_axis(strategy, plan, op):
     check(found, plan, parts, expected_of)
 
 
-@ANY
 @hypothesis.given(nests(), st.sampled_from([0, -1]))
 def test_any_nest_gathered(strategy, plan, axis):
     parts = [build(plan, rank, axis) for rank in range(N)]

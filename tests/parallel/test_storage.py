@@ -125,6 +125,7 @@ def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
     assert fence.numpy() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collector", range(N))
 def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_collection, collector):
     keep = []

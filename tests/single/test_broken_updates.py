@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from slow import slow_but
 
 import hpcstrat as hs
 
@@ -69,7 +70,7 @@ def interrupted(moment, call):
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")  # of what an exception stops midway
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_but(["assign", "apply_gradients"], CALLS))
 def test_an_update_is_whole_or_torn(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, after, steps = CALLS[name]

@@ -123,6 +123,7 @@ def test_the_environment_variables_that_are_read_are_on_the_page():
             assert set(re.findall(r"\bHPCSTRAT_[A-Z_]*[A-Z]\b", path.read_text())) <= page, path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
     reason='mkdocs is not installed; pip install ".[docs]" brings it',
