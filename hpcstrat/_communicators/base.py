@@ -224,7 +224,7 @@ class Communicator(abc.ABC):
         with self.raise_together(call):
             for array in arrays:
                 reduction.check_reducible(call, array.dtype, op)
-            if op is ReduceOp.MEAN and self.size > 1:
+            if reduction.REDUCTIONS[op].is_mean and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
             return self._reduce_arrays(call, (op.name, *facts), [as_native(array) for array in arrays], op)
 

@@ -11,7 +11,7 @@ from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import CallSignature, signature
-from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._types import Bytes, ReduceOp
 
@@ -56,7 +56,8 @@ class HierarchicalCommunicator(MpiCommunicator):
                 self._host.reserve(form.nbytes)
                 self.exchange(signature(f"{agreed.call}: memory"))
             self._agreed_bytes = form.nbytes
-        partial = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        is_mean = REDUCTIONS[op].is_mean
+        partial = ReduceOp.SUM if is_mean else op
         self._host.reduce_message(agreed, form, write, partial, out)
         if self._between is not None:
 
@@ -67,7 +68,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._host.exchange(agreed, form.nbytes, write_sum)
         else:
             out[...] = self._host.exchange(agreed)[0][: form.nbytes]
-        if op is ReduceOp.MEAN and self.size > 1:
+        if is_mean and self.size > 1:
             with np.errstate(all="ignore"):
                 for group in form.groups:
                     np.divide(group.of(out), self.size, out=group.of(out))

@@ -14,7 +14,7 @@ from hpcstrat._communicators.host import HostCommunicator, pack_shapes, unpack_s
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.packing import PackKernel, layout
 from hpcstrat._communicators.protocol import signature
-from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._types import Array, ReduceOp
 
 _TYPES = {
@@ -24,12 +24,6 @@ _TYPES = {
     "bool": "NCCL_UINT8",
     "complex64": "NCCL_FLOAT32",
     "complex128": "NCCL_FLOAT64",
-}
-_OPERATIONS = {
-    ReduceOp.SUM: "NCCL_SUM",
-    ReduceOp.MEAN: "NCCL_SUM",
-    ReduceOp.MIN: "NCCL_MIN",
-    ReduceOp.MAX: "NCCL_MAX",
 }
 
 
@@ -61,7 +55,7 @@ class NcclCommunicator(DeviceCommunicator):
         if self.watch is not None:
             self.watch.add_check(self._failure, self._is_pending)
         self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
-        self._operations = {op: getattr(self._nccl, constant) for op, constant in _OPERATIONS.items()}
+        self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
 
     # ---- arrays
 
@@ -160,7 +154,7 @@ class NcclCommunicator(DeviceCommunicator):
         self._all_reduce("the sum of gradients", array, out, op)
 
     def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
-        if op is ReduceOp.MEAN and _is_short(out):
+        if REDUCTIONS[op].is_mean and _is_short(out):
             wide = array.reshape(-1).astype(
                 np.float32
             )  # the sum of 16-bit floats may overflow where their mean does not
@@ -174,7 +168,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        if op is ReduceOp.MEAN and _is_short(array):
+        if REDUCTIONS[op].is_mean and _is_short(array):
             wide = array.reshape(-1).astype(np.float32)
             self.reduce_flat(wide, wide, op, root)
             out[...] = wide
@@ -201,7 +195,7 @@ class NcclCommunicator(DeviceCommunicator):
         return array.data.ptr, 2 * array.size if dtype.kind == "c" else array.size, kind
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
-        if op is ReduceOp.MEAN:
+        if REDUCTIONS[op].is_mean:
             if array.dtype.kind == "c":
                 array = array.view(array.real.dtype)
             array /= self.size

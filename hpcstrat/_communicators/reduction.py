@@ -3,38 +3,86 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcstrat._types import ReduceOp
 
-_NUMBERS = "int8 int32 int64 uint8 uint32 uint64 float16 bfloat16 float32 float64"
-# NCCL carries bool as bytes and complex numbers as pairs of reals, which leaves each the operations named here; it
-# has no 16-bit integers. A script behaves the same on every transport, so MPI's longer list does not count.
-_OPERATIONS: dict[str, tuple[ReduceOp, ...]] = {
-    **dict.fromkeys(_NUMBERS.split(), tuple(ReduceOp)),
-    **dict.fromkeys(("complex64", "complex128"), (ReduceOp.SUM, ReduceOp.MEAN)),
-    "bool": (ReduceOp.MIN, ReduceOp.MAX),
-}
+# NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it; it has
+# no 16-bit integers. A script behaves the same on every transport, so MPI's longer list does not count.
+_REALS = tuple("int8 int32 int64 uint8 uint32 uint64 float16 bfloat16 float32 float64".split())
+_COMPLEX = ("complex64", "complex128")
 _HALVES = ("float16", "bfloat16")
 
 
-@functools.cache
+class Reduction(NamedTuple):
+    """All that transports and strategies know of a `ReduceOp`.
+
+    Attributes:
+        ufunc: combines the elements of two ranks, which a rank does in rank order.
+        nccl: NCCL's name of the same.
+        along_axes: NumPy's and CuPy's function that reduces an array's own elements.
+        dtypes: the names of the dtypes that it takes.
+        is_mean: whether the result is divided by the number of ranks.
+        neutral: for a dtype, the element that changes no result, which stands for an array without elements.
+    """
+
+    ufunc: np.ufunc
+    nccl: str
+    along_axes: str
+    dtypes: tuple[str, ...]
+    is_mean: bool = False
+    neutral: Callable[[np.dtype[Any]], Any] = lambda dtype: dtype.type(0)
+
+
+def _lowest(dtype: np.dtype[Any]) -> Any:
+    return False if dtype.kind == "b" else np.iinfo(dtype).min if dtype.kind in "iu" else np.asarray(-np.inf, dtype)[()]
+
+
+def _highest(dtype: np.dtype[Any]) -> Any:
+    return True if dtype.kind == "b" else np.iinfo(dtype).max if dtype.kind in "iu" else np.asarray(np.inf, dtype)[()]
+
+
+class _Reductions(dict[ReduceOp, Reduction]):
+    def __missing__(self, op: ReduceOp) -> Reduction:
+        raise TypeError(f"{op} is not in the table of reductions; add what it computes to REDUCTIONS")
+
+
+REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
+    {
+        ReduceOp.SUM: Reduction(np.add, "NCCL_SUM", "sum", (*_REALS, *_COMPLEX)),
+        ReduceOp.MEAN: Reduction(np.add, "NCCL_SUM", "sum", (*_REALS, *_COMPLEX), is_mean=True),
+        ReduceOp.MIN: Reduction(np.minimum, "NCCL_MIN", "min", (*_REALS, "bool"), neutral=_highest),
+        ReduceOp.MAX: Reduction(np.maximum, "NCCL_MAX", "max", (*_REALS, "bool"), neutral=_lowest),
+    }
+)
+"""Whoever meets an operation looks here. What is not here raises `TypeError`, and never computes another one."""
+
+
 def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
     """Checks that values of this dtype can be reduced by `op`.
 
     Raises:
         TypeError: they cannot; the message says what can be.
     """
-    if dtype.name not in _OPERATIONS:
+    if _is_reducible(dtype, op):
+        return
+    allowed = [other.name for other, reduction in REDUCTIONS.items() if dtype.name in reduction.dtypes]
+    if not allowed:
+        names = dict.fromkeys(name for reduction in REDUCTIONS.values() for name in reduction.dtypes)
         raise TypeError(
-            f"{call}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(_OPERATIONS)}: cast first"
+            f"{call}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
         )
-    if op not in _OPERATIONS[dtype.name]:
-        allowed = ", ".join(one.name for one in _OPERATIONS[dtype.name])
-        raise TypeError(f"{call}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {allowed}: cast first")
+    raise TypeError(
+        f"{call}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {', '.join(allowed)}: cast first"
+    )
+
+
+@functools.cache
+def _is_reducible(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    return dtype.name in REDUCTIONS[op].dtypes  # NumPy makes the name anew each time
 
 
 @functools.cache
@@ -46,13 +94,6 @@ def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
 CHUNK = 1 << 15
 """Elements that are reduced, and updated, while they are in cache."""
 
-_UFUNCS: dict[ReduceOp, np.ufunc] = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.MAX: np.maximum,
-}
-
 
 def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
     """Writes the reduction of `parts`, flat arrays of one length and dtype, to `out`, which may be one of them.
@@ -63,7 +104,8 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
         if out is not parts[0]:
             out[...] = parts[0]
         return
-    ufunc = _UFUNCS[op]
+    reduction = REDUCTIONS[op]
+    ufunc = reduction.ufunc
     # `out` may be one of `parts`, and must not be written before that part was read.
     if len(parts) == 2 and out.itemsize > 2:
         total = ufunc(parts[0], parts[1], out=out)
@@ -71,7 +113,7 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
         total = ufunc(parts[0], parts[1], dtype=accumulator(out.dtype))
     for part in parts[2:]:
         ufunc(total, part, out=total)
-    if op is ReduceOp.MEAN:
+    if reduction.is_mean:
         np.divide(total, len(parts), out=total)
     if total is not out:
         out[...] = total

@@ -11,7 +11,7 @@ from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
 from hpcstrat._communicators.base import Communicator, check_gatherable
 from hpcstrat._communicators.protocol import signature
-from hpcstrat._communicators.reduction import accumulator, check_reducible
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible
 from hpcstrat._types import Array, IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
@@ -164,12 +164,13 @@ class _Inner:
                 wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
             return
-        extreme = getattr(xp, _EXTREMES[op])
+        reduction = REDUCTIONS[op]
+        extreme = getattr(xp, reduction.along_axes)
         if array.size:
             self.total = xp.asarray(extreme(array, axis=axes))
         else:
             shape = [n for i, n in enumerate(array.shape) if i not in axes]
-            self.total = xp.full(shape, _neutral(array.dtype, op), array.dtype)
+            self.total = xp.full(shape, reduction.neutral(array.dtype), array.dtype)
 
     def mean_or_sum(self, total: Array, count: Array) -> Any:
         if self._op is ReduceOp.MEAN:
@@ -186,20 +187,6 @@ class _Inner:
                 )
             total = self._xp.full_like(total, np.nan)
         return _scalar(total)
-
-
-_EXTREMES = {ReduceOp.MIN: "min", ReduceOp.MAX: "max"}
-"""NumPy's names of what takes one of the elements."""
-
-
-def _neutral(dtype: np.dtype[Any], op: ReduceOp) -> Any:
-    """What no element is beyond."""
-    if dtype.kind == "b":
-        return op is ReduceOp.MIN
-    if dtype.kind in "iu":
-        bounds = np.iinfo(dtype)
-        return bounds.max if op is ReduceOp.MIN else bounds.min
-    return np.asarray(np.inf if op is ReduceOp.MIN else -np.inf, dtype)[()]
 
 
 def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:

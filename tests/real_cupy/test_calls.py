@@ -10,6 +10,7 @@ from sources import PACKAGE, PAGES, PROGRAMS, calls
 
 from hpcstrat._communicators import nccl as communicators_nccl
 from hpcstrat._communicators.nccl_start import load_nccl
+from hpcstrat._communicators.reduction import REDUCTIONS
 from hpcstrat._types import ReduceOp
 
 pytestmark = pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
@@ -159,9 +160,9 @@ def test_numbers_of_nccl_are_those_of_its_header():
     names = "INT8 UINT8 INT32 UINT32 INT64 UINT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16".split()
     numbers = {f"NCCL_{name}": number for number, name in enumerate(names)}
     numbers |= {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3}
-    used = {*communicators_nccl._TYPES.values(), *communicators_nccl._OPERATIONS.values()}
+    used = {*communicators_nccl._TYPES.values(), *(reduction.nccl for reduction in REDUCTIONS.values())}
     assert {name: getattr(NCCL, name) for name in used} == {name: numbers[name] for name in used}
-    assert communicators_nccl._OPERATIONS.keys() == set(ReduceOp)
+    assert REDUCTIONS.keys() == set(ReduceOp)
 
 
 @pytest.mark.parametrize("result", range(1, 9))  # NCCL 2.32's last is ncclTimeout

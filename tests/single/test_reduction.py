@@ -1,4 +1,6 @@
+import enum
 import itertools
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -6,7 +8,17 @@ import pytest
 
 from hpcstrat import ReduceOp
 from hpcstrat._arrays import as_native, is_numeric
-from hpcstrat._communicators.reduction import CHUNK, accumulator, check_reducible, reduce_chunk, reduce_flat, slice_of
+from hpcstrat._communicators.reduction import (
+    CHUNK,
+    REDUCTIONS,
+    Reduction,
+    accumulator,
+    check_reducible,
+    reduce_chunk,
+    reduce_flat,
+    slice_of,
+)
+from hpcstrat._strategies.reduction import _Inner
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
@@ -97,3 +109,37 @@ def test_this_machines_byte_order():
     assert as_native(array).dtype.isnative and as_native(array).tolist() == [0, 1, 2]
     same = np.arange(3)
     assert as_native(same) is same
+
+
+class Other(enum.Enum):
+    """An operation that somebody adds to `ReduceOp`."""
+
+    PROD = "PROD"
+
+
+def test_every_operation_is_in_the_table():
+    assert list(REDUCTIONS) == list(ReduceOp)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda op: reduce_chunk(np.empty(2), [np.ones(2)] * 2, op),
+        lambda op: check_reducible("reduce", np.dtype(np.float32), op),
+        lambda op: _Inner("reduce", op, np.ones(2), 0),
+    ],
+)
+def test_an_operation_that_is_not_in_the_table_raises(use):
+    with pytest.raises(TypeError, match="PROD is not in the table of reductions"):
+        use(Other.PROD)
+
+
+def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
+    product: Any = Other.PROD
+    monkeypatch.setitem(REDUCTIONS, product, Reduction(np.multiply, "NCCL_PROD", "prod", ("float64",)))
+    out = np.empty(2)
+    reduce_chunk(out, [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])], product)
+    assert out.tolist() == [10, 42]
+    assert _Inner("reduce", product, np.array([2.0, 3.0, 4.0]), 0).total == 24
+    with pytest.raises(TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"):
+        check_reducible("reduce", np.dtype(np.float32), product)
