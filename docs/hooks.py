@@ -10,7 +10,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("CHANGELOG.md", "benchmarks/README.md", "examples/README.md", "slurm/README.md", "tests/conformance/README.md")
+PAGES = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "examples/README.md",
+    "slurm/README.md",
+    "tests/conformance/README.md",
+)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 
 

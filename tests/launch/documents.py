@@ -15,7 +15,11 @@ import pathlib
 import re
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in ("examples", "slurm", "benchmarks"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(ROOT / folder / "README.md" for folder in ("examples", "slurm", "benchmarks")),
+]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 NEEDS = {

@@ -113,6 +113,8 @@ def check_words(commands):
         source = None
         for word in shlex.split(line, comments=True):
             if word.startswith(tuple(f"{name}/" for name in FOLDERS)):
+                if (ROOT / word).is_dir():
+                    continue
                 source = (ROOT / word).read_text()
                 default = re.search(r"\$\{PROGRAM:-(.*?)\}", source)  # of a batch script, which passes options on
                 source += (ROOT / default[1]).read_text() if default else "--help"
