@@ -55,8 +55,12 @@ def is_on(name: str) -> bool:
 
 
 def compiles() -> bool:
-    """Whether updates may be compiled by the host's C compiler; `HPCSTRAT_COMPILE=0` forbids it."""
-    return os.environ.get("HPCSTRAT_COMPILE", "").strip() != "0"
+    """Whether updates may be compiled by the host's C compiler; `HPCSTRAT_COMPILE=0` forbids it.
+
+    Raises:
+        ValueError: it is set to something else than 0 or 1.
+    """
+    return is_on("HPCSTRAT_COMPILE") or not os.environ.get("HPCSTRAT_COMPILE", "").strip()
 
 
 def timeline() -> str:

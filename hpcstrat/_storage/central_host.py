@@ -100,7 +100,9 @@ class CentralHostStorage(HostStorage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """See `Storage.plan`. Each rank's has its slice of the elements."""
         communicator = self._communicator
-        return Plan(communicator.segment, variables, slots, communicator.rank, communicator.size)
+        return Plan(
+            communicator.segment, variables, slots, communicator.rank, communicator.size, compiles=self._compiles
+        )
 
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""

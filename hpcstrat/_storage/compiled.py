@@ -24,7 +24,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _settings
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._storage.rule import Kernel, UpdateRule
 from hpcstrat._types import Array, ReduceOp
@@ -154,7 +153,7 @@ def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
         return None
     key = (rule.kernel, dtype.name)
     if key not in _loops:
-        _loops[key] = _loaded(rule.kernel, rule, dtype) if _settings.compiles() else None
+        _loops[key] = _loaded(rule.kernel, rule, dtype)
     return _loops[key]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcstrat import _gpu
-from hpcstrat._communicators.base import checksum
+from hpcstrat import _gpu, _settings
+from hpcstrat._communicators.base import Communicator, checksum
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import Storage, UpdateRule, flat, host_parts
@@ -17,6 +17,10 @@ from hpcstrat._types import Array, Bytes
 
 class HostStorage(Storage):
     """Storage whose blocks lie in a segment of host memory."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        super().__init__(communicator)
+        self._compiles = _settings.compiles()  # here, where an error is one of making the strategy
 
     @property
     @abc.abstractmethod

@@ -63,7 +63,7 @@ class MirroredHostStorage(HostStorage):
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """See `Storage.plan`. Each rank's has all elements."""
-        return Plan(private_memory().segment, variables, slots)
+        return Plan(private_memory().segment, variables, slots, compiles=self._compiles)
 
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""

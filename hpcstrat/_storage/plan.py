@@ -86,6 +86,7 @@ class Plan:
         rank, size: this process updates the `rank`-th of `size` slices of all elements.
         chunk: elements that are updated together at most.
         alignment: bytes to whose multiples every variable starts, in memory and in a message.
+        compiles: whether `apply` may compile rules, if the variables are large.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Plan:
         size: int = 1,
         chunk: int = CHUNK,
         alignment: int = 1,
+        compiles: bool = False,
     ) -> None:
         # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
         self._forms = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
@@ -128,7 +130,7 @@ class Plan:
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
         self._rank = rank
         self._own = self._own_parts()
-        self._is_large = sum(self.form.sizes) >= compiled.FEWEST
+        self._is_compiled = compiles and sum(self.form.sizes) >= compiled.FEWEST
         self._addresses: dict[int, tuple[list[int], compiled.Table, compiled.Table]] = {}
 
     def signature(
@@ -224,7 +226,7 @@ class Plan:
             op: how the messages are reduced.
             values: this rank's gradients, where `write_for_others` wrote its message.
         """
-        if op is ReduceOp.SUM and self._is_large and rule.kernel is not None:
+        if op is ReduceOp.SUM and self._is_compiled and rule.kernel is not None:
             loops = [(group, compiled.loop(rule, group.dtype)) for group in self.form.groups]
             if all(loop is not None for _, loop in loops):
                 for group, loop in loops:

@@ -118,10 +118,6 @@ def no_place(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(folder / "file"))
 
 
-def forbidden(folder, monkeypatch):
-    monkeypatch.setenv("HPCSTRAT_COMPILE", "0")
-
-
 OBSTACLES = {
     "no compiler": lambda folder, monkeypatch: monkeypatch.setenv("CC", "no-such-compiler"),
     "a compiler that fails": compiler_that("exit 1"),
@@ -129,7 +125,6 @@ OBSTACLES = {
     "a compiler that writes something else": compiler_that(
         'for last; do :; done; for f in "$@"; do case $f in *.so) echo x >$f;; esac; done'
     ),
-    "one variable forbids it": forbidden,
     "a folder that all can write to": open_to_all,
     "a folder that is a link": a_link,
     "a folder of somebody else": somebody_elses,
