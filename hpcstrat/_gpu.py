@@ -101,18 +101,20 @@ class Stream:
     Attributes:
         xp: the module `cupy`.
         ordinal: CUDA's number of the GPU.
+        cuda: the module `cupy.cuda`.
         raw: the `cupy.cuda.Stream`.
+        reads: events after which this stream has read memory that `hold` kept, and that memory.
     """
 
     def __init__(self, ordinal: int) -> None:
         self.xp: Any = load_cupy("a GPU")
         self.ordinal: int = ordinal
-        self._cuda = self.xp.cuda
-        self._cuda.Device(ordinal).use()
-        self.raw: Any = self._cuda.Stream(non_blocking=True)
-        self._entered = self._cuda.Event(disable_timing=True)
-        self._left = self._cuda.Event(disable_timing=True)
-        self._read: deque[tuple[Any, list[Any]]] = deque()
+        self.cuda: Any = self.xp.cuda
+        self.cuda.Device(ordinal).use()
+        self.raw: Any = self.cuda.Stream(non_blocking=True)
+        self._entered = self.cuda.Event(disable_timing=True)
+        self._left = self.cuda.Event(disable_timing=True)
+        self.reads: deque[tuple[Any, list[Any]]] = deque()
 
     def current(self) -> _Current:
         """A context manager in which this stream, and its GPU, is the current one of this thread."""
@@ -120,7 +122,7 @@ class Stream:
 
     def wait_for_current(self) -> Any:
         """Makes this stream wait for what is on the thread's current stream, which is returned; its GPU is current."""
-        outer = self._cuda.get_current_stream()
+        outer = self.cuda.get_current_stream()
         if outer.ptr != self.raw.ptr:
             self._entered.record(outer)
             self.raw.wait_event(self._entered)
@@ -138,18 +140,18 @@ class Stream:
             ordinal = array.data.device_id
             if ordinal == self.ordinal:
                 return array
-            self._cuda.Device(ordinal).synchronize()  # with whatever stream it is computed on there
+            self.cuda.Device(ordinal).synchronize()  # with whatever stream it is computed on there
         return self.xp.asarray(array)
 
     def let_go(self) -> None:
         """Lets go of the memory that `hold` kept, as far as this stream has read it."""
         dead = _dead[self.ordinal]
         if dead:
-            event = self._cuda.Event(disable_timing=True)
+            event = self.cuda.Event(disable_timing=True)
             event.record(self.raw)
-            self._read.append((event, [dead.popleft() for _ in range(len(dead))]))
-        while self._read and self._read[0][0].done:
-            self._read.popleft()
+            self.reads.append((event, [dead.popleft() for _ in range(len(dead))]))
+        while self.reads and self.reads[0][0].done:
+            self.reads.popleft()
 
     def synchronize(self) -> None:
         """Waits until all work on this stream is done."""
@@ -166,7 +168,7 @@ class _Current:
 
     def __enter__(self) -> None:
         stream = self._stream
-        runtime = stream._cuda.runtime
+        runtime = stream.cuda.runtime
         self._device = runtime.getDevice()
         if self._device != stream.ordinal:
             runtime.setDevice(stream.ordinal)
@@ -176,15 +178,15 @@ class _Current:
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
-        if _dead or stream._read:
+        if _dead or stream.reads:
             stream.let_go()
         if self._outer.ptr != stream.raw.ptr:
             stream.let_wait(self._outer)
             stream.raw.__exit__(None, None, None)
-            if stream._cuda.get_current_stream().ptr != self._outer.ptr:
+            if stream.cuda.get_current_stream().ptr != self._outer.ptr:
                 self._outer.use()  # that is what made it current, and CuPy forgets it here
         if self._device != stream.ordinal:
-            stream._cuda.runtime.setDevice(self._device)
+            stream.cuda.runtime.setDevice(self._device)
 
 
 def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:

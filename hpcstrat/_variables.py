@@ -116,9 +116,9 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         memo[id(self)] = other
         other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
         other.trainable = self.trainable
-        other._state = VariableState(call, state.group, state.is_on_read, state.block.view)
+        copied = other._state = VariableState(call, state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # where making one took the first replica's value
-            state.storage.write(other._state.block, state.block.view, RULES["assign"])
+            state.storage.write(copied.block, state.block.view, RULES["assign"])
         return other
 
     # ---- reading what is brought together

@@ -356,7 +356,7 @@ def node_of(dataset: Dataset) -> Node:
 def _node_of(dataset: Any, call: str) -> Node:
     if not isinstance(dataset, Dataset):
         raise TypeError(f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices")
-    return dataset._node
+    return node_of(dataset)
 
 
 def _function(function: Any, call: str, argument: str) -> Callable[..., Any]:

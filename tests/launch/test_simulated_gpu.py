@@ -65,7 +65,7 @@ BUGS = {
         "Stream.use() at ",
     ),
     "a stream on another GPU": (
-        [("_gpu.py", "self._cuda.Device(ordinal).use()", "self._cuda.Device(0).use()")],
+        [("_gpu.py", "self.cuda.Device(ordinal).use()", "self.cuda.Device(0).use()")],
         "cudaErrorInvalidResourceHandle: ",
     ),
     "updates on whatever stream is current": (

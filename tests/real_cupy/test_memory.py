@@ -38,8 +38,8 @@ class Owner:
 def stream():
     """One on the GPU 0, without CUDA."""
     made = _gpu.Stream.__new__(_gpu.Stream)
-    made.ordinal, made.raw, made._cuda = 0, None, types.SimpleNamespace(Event=Event)
-    made._read = collections.deque()
+    made.ordinal, made.raw, made.cuda = 0, None, types.SimpleNamespace(Event=Event)
+    made.reads = collections.deque()
     return made
 
 
@@ -73,4 +73,4 @@ def test_memory_is_kept_until_the_stream_has_read_it():
     Event.reached = 5
     made.let_go()
     assert not any(one() for one in owners)
-    assert not made._read
+    assert not made.reads
