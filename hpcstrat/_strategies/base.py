@@ -17,10 +17,9 @@ from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._strategies import reduction
-from hpcstrat._strategies.arguments import explain_empty_part, require_equal_arguments
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
-from hpcstrat._strategies.transfer import check_alike, regroup
+from hpcstrat._strategies.transfer import check_alike, explain_empty_part, regroup, require_equal_arguments
 from hpcstrat._strategies.values import ValueMethods
 from hpcstrat._types import ReduceOp, RunOptions
 from hpcstrat._values import select
