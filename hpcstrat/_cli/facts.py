@@ -13,8 +13,12 @@ import subprocess
 import sys
 from typing import Any, TypedDict
 
+import numpy as np
+
 import hpcstrat
 from hpcstrat import _gpu, _launcher, _mpi, _settings
+from hpcstrat._storage import compiled
+from hpcstrat.optimizers import SGD
 
 _MPIRUN_SECONDS = 10
 
@@ -33,6 +37,7 @@ class RankFacts(TypedDict):
         gpu_error: why CuPy does not compute on this rank's GPU; empty where it does, or where it is not there.
         shared_memory: MiB that are left in /dev/shm; `None` where there is none.
         unknown: environment variables that look like the library's, and are not.
+        updates: how it updates large variables in host memory.
     """
 
     rank: int
@@ -45,6 +50,7 @@ class RankFacts(TypedDict):
     gpu_error: str
     shared_memory: int | None
     unknown: dict[str, str]
+    updates: str
 
 
 def gather_own() -> RankFacts:
@@ -62,6 +68,7 @@ def gather_own() -> RankFacts:
         "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0) if gpus else "",
         "shared_memory": _shared_memory(),
         "unknown": _settings.unknown(),
+        "updates": _updates(),
     }
 
 
@@ -92,6 +99,18 @@ def _versions() -> dict[str, str]:
     if _gpu.has_cupy():
         found |= _gpu_versions()
     return found
+
+
+def _updates() -> str:
+    try:
+        if not _settings.compiles():
+            return "by NumPy: HPCSTRAT_COMPILE is 0"
+        rule = SGD(1.0).update_rule(1.0, 1)
+        assert rule.kernel is not None
+        compiled.load(rule.kernel, rule, np.dtype(np.float32))
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+        return f"by NumPy: {error}"
+    return f"compiled by {compiled.compiler()}"
 
 
 def _installed(name: str) -> str:

@@ -51,6 +51,7 @@ def _show(everyones: list[facts.RankFacts], mpirun: tuple[str | None, str], foun
     path, owner = mpirun
     versions.add_row("mpirun", f"{path or 'not found'}{f' ({owner})' if owner else ''}")
     versions.add_row("launcher", facts.describe_launcher())
+    versions.add_row("large updates", everyones[0]["updates"])
     console.print(versions)
     ranks = Table("rank", "host", "device", "cores", "/dev/shm, MiB left", title="Ranks")
     for one in everyones:

@@ -159,17 +159,27 @@ def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
 
 def _loaded(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
     with contextlib.suppress(OSError, AttributeError, subprocess.SubprocessError):
-        function = ctypes.CDLL(os.fspath(_library(_source(kernel, dtype.name)))).update
-        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-        function.restype = None
-
-        def run(table: Table, messages: int, numbers: Sequence[float]) -> None:
-            given = np.array(numbers, np.float64)
-            function(table.ctypes.data, len(table), messages, given.ctypes.data)
-
-        if _gives_the_same(run, rule, len(kernel.slots), dtype):
-            return run
+        return load(kernel, rule, dtype)
     return None
+
+
+def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
+    """The compiled loop of a rule with this kernel, made if it is not there yet.
+
+    Raises:
+        OSError, AttributeError, SubprocessError: there is none; the error says why.
+    """
+    function = ctypes.CDLL(os.fspath(_library(_source(kernel, dtype.name)))).update
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
+    function.restype = None
+
+    def run(table: Table, messages: int, numbers: Sequence[float]) -> None:
+        given = np.array(numbers, np.float64)
+        function(table.ctypes.data, len(table), messages, given.ctypes.data)
+
+    if not _gives_the_same(run, rule, len(kernel.slots), dtype):
+        raise OSError(f"what {compiler()} makes of {kernel.name} gives other numbers than NumPy")
+    return run
 
 
 def _source(kernel: Kernel, dtype: str) -> str:

@@ -9,6 +9,7 @@ import pytest
 import hpcstrat
 from hpcstrat import _gpu
 from hpcstrat._cli import check, facts, faults, info
+from hpcstrat._storage import compiled
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
 
@@ -29,6 +30,19 @@ def test_info(launch, ranks):
     for words in ("Versions", "NumPy", "launcher", "Ranks", "CPU:0"):
         assert words in table.stdout
     assert ("Nothing is wrong." in table.stdout) == (not found["faults"])
+
+
+UPDATES = {
+    "1": f"compiled by {compiled.compiler()}" if compiled.compiler() else "by NumPy: there is no C compiler",
+    "0": "by NumPy: HPCSTRAT_COMPILE is 0",
+    "7": "by NumPy: the environment variable HPCSTRAT_COMPILE is '7'; it must be 1 or 0",
+}
+
+
+@pytest.mark.parametrize("setting", UPDATES)
+def test_how_large_variables_are_updated(launch, setting):
+    result = launch(MAIN, None, "info", "--json", env={"HPCSTRAT_COMPILE": setting})
+    assert json.loads(result.stdout)["ranks"][0]["updates"] == UPDATES[setting]
 
 
 def test_info_under_another_mpis_launcher(launch):
@@ -71,6 +85,7 @@ def rank_facts(rank=0, **others) -> facts.RankFacts:
         "hidden_gpus": False,
         "gpu_error": "",
         "shared_memory": 8000,
+        "updates": "by NumPy",
         "unknown": {},
     }
     found.update(others)  # pyright: ignore
