@@ -18,12 +18,17 @@ from hpcstrat._communicators.call_state import CallState
 from hpcstrat._communicators.mismatch import RankReport
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 from hpcstrat._watchdog.rank_status import user_frame
 from hpcstrat._watchdog.watchdog import Watchdog
 
 Write: TypeAlias = Callable[[Bytes], None]
 """Writes this rank's message to the first bytes of the array that it is given."""
+
+
+def _described(_: Communicator, call: str, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
+    return Details(call, sum(array.nbytes for array in arrays))
 
 
 class Communicator(abc.ABC):
@@ -74,6 +79,7 @@ class Communicator(abc.ABC):
 
     # ---- the exchange that every call begins with
 
+    @span(COMMUNICATION, lambda _, agreed, nbytes=0, *__, **___: Details(agreed.call, nbytes))
     def exchange(self, agreed: CallSignature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
         """Every rank's message of `nbytes` bytes, which may differ from rank to rank, once all agree on `agreed`.
 
@@ -205,6 +211,7 @@ class Communicator(abc.ABC):
         """Waits until every rank has come here. Collective."""
         self.exchange(signature(call))
 
+    @span(COMMUNICATION, _described)
     def all_reduce(self, call: str, arrays: Sequence[Array], op: ReduceOp, *facts: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
@@ -228,6 +235,7 @@ class Communicator(abc.ABC):
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
             return self._reduce_arrays(call, (op.name, *facts), [as_native(array) for array in arrays], op)
 
+    @span(COMMUNICATION, _described)
     def all_gather(self, call: str, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator, Write
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._spans import Details
 from hpcstrat._types import Array, ReduceOp
+
+
+def on_stream(name: str) -> Callable[..., Details]:
+    """The span of a method that moves a flat array on the communicator's stream."""
+    return lambda communicator, array, *_, **__: Details(name, array.nbytes, communicator.stream)
 
 
 class DeviceCommunicator(Communicator):

@@ -7,12 +7,13 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._spans import COMMUNICATION, span
 from hpcstrat._types import Bytes, ReduceOp
 
 
@@ -40,6 +41,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
         self._between = MpiCommunicator(leads) if host_comm.rank == 0 else None
 
+    @span(COMMUNICATION, describe_message)
     def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
         is_short = any(accumulator(group.dtype) != group.dtype for group in form.groups)

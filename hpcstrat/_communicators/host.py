@@ -13,10 +13,16 @@ from hpcstrat._communicators.base import Communicator, Write, check_gatherable
 from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
 SMALL_MESSAGE_BYTES = 1 << 15
 """Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
+
+
+def describe_message(_: Communicator, agreed: CallSignature, form: Layout, *__: Any, **___: Any) -> Details:
+    """The span of `HostCommunicator.reduce_message`."""
+    return Details(agreed.call, form.nbytes)
 
 
 class HostCommunicator(Communicator):
@@ -123,6 +129,7 @@ class SoloCommunicator(HostCommunicator):
             write(message)
         return [message]
 
+    @span(COMMUNICATION, describe_message)
     def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """The message is the result."""
         self._count(agreed)

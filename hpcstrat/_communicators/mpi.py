@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
+from hpcstrat._spans import COMMUNICATION, WAITING, span
 from hpcstrat._types import Bytes, ReduceOp
 
 
@@ -37,6 +38,7 @@ class MpiCommunicator(HostCommunicator):
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
 
+    @span(WAITING, "the other ranks")
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         self._record[: len(record)] = np.frombuffer(record, np.uint8)
         if write is not None and nbytes <= PAYLOAD:
@@ -81,6 +83,7 @@ class MpiCommunicator(HostCommunicator):
             for start in range(0, part.size, self.PIECE):
                 self._comm.Bcast(part[start : start + self.PIECE], root=root)
 
+    @span(COMMUNICATION, describe_message)
     def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go by slices: each rank reduces one, all gather them."""
         if form.nbytes <= SMALL_MESSAGE_BYTES:

@@ -9,12 +9,13 @@ import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.device import DeviceCommunicator, on_stream
 from hpcstrat._communicators.host import HostCommunicator, pack_shapes, unpack_shapes
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.packing import PackKernel, layout
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, ReduceOp
 
 _TYPES = {
@@ -125,6 +126,7 @@ class NcclCommunicator(DeviceCommunicator):
                     results[i] = result
         return results
 
+    @span(COMMUNICATION, lambda self, call, parts, *_: Details(call, sum(p.own.nbytes for p in parts), self.stream))
     def _gather(self, call: str, gathered: Sequence[_Parts], axis: int) -> list[Array]:
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
@@ -153,6 +155,7 @@ class NcclCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         self._all_reduce("the sum of gradients", array, out, op)
 
+    @span(COMMUNICATION, lambda self, call, array, *_, **__: Details(call, array.nbytes, self.stream))
     def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean and _is_short(out):
             wide = array.reshape(-1).astype(
@@ -166,6 +169,7 @@ class NcclCommunicator(DeviceCommunicator):
                 self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
             self._divide(out, op)
 
+    @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         if REDUCTIONS[op].is_mean and _is_short(array):
@@ -179,6 +183,7 @@ class NcclCommunicator(DeviceCommunicator):
             if self.rank == root:
                 self._divide(out, op)
 
+    @span(COMMUNICATION, on_stream("broadcast"))
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         if array.size:

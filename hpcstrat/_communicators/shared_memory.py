@@ -11,12 +11,13 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._memory.allocator import RangeAllocator
 from hpcstrat._memory.segment import physical_memory, shared_segment
+from hpcstrat._spans import COMMUNICATION, WAITING, span
 from hpcstrat._types import Bytes, ReduceOp
 from hpcstrat._watchdog.channels import SLOT
 
@@ -115,7 +116,8 @@ class SharedMemoryCommunicator(HostCommunicator):
         if self.rank == 0:
             self.segment.commit(0, head)
         comm.Barrier()
-        self._barrier = barrier(self.segment.array[records_end : records_end + self.size * LINE], comm)
+        flags = self.segment.array[records_end : records_end + self.size * LINE]
+        self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
         self.notes: Bytes = self.segment.array[notes_start : notes_start + self.size * SLOT].reshape(self.size, SLOT)
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
@@ -188,6 +190,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         self._capacity = capacity
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
+    @span(COMMUNICATION, describe_message)
     def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
         messages = self.exchange(agreed, form.nbytes, write)

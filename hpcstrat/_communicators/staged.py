@@ -9,10 +9,11 @@ import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.device import DeviceCommunicator, on_stream
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.packing import layout
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._spans import COMMUNICATION, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
 
@@ -66,6 +67,7 @@ class StagedCommunicator(DeviceCommunicator):
         self.stream.synchronize()
         return copies
 
+    @span(COMMUNICATION, on_stream("all-reduce"))
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
         if self.size > 1:
@@ -74,10 +76,12 @@ class StagedCommunicator(DeviceCommunicator):
         elif array is not out:
             out[...] = array.reshape(-1)
 
+    @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         self.all_reduce_flat(array, out, op)
 
+    @span(COMMUNICATION, on_stream("broadcast"))
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         if self.size == 1:

@@ -11,6 +11,7 @@ from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._memory.blocks import Block
+from hpcstrat._spans import UPDATE, Details, span
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
 from hpcstrat._types import Aggregation
@@ -71,6 +72,7 @@ class Storage(abc.ABC):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
+    @span(UPDATE, lambda _, call, plan, *__, **___: Details(call, plan.form.nbytes))
     def update(
         self,
         call: str,
@@ -145,6 +147,7 @@ class Storage(abc.ABC):
             MemoryError: there is no room for them.
         """
 
+    @span(UPDATE, lambda _, call, variable, slots, rows, gradient, *__, **___: Details(call, gradient.nbytes))
     def update_rows(
         self,
         call: str,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
+from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.plan import Plan, Scratch
 from hpcstrat._types import Array, Bytes
@@ -92,6 +93,10 @@ class DevicePlan(Plan):
         """Forgets the message, whose memory else lives as long as the plan."""
         self.message, self.gradients, self.packings, self.updates, self.moved = None, [], [], [], []
         self.forget_messages()
+
+
+def _on_stream(name: str) -> Callable[..., Details]:
+    return lambda storage, *_, **__: Details(name, None, storage.communicator.stream)
 
 
 class DeviceStorage(Storage):
@@ -256,6 +261,7 @@ class DeviceStorage(Storage):
             self._communicator.exchange(agreed)
         return sources
 
+    @span(COMMUNICATION, _on_stream("pack"))
     def _packed(self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool) -> list[Array]:
         stream = self._communicator.stream
         self._require_message(plan)
@@ -279,6 +285,7 @@ class DeviceStorage(Storage):
                 plan.packings[index](arrays)
         return sources
 
+    @span(UPDATE, _on_stream("update"))
     def _apply(self, plan: DevicePlan, rule: UpdateRule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""
         if self._updates_on_gpu:

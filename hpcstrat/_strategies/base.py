@@ -16,6 +16,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
+from hpcstrat._spans import RUN, Details, span
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
@@ -26,6 +27,11 @@ from hpcstrat._values import select
 from hpcstrat._variable_array import note_read_only
 from hpcstrat._variable_options import creators
 from hpcstrat._warnings import warn_renamed
+
+
+def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
+    name = getattr(fn, "__qualname__", type(fn).__qualname__)
+    return Details(f"run {name.rpartition('.<locals>.')[2]}", None, group_of(strategy).stream)
 
 
 class Strategy(InputMethods, ValueMethods):
@@ -112,6 +118,7 @@ class Strategy(InputMethods, ValueMethods):
 
     # ---- replicas
 
+    @span(RUN, _described)
     def run(
         self,
         fn: Callable[..., Any],

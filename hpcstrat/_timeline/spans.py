@@ -8,9 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
-RUN, COMMUNICATION, WAITING, UPDATE = "run", "communication", "waiting", "update"
-INPUT, CHECKPOINT = "input", "checkpoint"
-
 LIMIT = 1_000_000
 """Spans that a rank notes at most: some 150 MB of the trace."""
 
@@ -20,7 +17,7 @@ class Span:
     """A stretch of a thread's time, and of a GPU's.
 
     Attributes:
-        category: one of the constants above.
+        category: one of the constants of `hpcstrat._spans`.
         name: what is done.
         nbytes: that travel, of this rank; `None` where none do.
         thread: the number of its thread.

@@ -9,14 +9,12 @@ import os
 from hpcstrat import _failure, _world
 from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._spans import record_to
 from hpcstrat._timeline import clocks
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
-from hpcstrat._timeline.traced import trace
 
 _CALL = "HPCSTRAT_TIMELINE, the file"
-
-_recorder: Recorder | None = None
 
 
 def start(path: str) -> None:
@@ -26,7 +24,6 @@ def start(path: str) -> None:
         path: the file.
     """
     path = os.path.abspath(path)  # the program may change the folder
-    trace(lambda: _recorder)
     when_connected.append(functools.partial(_begin, path))
     when_left.append(functools.partial(_end, path))
 
@@ -37,7 +34,6 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     Raises:
         OSError: the file cannot be written, on any rank.
     """
-    global _recorder
     rank, hosts = communicator.rank, _world.start().hosts
     part = part_name(path, hosts[rank])
     is_first = hosts.index(hosts[rank]) == rank
@@ -50,12 +46,13 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
                 file = _open(part, is_first)
             communicator.barrier(_CALL)
     assert file is not None
-    _recorder = Recorder(rank, communicator.size, file, clocks.zero(communicator, hosts))
+    recorder = Recorder(rank, communicator.size, file, clocks.zero(communicator, hosts))
     if communicator.size == 1:  # nobody to wait for
         atexit.register(_join, path, 1)
-    atexit.register(_recorder.close)  # before what was registered before
-    os.register_at_fork(after_in_child=_recorder.stop_in_a_child)
-    _failure.before_the_end.append(_recorder.save_before_the_end)
+    record_to(recorder)
+    atexit.register(recorder.close)  # before what was registered before
+    os.register_at_fork(after_in_child=recorder.stop_in_a_child)
+    _failure.before_the_end.append(recorder.save_before_the_end)
 
 
 def _open(path: str, is_first: bool) -> TraceFile:

@@ -14,6 +14,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._communicators.protocol import CallSignature, Listed, new_signature, signature
 from hpcstrat._group import UpdatesOn
 from hpcstrat._memory.blocks import Block
+from hpcstrat._spans import CHECKPOINT, span
 from hpcstrat._storage.base import PART, flat, host_parts
 from hpcstrat._types import Bytes
 from hpcstrat._variable_writing import RULES
@@ -54,6 +55,7 @@ class Checkpoint:
         self._objects = objects
         Contents("Checkpoint", objects)
 
+    @span(CHECKPOINT, "save")
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Writes the objects to a file, in the place of one that is there. Collective: all ranks call this.
 
@@ -110,6 +112,7 @@ class Checkpoint:
                     raise _told(call, path, error, not_saved) from error
             communicator.exchange(signature(f"{call}: written"))
 
+    @span(CHECKPOINT, "restore")
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
         """Sets the objects to what a file holds. Collective: all ranks call this.
 

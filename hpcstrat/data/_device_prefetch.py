@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import is_numeric
 from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._spans import INPUT, Details, span
 from hpcstrat.data._splitting import Prefetcher, Step
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU
@@ -57,6 +58,7 @@ class _Slot:
         self._pinned: Any = np.empty(0, np.uint8)
         self.copied: Any = None
 
+    @span(INPUT, "load a batch")
     def load(self, steps: Iterator[Step]) -> _Loaded | None:
         """The next step, in this slot; `None` where there is none."""
         step = next(steps, None)
@@ -123,6 +125,17 @@ def _is_there(future: Future[_Loaded | None]) -> bool:
     return future.done() and future.exception() is None
 
 
+class _Copies(NamedTuple):
+    """The stream on which input is copied, as a `_gpu.Stream` looks."""
+
+    raw: Any
+    ordinal: int
+
+
+@span(
+    INPUT,
+    lambda loaded, xp, copies: Details("copy a batch", loaded.form.nbytes, _Copies(copies, copies.device_id)),
+)
 def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 

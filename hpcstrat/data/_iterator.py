@@ -12,6 +12,7 @@ from hpcstrat import _context, _nest, _settings
 from hpcstrat._context import InReplica
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import Workers
+from hpcstrat._spans import INPUT, span
 from hpcstrat._types import PerReplicaSpec
 from hpcstrat._values import PerReplica
 from hpcstrat._warnings import warn_together
@@ -104,6 +105,7 @@ class DistributedIterator(ResumableIterator):
     def __iter__(self) -> DistributedIterator:
         return self
 
+    @span(INPUT, "next batch")
     def __next__(self) -> Any:
         """The next step: a nest of `PerReplica`, or of arrays where there is one replica.
 

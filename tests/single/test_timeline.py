@@ -13,10 +13,11 @@ from hpcstrat._cli.timeline.advice import advise
 from hpcstrat._cli.timeline.command import timeline as command
 from hpcstrat._cli.timeline.reading import Span, Timeline, read
 from hpcstrat._cli.timeline.shares import KINDS, Rank, move_waiting, share_out, stretches
+from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.clocks import difference
 from hpcstrat._timeline.recorder import Recorder
-from hpcstrat._timeline.spans import COMMUNICATION, RUN, UPDATE, WAITING, Spans
+from hpcstrat._timeline.spans import Spans
 from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
 
 # ---- noting

@@ -1,0 +1,85 @@
+"""Which calls are spans of the timeline: a decorator, which without a timeline leaves a function as it is."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+from hpcstrat import _settings
+
+RUN, COMMUNICATION, WAITING, UPDATE = "run", "communication", "waiting", "update"
+INPUT, CHECKPOINT = "input", "checkpoint"
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Details(NamedTuple):
+    """What a span says of its call.
+
+    Attributes:
+        name: of the span.
+        nbytes: bytes that this rank sends; `None` where nothing travels.
+        stream: the `_gpu.Stream` on which the call puts work; `None` where it puts none.
+    """
+
+    name: str
+    nbytes: int | None = None
+    stream: Any = None
+
+
+class Recorder(Protocol):
+    """What notes spans."""
+
+    def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
+        """Opens a span; `None` where none is noted."""
+        ...
+
+    def end(self, span: Any) -> None:
+        """Closes the span that was opened last."""
+        ...
+
+
+_recorder: Recorder | None = None
+
+
+def record_to(recorder: Recorder | None) -> None:
+    """From now on this recorder notes the spans."""
+    global _recorder
+    _recorder = recorder
+
+
+def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Function], _Function]:
+    """Makes every call of a function a span, if `HPCSTRAT_TIMELINE` is set as the library is imported.
+
+    Args:
+        category: one of the constants above.
+        details: the span's name, or a function of the call's arguments.
+    """
+    describe = details if callable(details) else lambda *_, **__: Details(details)
+
+    def decorate(function: _Function) -> _Function:
+        return cast("_Function", _recorded(function, category, describe)) if _settings.timeline() else function
+
+    return decorate
+
+
+def _recorded(function: Callable[..., Any], category: str, describe: Callable[..., Details]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None:
+            return function(*args, **kwargs)
+        try:
+            details = describe(*args, **kwargs)
+        except (TypeError, AttributeError):  # wrong arguments, of which the function itself complains
+            return function(*args, **kwargs)
+        opened = recorder.begin(category, *details)
+        if opened is None:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.end(opened)
+
+    return recorded
