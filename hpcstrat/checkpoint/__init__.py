@@ -1,4 +1,4 @@
-"""Checkpoints: what a program has learnt, in a file that no kill damages; and leaving in time when a job is stopped."""
+"""Checkpoints: what a program has learnt, in a file that no kill damages; and a last one before a job is stopped."""
 
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
 from hpcstrat.checkpoint._checkpoint import Restored as Restored

@@ -1,4 +1,4 @@
-"""Leaving in time when the job is to be stopped: a last checkpoint, and a status by which it is started again."""
+"""Leaves in time when the job is about to be stopped: with a last checkpoint, and a status that asks for a restart."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hpcstrat.checkpoint._checkpoint import Checkpoint
 
 @final
 class PreemptionHandler:
-    """Notes signals that announce the end of the job; at the next step boundary all ranks save and leave.
+    """Records signals that announce the end of the job; at the next step boundary all ranks save and exit.
 
-    `with PreemptionHandler(checkpoint, path) as handler:` around the training, and `handler.check()` after each step.
-    A signal to any one rank is enough. While the ranks save and leave, further signals change nothing. What handled the
-    signals before handles them again after `close`, or the end of the `with` block.
+    Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call `handler.check()` after
+    each step. A signal to any one rank is enough. While the ranks save and exit, further signals change nothing. The
+    end of the `with` block, or `close`, restores the previous handlers.
 
     Args:
-        checkpoint: what is saved.
+        checkpoint: what to save.
         path: as in `Checkpoint.save`.
         keep: as in `Checkpoint.save`.
-        signals: the signals to note; by default what Slurm sends before a job's time is up (`--signal=USR1@120`) and at
-            its end.
-        exit_status: the status that all ranks exit with, and so `mpirun` too; by default `EX_TEMPFAIL`, 75.
+        signals: the signals to record; by default those that Slurm sends before a job's time is up
+            (`--signal=USR1@120`) and at its end.
+        exit_status: the status of all ranks, and so of `mpirun`; by default `EX_TEMPFAIL`, 75.
 
     Raises:
-        RuntimeError: made in another thread than the main one, where Python handles no signals.
+        RuntimeError: made in a thread other than the main one, where Python handles no signals.
         ValueError: `exit_status` is not from 1 to 255.
     """
 
@@ -65,14 +65,14 @@ class PreemptionHandler:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether a signal has come to this rank, or `check` has heard of one on another. Not the same on all ranks."""
+        """Whether this rank has received a signal, or `check` learnt of one on another. May differ between ranks."""
         return bool(self._noted)
 
     def check(self) -> None:
-        """Saves and exits on all ranks if a signal has come to any. Collective: all ranks call this after each step.
+        """Saves and exits on all ranks if any has received a signal. Collective: all ranks call this after each step.
 
         Raises:
-            SystemExit: a signal has come, and the checkpoint is saved; the status is `exit_status`.
+            SystemExit: a signal was received, and the checkpoint is saved; the status is `exit_status`.
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
         """
@@ -101,12 +101,12 @@ class PreemptionHandler:
                 flush=True,
             )
         self._leaves = True
-        for one in self._previous:  # Python takes its handlers back before the process has ended
+        for one in self._previous:  # Python removes its handlers before the process ends: a signal then would kill it
             signal.signal(one, signal.SIG_IGN)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:
-        """Gives the signals back to what handled them before; not while the ranks leave, when they are ignored."""
+        """Restores the previous handlers; not while the ranks exit, when signals are ignored."""
         if not self._leaves:
             for one, previous in self._previous.items():
                 signal.signal(one, signal.SIG_DFL if previous is None else previous)

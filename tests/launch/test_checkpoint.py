@@ -8,7 +8,7 @@ import pytest
 from slow import slow_but
 from strategies import STRATEGIES
 
-from hpcstrat.checkpoint._file import CheckpointFile
+from hpcstrat.checkpoint._safetensors import CheckpointFile
 
 # Trains in a way that any lost or repeated element, order, slot or step changes the result.
 TRAIN = """
@@ -53,7 +53,7 @@ TRAIN = """
 
 def read(path):
     with CheckpointFile(str(path)) as file:
-        return {name: b"".join(part.tobytes() for part in file.parts(name)) for name in file.entries}, file.facts
+        return {name: b"".join(part.tobytes() for part in file.parts(name)) for name in file.entries}, file.metadata
 
 
 def numbers(output):
@@ -165,7 +165,7 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     import os, random, signal, sys, time
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.checkpoint._file import CheckpointFile
+    from hpcstrat.checkpoint._safetensors import CheckpointFile
 
     path = sys.argv[1]
 
@@ -226,7 +226,7 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     import os, random, signal, sys
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.checkpoint._file import CheckpointFile
+    from hpcstrat.checkpoint._safetensors import CheckpointFile
 
     path = sys.argv[1]
 

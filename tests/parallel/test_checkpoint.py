@@ -23,8 +23,8 @@ from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.base import PART
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._strategies.placement import replica_storage
-from hpcstrat.checkpoint import Checkpoint, Restored, _file
-from hpcstrat.checkpoint._file import CheckpointFile
+from hpcstrat.checkpoint import Checkpoint, Restored, _safetensors
+from hpcstrat.checkpoint._safetensors import CheckpointFile
 
 N = MPI.COMM_WORLD.size
 
@@ -356,7 +356,7 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
     checkpoint = Checkpoint(**saved.objects, data=data)
     checkpoint.save(path)
     with CheckpointFile(path) as file:
-        facts, entries = file.facts, file.entries
+        facts, entries = file.metadata, file.entries
         arrays = {name: np.concatenate([part.copy() for part in file.parts(name)]) for name in entries}
     MPI.COMM_WORLD.Barrier()
     for name, changed in [
@@ -366,7 +366,7 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
         ("data", {"shuffles": [[1, number]]}),
     ]:
         if RANK == 0:
-            _file.write(path, entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]])
+            _safetensors.write(path, entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]])
         MPI.COMM_WORLD.Barrier()
         refused(saved, checkpoint, path, r"Checkpoint\.restore: .* pass another file")
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from hpcstrat._storage.base import PART, host_parts
-from hpcstrat.checkpoint import _file, _replacing
-from hpcstrat.checkpoint._file import CheckpointFile, Entry
+from hpcstrat.checkpoint import _atomic_file, _safetensors
+from hpcstrat.checkpoint._safetensors import CheckpointFile, Entry
 
 KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 KNOWN += ["float16", "bfloat16", "float32", "float64"]
@@ -34,9 +34,9 @@ def dtype_of(name):
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
-def write(path, arrays, facts=FACTS, keep=None):
+def write(path, arrays, metadata=FACTS, keep=None):
     entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
-    _file.write(os.fspath(path), entries, facts, lambda name: host_parts(arrays[name]), keep)
+    _safetensors.write(os.fspath(path), entries, metadata, lambda name: host_parts(arrays[name]), keep)
 
 
 def read(path):
@@ -45,7 +45,7 @@ def read(path):
         for name, entry in file.entries.items():
             data = b"".join(part.tobytes() for part in file.parts(name))
             arrays[name] = np.frombuffer(data, dtype_of(entry.dtype)).reshape(entry.shape)
-        return arrays, file.facts
+        return arrays, file.metadata
 
 
 def same(a, b):
@@ -165,8 +165,8 @@ def sealed(header, data=b"", length=None, version=1):
     return filled(f"{zlib.crc32(filled('0' * 8)):08x}")
 
 
-def header_of(arrays, dtypes="{}", facts="{}"):
-    return f',"dtypes":{json.dumps(dtypes)},"objects":{json.dumps(facts)}}}{"".join("," + one for one in arrays)}}}'
+def header_of(arrays, dtypes="{}", metadata="{}"):
+    return f',"dtypes":{json.dumps(dtypes)},"objects":{json.dumps(metadata)}}}{"".join("," + one for one in arrays)}}}'
 
 
 def array(name="w", dtype="U8", shape=(4,), offsets=(0, 4)):
@@ -195,9 +195,9 @@ def test_a_file_by_hand_is_read(tmp_path):
         sealed(header_of([array(shape=(float("inf"),))]), b"1234"),
         sealed(header_of([array(shape=(10**400,))]), b"1234"),
         sealed(header_of([array(offsets=(0, float("nan")))]), b"1234"),
-        sealed(header_of([], facts="[]")),
+        sealed(header_of([], metadata="[]")),
         *(
-            sealed(header_of([], facts=f'{{"optimizer":{{"iterations":{number}}}}}'))
+            sealed(header_of([], metadata=f'{{"optimizer":{{"iterations":{number}}}}}'))
             for number in ("Infinity", "-Infinity", "NaN", "1e400", "3.5")
         ),
         sealed(header_of(['"w":3'])),
@@ -269,7 +269,7 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path):
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        _file.write(os.fspath(tmp_path / "file"), {"i": Entry("int64", 8, ())}, {}, parts, 2)
+        _safetensors.write(os.fspath(tmp_path / "file"), {"i": Entry("int64", 8, ())}, {}, parts, 2)
     assert states(tmp_path) == {"file": 1, "file.1": 0}
 
 
@@ -347,7 +347,7 @@ def test_of_two_programs_that_write_one_file_the_last_one_stays(tmp_path, locks)
     path = tmp_path / "file"
     write(path, numbered(0))
     found = contextlib.nullcontext() if locks else pytest.raises(OSError, match="another program is writing to it")
-    with found, _replacing.replacing(os.fspath(path), None) as file:
+    with found, _atomic_file.replacing(os.fspath(path), None) as file:
         file.write(b"first, a long text")
         write(path, numbered(1))
         assert states_of_whole(tmp_path)["file"] == 1

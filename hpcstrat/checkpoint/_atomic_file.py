@@ -1,4 +1,4 @@
-"""Putting a new file in the place of an old one, which is whole at every moment, whatever kills the program."""
+"""Replaces a file atomically: at every moment the old or the new one is there and whole, whatever kills the program."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 
 @contextlib.contextmanager
 def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
-    """An empty file to write to, unbuffered, which takes the place of `path` once all is written and on disk.
+    """An empty file to write to, unbuffered, which replaces `path` once all is written and on disk.
 
-    It lies beside `path` meanwhile, as `path.partial-` and eight digits that no other program has, so that two programs
-    may write at once: each writes a whole file, and the last one stays. What killed programs left is removed first. An
-    exception inside leaves what was there before, and nothing else. Owner and permissions are those of the file before.
+    Until then it is named `path.partial-` and eight random digits, so that two programs may write at once: each writes
+    a whole file, and the last one stays. Leftovers of killed programs are removed first. An exception inside leaves the
+    previous file and no other. Owner and permissions are those of the previous file.
 
     Args:
-        path: of the file; a symbolic link is followed.
-        keep: how many files are kept: `path`, and the ones before as `path.1`, `path.2` ... Older ones are removed.
-            `None` keeps no file before, and touches none.
+        path: the file; symbolic links are followed.
+        keep: the number of files to keep: `path`, and the previous ones as `path.1`, `path.2` ... Older ones are
+            removed. `None` keeps no previous file, and removes none.
 
     Raises:
-        OSError: what the file system says; or another program writes to the same file where there are no locks.
+        OSError: the file system's error; or another program writes to the same file, on a file system without locks.
     """
     path = followed(path)
     folder = os.path.dirname(path) or "."
@@ -39,10 +39,11 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, f"{error.filename} is a file and not a folder") from error
-    before = _regular_file(path)  # else found only when all is written
+    before = _regular_file(path)  # raises now what would otherwise be found after hours of writing
     _remove_left(path)
     with _beside(path, before) as (partial, file):
         yield file
+        # Before the rename: after a power cut the name must not lead to a file whose blocks never reached the disk.
         os.fsync(file.fileno())
         if not _is_at(partial, file):
             raise OSError(errno.EBUSY, "another program is writing to it", partial)
@@ -68,7 +69,7 @@ def numbered(path: str) -> list[int]:
 
 
 def _named(path: str, rest: re.Pattern[str]) -> list[str]:
-    """What the pattern's group finds in the names in the folder that are that of `path` and such a rest."""
+    """What the pattern's group matches in each name in the folder of `path` that is its name and such a rest."""
     try:
         names = os.listdir(os.path.dirname(path) or ".")
     except OSError:
@@ -79,7 +80,11 @@ def _named(path: str, rest: re.Pattern[str]) -> list[str]:
 
 
 def _regular_file(path: str) -> os.stat_result | None:
-    """What the system knows of the file, `None` where there is none. It is not a folder, a device or a FIFO."""
+    """The status of the file, `None` if there is no file.
+
+    Raises:
+        OSError: it is a folder, a device or a FIFO, which a rename would replace by a file.
+    """
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -93,15 +98,19 @@ def _regular_file(path: str) -> os.stat_result | None:
 
 @contextlib.contextmanager
 def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
-    """A new file beside `path`, its name first, locked; afterwards there is none of this name."""
+    """The name of a new file beside `path`, and the file, locked. Afterwards the name is gone.
+
+    The lock tells other programs that the file is in use; a kill frees it, and with it the leftover.
+    """
+    # With a previous file's owner and permissions only once these are set: it may be secret until then.
     mode = 0o666 if like is None else 0o600
-    while True:  # again, where another program took the file, not locked yet, for one that was left
+    while True:  # again if another program removed the file as a leftover, before it was locked
         partial = f"{path}.partial-{secrets.token_hex(4)}"
         with open(partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             try:
                 if not (_lock(file) and _is_at(partial, file)):
                     continue
-                if like is not None:  # what cannot be leaves the file to its owner alone
+                if like is not None:  # if the system refuses, the file stays its owner's alone
                     with contextlib.suppress(OSError):
                         os.fchown(file.fileno(), like.st_uid, like.st_gid)
                     with contextlib.suppress(OSError):
@@ -119,16 +128,16 @@ def _lock(file: BinaryIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks, where nobody has one
+    except OSError:  # a file system without locks
         pass
     return True
 
 
 def _remove_left(path: str) -> None:
-    """Removes the files that killed programs left: those that are not locked."""
+    """Removes the leftovers of killed programs: the files that are not locked."""
     for digits in _named(path, _PARTIAL):
         left = f"{path}.partial-{digits}"
-        with contextlib.suppress(OSError):  # it has gone, or is another user's
+        with contextlib.suppress(OSError):  # it is gone, or another user's
             if stat.S_ISREG(os.lstat(left).st_mode):
                 with open(left, "r+b", buffering=0) as file:
                     if _lock(file) and _is_at(left, file):
@@ -136,7 +145,7 @@ def _remove_left(path: str) -> None:
 
 
 def _make_way(path: str, keep: int) -> None:
-    """Makes `path` be `path.1` too, and each older file one older. `path` itself stays where it is."""
+    """Makes each older file one older, and links `path` as `path.1`. `path` itself stays, and is never missing."""
     newest = f"{path}.1"
     with contextlib.suppress(FileNotFoundError):
         if os.path.samefile(path, newest):  # a program was killed right after this function
@@ -157,19 +166,19 @@ def _make_way(path: str, keep: int) -> None:
 
 
 def _is_at(path: str, file: BinaryIO) -> bool:
-    """Whether this path is the open file's, and not another file's or none."""
+    """Whether this path leads to the open file, not to another one or nowhere."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     return False
 
 
 def _sync_folder(folder: str) -> None:
-    """Brings the names in a folder to disk."""
+    """Brings the names in a folder to disk, without which a power cut may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that does so by itself
+        if error.errno != errno.EINVAL:  # a file system on which that is not needed
             raise
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What there is to save of each kind of object, and whether what a file holds fits it."""
+"""The objects of a checkpoint: what to save of each kind, and whether a file is compatible with them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
 from hpcstrat._variable_options import VariableAggregation
 from hpcstrat._variables import Variable, state_of
-from hpcstrat.checkpoint._file import Entry
+from hpcstrat.checkpoint._safetensors import Entry
 from hpcstrat.data._pass import Position, Resumable
 from hpcstrat.metrics import Metric
 from hpcstrat.optimizers.base import Optimizer, state_of_optimizer
 
 _POSITION = "position in data"
-_DIVIDED = "ON_READ variable"
+_ON_READ = "ON_READ variable"
 
 
 class Slot(NamedTuple):
     """A slot of an optimizer.
 
     Attributes:
-        variable: whose.
-        block: its numbers.
-        initial: the value that it begins with.
+        variable: the variable that it belongs to.
+        block: its memory.
+        initial: the value that it is filled with before the first step.
     """
 
     variable: Variable
@@ -38,8 +38,8 @@ class Slot(NamedTuple):
     initial: float
 
 
-class Fit(NamedTuple):
-    """How a file and a program's objects fit.
+class Compatibility(NamedTuple):
+    """How a file and a program's objects compatibility.
 
     Attributes:
         common: names of arrays and objects that both have.
@@ -54,7 +54,7 @@ class Fit(NamedTuple):
     problems: tuple[str, ...]
 
 
-class Contents:
+class CheckpointObjects:
     """The objects of a checkpoint, by name: the path to each, as in `model/layers/0/w`.
 
     Args:
@@ -63,27 +63,27 @@ class Contents:
 
     Attributes:
         variables: the ordinary variables.
-        divided: the variables with one value a replica; a metric's has the metric's name.
+        on_read: the variables with one value per replica; a metric's has the metric's name.
         optimizers: the optimizers.
         positions: the datasets and iterators.
 
     Raises:
-        TypeError: an object is none of these.
-        ValueError: two things have the same name.
+        TypeError: an object is of another kind.
+        ValueError: two objects have the same name.
     """
 
     def __init__(self, call: str, objects: Mapping[str, Any]) -> None:
         self._call = call
         self.variables: dict[str, Variable] = {}
-        self.divided: dict[str, Variable] = {}
+        self.on_read: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.positions: dict[str, Resumable] = {}
-        self._kinds: dict[str, str] = {}  # of what is no ordinary variable
+        self._kinds: dict[str, str] = {}  # of all but ordinary variables
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self._kinds or name in self.variables or name == "__metadata__":
                 raise ValueError(f"{call}: the name {name!r} is taken; give one of its objects another")
-            if id(leaf) in seen:  # weights that two layers share, say: saved under the first of the names
+            if id(leaf) in seen:  # such as weights that two layers share: saved under the first of their names
                 continue
             seen.add(id(leaf))
             self._add(name, leaf)
@@ -93,10 +93,10 @@ class Contents:
             self.variables[name] = leaf
             return
         if isinstance(leaf, Variable):
-            self.divided[name] = leaf
-            self._kinds[name] = _DIVIDED
+            self.on_read[name] = leaf
+            self._kinds[name] = _ON_READ
         elif isinstance(leaf, Metric):
-            self.divided[name] = leaf._sums
+            self.on_read[name] = leaf._sums
             self._kinds[name] = type(leaf).__name__
         elif isinstance(leaf, Optimizer):
             self.optimizers[name] = leaf
@@ -117,13 +117,13 @@ class Contents:
         """The names of all objects, in order."""
         return sorted(self.variables.keys() | self._kinds.keys())
 
-    # ---- what there is to save
+    # ---- saving
 
     def slots(self) -> dict[str, Slot]:
-        """The slots of optimizers that there are now, by name: `optimizer/momentum/model/w`.
+        """The slots that optimizers have now, by name: `optimizer/momentum/model/w`.
 
         Raises:
-            ValueError: one is of a variable that is not here, or its name is taken.
+            ValueError: a slot's variable is not among the objects, or its name is taken.
         """
         names = {id(v): name for name, v in self.variables.items()}
         found: dict[str, Slot] = {}
@@ -141,15 +141,15 @@ class Contents:
         return found
 
     def entries(self) -> dict[str, Entry]:
-        """The arrays that there are to save."""
+        """The arrays to save."""
         found = {name: _entry(v) for name, v in self.variables.items()}
         found |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
-        for name, v in self.divided.items():
+        for name, v in self.on_read.items():
             found[name] = _entry(v, state_of(v).group.communicator.size)
         return found
 
-    def facts(self) -> dict[str, dict[str, Any]]:
-        """What there is to save besides arrays: the kind of each object that is no ordinary variable, and more."""
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its numbers."""
         found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
         for name, optimizer in self.optimizers.items():
             found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.slots)}
@@ -157,10 +157,11 @@ class Contents:
             found[name] |= one._position()._asdict()
         return found
 
-    # ---- what a file must have
+    # ---- restoring
 
-    def fit(self, entries: Mapping[str, Entry], facts: Mapping[str, Any]) -> Fit:
-        """Compares with what a file holds."""
+    def compatibility(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> Compatibility:
+        """Compares the objects with what a file holds."""
+        # All slots that the optimizers could have, as a program that restores has made no step and so has none.
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
@@ -168,39 +169,39 @@ class Contents:
             for of, v in self.variables.items()
         }
         needed = self.variables.keys() | self._kinds.keys()
-        there = entries.keys() | facts.keys()
+        there = entries.keys() | metadata.keys()
         common = frozenset(there & (needed | slots.keys()))
         problems: list[str] = []
         for name in sorted(common):
-            kind, saved = self._kinds.get(name), facts.get(name, {}).get("kind")
+            kind, saved = self._kinds.get(name), metadata.get(name, {}).get("kind")
             if kind != saved:
                 problems.append(f"{name} is {_named(kind)} here and {_named(saved)} in the file")
             elif name in self.optimizers:
-                problems += _optimizer_problems(name, self.optimizers[name], facts[name])
+                problems += _optimizer_problems(name, self.optimizers[name], metadata[name])
             elif name in self.positions:
-                misfit = self.positions[name]._incompatibility(position_of(facts[name]))
+                misfit = self.positions[name]._incompatibility(position_of(metadata[name]))
                 problems += [] if misfit is None else [f"{name}: {misfit}"]
-            elif name in self.divided:
-                problems += _divided_problems(name, self.divided[name], entries.get(name))
+            elif name in self.on_read:
+                problems += _on_read_problems(name, self.on_read[name], entries.get(name))
             elif entries.get(name) != (
                 wanted := _entry(self.variables[name] if name in self.variables else slots[name])
             ):
                 problems.append(f"{name} is {wanted} here and {entries.get(name)} in the file")
         missing, left_over = tuple(sorted(needed - there)), tuple(sorted(there - needed - slots.keys()))
-        return Fit(common, missing, left_over, tuple(problems))
+        return Compatibility(common, missing, left_over, tuple(problems))
 
-    # ---- where it is
+    # ---- ranks
 
     def groups(self) -> list[ReplicaGroup]:
-        """The groups of replicas that all variables belong to, in one order on all ranks."""
-        everything = [*sorted(self.variables.items()), *sorted(self.divided.items())]
+        """The groups of replicas that the variables belong to, in the same order on all ranks."""
+        everything = [*sorted(self.variables.items()), *sorted(self.on_read.items())]
         return list(dict.fromkeys(state_of(v).group for _, v in everything))
 
     def parameter_rank(self) -> int:
-        """The rank that writes: the one that has all optimizers' slots.
+        """The rank that writes: the one with all optimizers' slots.
 
         Raises:
-            ValueError: they lie on different ranks.
+            ValueError: the slots lie on different ranks.
         """
         roots = {group.root for group in self.groups() if group.updates_on is UpdatesOn.ROOT}
         if len(roots) > 1:
@@ -211,7 +212,7 @@ class Contents:
         return roots.pop() if roots else 0
 
     def require_cross_replica(self) -> None:
-        """Raises RuntimeError unless this line is the script's own level, for all strategies of the variables."""
+        """Raises RuntimeError unless called at the script's own level, for all strategies of the variables."""
         context = _context.context()
         if isinstance(context, (_context.InReplica, _context.InUpdate)):
             raise RuntimeError(
@@ -224,21 +225,24 @@ class Contents:
 
 
 def storage_of(v: Variable) -> Storage:
-    """Where an ordinary variable and its slots are."""
+    """The storage of an ordinary variable and its slots."""
     return state_of(v).group.storage
 
 
-def position_of(facts: Mapping[str, Any]) -> Position:
+def position_of(metadata: Mapping[str, Any]) -> Position:
     """The position that was saved."""
-    shuffles = tuple([(_count(seed), _count(number)) for seed, number in facts["shuffles"]])
-    return Position(str(facts["pipeline"]), shuffles, None if facts["taken"] is None else _count(facts["taken"]))
+    shuffles = tuple([(_count(seed), _count(number)) for seed, number in metadata["shuffles"]])
+    return Position(
+        str(metadata["pipeline"]), shuffles, None if metadata["taken"] is None else _count(metadata["taken"])
+    )
 
 
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
-    """What this replica gets of the values, of shape `(n, ...)`, that n replicas had of an ON_READ variable.
+    """This replica's share of the values, of shape `(n, ...)`, that n replicas had of an ON_READ variable.
 
-    Each gets its own where there are as many replicas as then. Otherwise the first gets the sum of a SUM variable and
-    the others zeros, so that nothing is rounded by sharing it out; all get the mean of a MEAN variable, or the first.
+    With n replicas each gets its own value back. With another number, what reading the variable returned must not
+    change: the first replica gets the sum of a SUM variable and the others zeros, because dividing it would round; all
+    get the mean of a MEAN variable, or the first value.
     """
     communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
@@ -254,7 +258,7 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The names, but not too many of them."""
+    """The first `most` names, and the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -270,15 +274,15 @@ def _entry(v: Variable, replicas: int | None = None) -> Entry:
     return Entry(v.dtype.name, v.dtype.itemsize, shape)
 
 
-def _optimizer_problems(name: str, optimizer: Optimizer, facts: Mapping[str, Any]) -> list[str]:
-    slots, saved = sorted(optimizer.slots), sorted(facts["slots"])
-    _count(facts["iterations"])
+def _optimizer_problems(name: str, optimizer: Optimizer, metadata: Mapping[str, Any]) -> list[str]:
+    slots, saved = sorted(optimizer.slots), sorted(metadata["slots"])
+    _count(metadata["iterations"])
     if slots == saved:
         return []
     return [f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"]
 
 
-def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
+def _on_read_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
     if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
         return [f"{name} is {_entry(v)} on each replica here and {entry} for all of them in the file"]
     replicas = state_of(v).group.communicator.size
@@ -292,7 +296,7 @@ def _divided_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
 
 
 def _count(number: Any) -> int:
-    """The number of a file, which anybody may have written."""
+    """A count in a file, checked, because anybody may have written the file."""
     if type(number) is not int or not 0 <= number < 2**64:
         raise ValueError(f"{number!r} is no count")
     return number

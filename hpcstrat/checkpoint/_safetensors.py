@@ -1,6 +1,7 @@
-"""The format of a checkpoint: a safetensors file whose header begins with its size and a checksum of all of it.
+"""The format of a checkpoint: a safetensors file whose header begins with the file's size and checksum.
 
-It holds text and numbers, and reading it runs nothing. Any reader of safetensors opens it.
+Its content is text and numbers, so reading it cannot run code, as unpickling does. Any reader of safetensors opens it.
+We write it ourselves because the safetensors package takes arrays that are all in memory, and knows no checksum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from hpcstrat._storage.base import PART
 from hpcstrat._types import Bytes
-from hpcstrat.checkpoint._replacing import followed, numbered, replacing
+from hpcstrat.checkpoint._atomic_file import followed, numbered, replacing
 
 _VERSION = 1
 _LENGTH_BYTES = 8  # of the number that a safetensors file begins with, the length of its header
@@ -40,7 +41,7 @@ _SIZES = {name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize for dtype
 
 
 class Entry(NamedTuple):
-    """What is known of an array without its numbers.
+    """An array without its numbers.
 
     Attributes:
         dtype: NumPy's name of the dtype.
@@ -64,38 +65,39 @@ class Entry(NamedTuple):
 def write(
     path: str,
     entries: Mapping[str, Entry],
-    facts: Mapping[str, Any],
+    metadata: Mapping[str, Any],
     parts: Callable[[str], Iterable[Bytes]],
     keep: int | None = None,
 ) -> None:
-    """Writes a checkpoint in the place of the file that is there, streamed; see `replacing`.
+    """Writes a checkpoint in place of the file that is there, streamed; see `replacing`.
 
     Args:
-        path: of the file.
+        path: the file.
         entries: the arrays, by name.
-        facts: anything that JSON can hold but numbers that are not whole, by name.
-        parts: gives the bytes of the array of a name, one part after the other, as this machine has them.
+        metadata: whatever JSON can hold except fractions, by name.
+        parts: returns the bytes of the array of a name, part after part, in this machine's byte order.
         keep: see `replacing`.
 
     Raises:
-        OSError: what the file system says.
+        OSError: the file system's error.
         ValueError: there are too many arrays for the format.
     """
     # Large elements first, so that every array starts at a multiple of its element's size.
     names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
-    header = _header([(name, entries[name]) for name in names], facts)
+    header = _header([(name, entries[name]) for name in names], metadata)
     with replacing(path, keep) as file:
         checksum = 0
         for view in itertools.chain([memoryview(header)], (part.data for name in names for part in parts(name))):
             checksum = zlib.crc32(view, checksum)
             while view:
                 view = view[file.write(view) :]
+        # Arrays are read once, while they are written, so the checksum is known only now. It was counted as zeros.
         file.seek(header.index(b'"crc32":"') + len(b'"crc32":"'))
         file.write(b"%08x" % checksum)
 
 
-def _header(entries: list[tuple[str, Entry]], facts: Mapping[str, Any]) -> bytes:
-    """The header, its length before it, with a checksum of 0."""
+def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any]) -> bytes:
+    """The length of the header and the header, with a checksum of 0."""
     described, others, offset = {}, {}, 0
     for name, entry in entries:
         kind, shape = _NAMES.get(entry.dtype), entry.shape
@@ -104,9 +106,9 @@ def _header(entries: list[tuple[str, Entry]], facts: Mapping[str, Any]) -> bytes
             others[name] = entry.dtype
         described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + entry.nbytes]}
         offset += entry.nbytes
-    metadata = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(facts))}'
+    own = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(metadata))}'
     body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
-    rest = f",{metadata}}}{body}}}".encode()
+    rest = f",{own}}}{body}}}".encode()
     length = len(_HEAD.format(version=_VERSION, nbytes=0, checksum=0)) + len(rest)
     padding = -length % 8
     length += padding
@@ -124,27 +126,27 @@ def _json(value: Any) -> str:
 
 
 class CheckpointFile:
-    """A checkpoint that is there, whole and undamaged, open for reading.
+    """A whole and undamaged checkpoint, open for reading.
 
     Args:
-        path: of the file.
-        work: called again and again while the file is read.
+        path: the file.
+        work: called repeatedly while the file is read, to show progress.
 
     Attributes:
         entries: the arrays, by name.
-        facts: what was written beside them.
+        metadata: what was written besides them.
 
     Raises:
-        FileNotFoundError: there is none; the message says what there is.
+        FileNotFoundError: there is no such file; the message names older ones.
         OSError: it cannot be read.
-        ValueError: it is no checkpoint, of a newer format, cut off or damaged.
+        ValueError: it is not a checkpoint, of a newer format, cut off or damaged.
     """
 
     def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self._work = work
         self.entries: dict[str, Entry] = {}
-        self.facts: dict[str, Any] = {}
+        self.metadata: dict[str, Any] = {}
         self._starts: dict[str, int] = {}
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
@@ -234,11 +236,11 @@ class CheckpointFile:
 
     def _parse(self, header: bytes) -> None:
         described = _parsed(header)
-        metadata = described.pop("__metadata__")
-        others = _parsed(metadata["dtypes"])
-        self.facts = _parsed(metadata["objects"])
-        if not isinstance(self.facts, dict):
-            raise ValueError("its facts have no names")
+        own = described.pop("__metadata__")
+        others = _parsed(own["dtypes"])
+        self.metadata = _parsed(own["objects"])
+        if not isinstance(self.metadata, dict):
+            raise ValueError("its metadata have no names")
         end = start = _LENGTH_BYTES + len(header)
         for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
             shape = tuple(one["shape"])
@@ -272,7 +274,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _what_else(path: str, begin: str) -> str:
-    """Which older checkpoints there are, to be added to a message."""
+    """The older checkpoints that there are, for the end of a message."""
     path = followed(path)
     names = ", ".join(f"{path}.{number}" for number in numbered(path))
     return f"{begin}there is {names}" if names else ""
