@@ -49,7 +49,7 @@ def _connect() -> HostCommunicator:
     launcher = _launcher.find()
     alone = launcher is None or launcher.alone
     end_with_launcher()
-    with contextlib.nullcontext() if alone else waiting_for_all("this rank waits for the others to connect"):
+    with contextlib.nullcontext() if alone else waiting_for_all("the others to connect"):
         world = _world.start()
         if world.comm is None or world.size == 1:
             return SoloCommunicator()

@@ -1,1 +1,1 @@
-"""Who is where: a thread on every rank that ends the job where ranks would wait for each other for ever."""
+"""A thread on every rank, which ends the job if the ranks would wait for each other forever."""

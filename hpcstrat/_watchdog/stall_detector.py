@@ -1,4 +1,4 @@
-"""When ranks that wait for each other have waited for too long, and what is said of it."""
+"""Decides when ranks have waited for each other for too long, and words the report."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import NamedTuple
 from hpcstrat._watchdog.rank_status import RankStatus
 
 SETTLING_SECONDS = 1.5
-"""What the launcher, or the rank's own last words, gets to end the job before we do when a rank is dead."""
+"""When a rank is dead: seconds that the launcher, or the rank's own report, gets to end the job first."""
 
 SILENT_SECONDS = 2.0
-"""After these without a new note, a rank's watch does not run."""
+"""Seconds without a new status after which a rank's watchdog counts as not running."""
 
 
 class Diagnosis(NamedTuple):
@@ -65,8 +65,8 @@ class StallDetector:
                 first = notes[missing[0]]
                 process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 text = (
-                    f"the job ends: {_listed(missing)}{process} ended without leaving the program: by os._exit, a "
-                    "signal, or for want of memory; look at what it printed last, and at its host's memory"
+                    f"the job ends: {_listed(missing)}{process} exited without shutting down (os._exit, a signal, or "
+                    "out of memory); look at its last output and at its host's memory"
                 )
                 return self._verdict(True, text, notes, dead, silence)
             return None
@@ -131,7 +131,7 @@ def _is_gone(note: RankStatus | None) -> bool:
 
 
 def _quiet(seconds: float) -> str:
-    return f"the ranks wait for each other since {seconds:.0f} s"
+    return f"the ranks have been waiting for each other for {seconds:.0f} s"
 
 
 def _speaker(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
@@ -144,22 +144,22 @@ def _speaker(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: S
 
 def _line(note: RankStatus | None, last: int, is_dead: bool, silence: float) -> str:
     if note is None:
-        return "never heard of"
+        return "has never reported"
     call = f"call {note.number}, {note.call}" if note.call else "no call"
     if note.gone and not note.waits:
         if is_dead or silence >= SILENT_SECONDS:
-            return "through with the program"
-        return f"through with the program, but its process does not end; now at {note.place}"
+            return "has finished"
+        return f"has finished, but its process does not end; now at {note.place}"
     if is_dead and not note.gone:
         return f"last seen in {call}, at {note.place}"
     if silence >= SILENT_SECONDS:
-        why = "stopped, or in code that holds Python"
+        why = "stopped, or in C code that holds the interpreter lock"
         return f"not answering for {silence:.0f} s ({why}); last in {call}, at {note.place}"
     if note.waits:
         return f"waiting in {call}, at {note.place}"
     if note.number == last:
-        return f"through with {call}; now at {note.place}"
-    return f"not there; last in {call}; now at {note.place}"
+        return f"completed {call}; now at {note.place}"
+    return f"has not arrived; last in {call}; now at {note.place}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

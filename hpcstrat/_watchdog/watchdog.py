@@ -73,7 +73,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """While this rank is in it, all ranks wait so much longer than usual."""
+        """While this rank is inside, the report and the timeout come `seconds` later on every rank."""
         self._patience.append(seconds)
         try:
             yield
@@ -155,8 +155,8 @@ class Watchdog:
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
             _failure.end_job(
-                f"hpcstrat: the job ends: nothing was heard of rank 0 for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {self._place()}. Look whether rank 0 still runs, and its host still answers"
+                f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
+                f"this rank was at {self._place()}. check whether rank 0 still runs and its host still answers"
             )
 
     def _act(self, verdict: Diagnosis) -> None:
@@ -171,24 +171,24 @@ class Watchdog:
 
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[None]:
-    """A block in which the ranks meet for the first time, when there is no board yet: each watches itself alone.
+    """A block in which the ranks meet for the first time. There is no channel yet, so each rank watches only itself.
 
-    No thread of Python's runs while mpi4py starts MPI, so a process beside this one speaks for it.
+    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's place.
 
     Args:
-        what: they meet for, in words.
+        what: what this rank waits for, in words.
     """
     stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
     timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
     place = user_frame()
     report = (
-        f"hpcstrat: {what} since {stall_seconds:.0f} s (HPCSTRAT_STALL_SECONDS), at {place}: not all ranks "
-        "have come; all must make a strategy. The job ends after "
+        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} (HPCSTRAT_STALL_SECONDS), at {place}: not "
+        "all ranks have come; all must create a strategy. The job ends after "
         f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
     )
     end = (
-        f"hpcstrat: the job ends: {what} since {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS), at {place}: "
-        "not all ranks have come; all must make a strategy"
+        f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} (HPCSTRAT_TIMEOUT_SECONDS), "
+        f"at {place}: not all ranks have come; all must create a strategy"
     )
     steps = [_guard.Step(timeout_seconds + _GUARD_SECONDS, _failure.tagged(end), True)]
     if stall_seconds < timeout_seconds:
@@ -213,7 +213,7 @@ _LOOK_SECONDS = 1.0
 
 
 def end_with_launcher() -> None:
-    """From now on this rank ends when its launcher's process, which has started it, is no more."""
+    """From now on this rank ends when the launcher process that started it is gone."""
     launcher, process = _launcher.find(), _launcher.find_process()
     if launcher is not None and process is not None:
         threading.Thread(target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True).start()

@@ -82,9 +82,9 @@ class Fault:
 
 
 HERE = r"\S*program_\w+\.py:\d+ in "
-STALLED = r"\[rank \d\] hpcstrat: the ranks wait for each other since \d s \(HPCSTRAT_STALL_SECONDS\)"
-ENDED = r"hpcstrat: the job ends: the ranks wait for each other since \d+ s \(HPCSTRAT_TIMEOUT_SECONDS\)"
-CLOSED = "ended without leaving the program: by os._exit, a signal, or for want of memory"
+STALLED = r"\[rank \d\] hpcstrat: the ranks have been waiting for each other for \d s \(HPCSTRAT_STALL_SECONDS\)"
+ENDED = r"hpcstrat: the job ends: the ranks have been waiting for each other for \d+ s \(HPCSTRAT_TIMEOUT_SECONDS\)"
+CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\)"
 LEFT = "left the program before the others"
 
 
@@ -104,11 +104,12 @@ def waits(ranks, call, function="<module>"):
 
 
 def missing(ranks, function):
-    return rf"  {ranks}: not there; last in call \d+, .+; now at {HERE}{function}"
+    return rf"  {ranks}: has not arrived; last in call \d+, .+; now at {HERE}{function}"
 
 
 def silent(ranks, function="<module>"):
-    return rf"  {ranks}: not answering for \d s \(stopped, or in code that holds Python\); last in .*{HERE}{function}"
+    why = r"\(stopped, or in C code that holds the interpreter lock\)"
+    return rf"  {ranks}: not answering for \d s {why}; last in .*{HERE}{function}"
 
 
 BARRIER = waits("ranks 0, 1", "barrier")

@@ -102,7 +102,7 @@ STALLS = {
     "a thread that does not end": stalled(
         "if last: threading.Thread(target=loop).start()",
         r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
-        r"  rank 2: not there; last in call \d+, .+; now at ",
+        r"  rank 2: has not arrived; last in call \d+, .+; now at ",
     ),
     "a loop after the others have left": stalled(
         "if last: loop()",
@@ -116,8 +116,8 @@ STALLS = {
     ),
     "a loop in atexit, after the library's own": stalled(
         "",
-        "  ranks 0, 1: through with the program",
-        rf"  rank 2: through with the program, but its process does not end; now at {HERE}loop",
+        "  ranks 0, 1: has finished",
+        rf"  rank 2: has finished, but its process does not end; now at {HERE}loop",
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="),
     ),
     "no extended time-out": stalled("if last: time.sleep(6)" + WAIT, BARRIER, missing("rank 2", "<module>")),
@@ -129,16 +129,16 @@ STALLS = {
     "a time-out extended too little": Fault(
         "with hs.extend_timeout(1):\n    if last: loop()\n    hs.barrier()",
         [
-            r"the ranks wait for each other since 2 s \(HPCSTRAT_STALL_SECONDS\)",
-            r"the job ends: the ranks wait for each other since 4 s",
+            r"the ranks have been waiting for each other for 2 s \(HPCSTRAT_STALL_SECONDS\)",
+            r"the job ends: the ranks have been waiting for each other for 4 s",
             missing("rank 2", "loop"),
         ],
     ),
 }
 
-START = r"hpcstrat: this rank waits for the others to connect since 1 s \(HPCSTRAT_STALL_SECONDS\), at "
+START = r"hpcstrat: this rank has waited 1 s for the others to connect \(HPCSTRAT_STALL_SECONDS\), at "
 
-NOT_ALL = "hpcstrat: the job ends: this rank waits for the others to connect since 3 s"
+NOT_ALL = "hpcstrat: the job ends: this rank has waited 3 s for the others to connect"
 
 STARTS = {
     "a loop before the first strategy": Fault(

@@ -29,7 +29,7 @@ ON_HOSTS = {
     "hosts: SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
-        [r"hpcstrat: the job ends: nothing was heard of rank 0 for 3 s .*; this rank was at "],
+        [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
     ),
     "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
     "hosts: SIGKILL of rank 0": ended(

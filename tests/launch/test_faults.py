@@ -13,7 +13,7 @@ from faults import FAULTS, QUICK
 from launcher import Launcher
 from slow import slow_but
 
-CONNECT = "waits for the others to connect"
+CONNECT = "for the others to connect"
 SECONDS = 18  # 10 from the fault to the end, and some to start on a machine that does other work too
 PATIENCE = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "lead"}
 TWO_HOSTS = {"MPIR_CVAR_NUM_CLIQUES": "2"}

@@ -55,11 +55,11 @@ def test_a_rank_that_does_not_come():
         (600, True, 0),
     ]
     report, end = said[60].text, said[600].text
-    assert "wait for each other since 60 s" in report and "ends in 540 s" in report
-    assert "wait for each other since 600 s" in end
+    assert "waiting for each other for 60 s" in report and "ends in 540 s" in report
+    assert "waiting for each other for 600 s" in end
     for text in (report, end):
         assert "\n  ranks 0, 2: waiting in call 8, Strategy.reduce(SUM), at train.py:7 in main" in text
-        assert "\n  rank 1: not there; last in call 7, Strategy.run; now at train.py:9 in load" in text
+        assert "\n  rank 1: has not arrived; last in call 7, Strategy.run; now at train.py:9 in load" in text
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_dead_rank(waits):
     notes = [note(8, waits), note(7, False)]
     ((second, verdict),) = verdicts(notes, 10, dead=[1]).items()
     assert second == SETTLING_SECONDS and verdict.ends and verdict.reporter == 0
-    assert "rank 1 (process 4711) ended without leaving the program" in verdict.text
+    assert "rank 1 (process 4711) exited without shutting down" in verdict.text
     assert "\n  rank 1: last seen in call 7" in verdict.text
 
 
@@ -117,7 +117,10 @@ def test_one_that_does_not_answer_does_not_speak():
     notes = [note(8, True, beat=-1), note(8, True), note(7, False, beat=-1)]
     verdict = verdicts(notes, 700)[60]
     assert verdict.reporter == 1
-    assert "\n  rank 0: not answering for 60 s (stopped, or in code that holds Python); last in call 8" in verdict.text
+    assert (
+        "\n  rank 0: not answering for 60 s (stopped, or in C code that holds the interpreter lock); last in call 8"
+        in verdict.text
+    )
 
 
 def test_what_one_that_does_not_answer_was_at_may_be_long_over():
@@ -135,8 +138,8 @@ def test_a_process_that_does_not_end():
     notes = [note(9, False, gone=True), note(9, False, gone=True, beat=-1), note(9, False, gone=True)]
     said = verdicts(notes, 700, dead=[2])
     assert list(said) == [60, 600]
-    assert "\n  rank 0: through with the program, but its process does not end; now at train.py:7" in said[600].text
-    assert "\n  ranks 1, 2: through with the program" in said[600].text
+    assert "\n  rank 0: has finished, but its process does not end; now at train.py:7" in said[600].text
+    assert "\n  ranks 1, 2: has finished" in said[600].text
     assert verdicts([one._replace(beat=0) for one in notes], 700) == {}
 
 
