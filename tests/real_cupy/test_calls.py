@@ -8,10 +8,10 @@ import pytest
 from on_host import array, cupy, reaches_cuda
 from sources import PACKAGE, PAGES, PROGRAMS, calls
 
+from hpcstrat import ReduceOp
 from hpcstrat._communicators import nccl as communicators_nccl
 from hpcstrat._communicators.nccl_start import load_nccl
 from hpcstrat._communicators.reduction import REDUCTIONS
-from hpcstrat._types import ReduceOp
 
 pytestmark = pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
     "ignore::pytest.PytestUnraisableExceptionWarning"

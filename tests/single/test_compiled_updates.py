@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from package_kernels import DTYPES, optimizers_of
 
-from hpcstrat import optimizers
+from hpcstrat import ReduceOp, optimizers
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._storage import compiled
-from hpcstrat._types import ReduceOp
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
 has_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from thread_ranks import on_ranks
 
-from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat import ReplicaMismatchError
 from hpcstrat._group import Workers
 from hpcstrat._values import select
 from hpcstrat.data import Dataset

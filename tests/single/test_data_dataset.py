@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from hpcstrat._types import TensorSpec
+from hpcstrat import TensorSpec
 from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _element_ops, _node
 
 

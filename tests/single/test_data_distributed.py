@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 from thread_ranks import Rank, on_ranks, parts
 
-from hpcstrat import _nest
-from hpcstrat._errors import ReplicaMismatchError
-from hpcstrat._types import PerReplicaSpec, TensorSpec
-from hpcstrat._values import PerReplica, select
+from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec, _nest
+from hpcstrat._values import select
 from hpcstrat.data import (
     Dataset,
     DistributedDataset,

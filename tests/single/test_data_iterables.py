@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from thread_ranks import on_ranks, parts
 
-from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat import ReplicaMismatchError
 from hpcstrat._values import select
 from hpcstrat.data import Dataset
 from hpcstrat.data._distributed import distribute_dataset, distribute_from_function

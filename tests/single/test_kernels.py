@@ -145,6 +145,7 @@ SHAPES = {
     "one": [(3, 5)],
     "none has elements": [(0,), (2, 0)],
     "of all sizes": [(), (0,), (3, 5), (70_001,), (1,), (2, 3, 4)],
+    "as many as one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES)],
     "more than one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES + 5)],
 }
 
