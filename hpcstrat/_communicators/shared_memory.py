@@ -119,6 +119,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
         self.notes: Bytes = self.segment.array[notes_start : notes_start + self.size * SLOT].reshape(self.size, SLOT)
+        # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
         self._records = [[whole[start : start + WHOLE] for start in slot] for slot in starts]
@@ -145,7 +146,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         self._being_read = False
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        if self._being_read:
+        if self._being_read:  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
             self.sync()
         slot = self._calls.number & 1
         self._own_records[slot][:] = record

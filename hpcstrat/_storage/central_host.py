@@ -16,7 +16,7 @@ from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._storage.plan import Plan, ScratchBuffers
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
@@ -36,8 +36,7 @@ class CentralHostStorage(HostStorage):
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         super().__init__(communicator)
         self._communicator = communicator
-        self._scratch = Scratch()
-        self._messages: weakref.WeakKeyDictionary[Plan, list[Array]] = weakref.WeakKeyDictionary()  # of plans' buffers
+        self._scratch = ScratchBuffers()
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet told
         self._reports: dict[int, int] = {}  # number of a block -> ranks that told
@@ -107,9 +106,8 @@ class CentralHostStorage(HostStorage):
     def make_buffers(self, call: str, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
         nbytes = -(-plan.form.nbytes // LINE) * LINE
-        block = plan.buffer_block = self.create(call, np.zeros((self._communicator.size, nbytes), np.uint8))
-        plan.buffers = plan.arranged(block.array[self._communicator.rank])
-        self._messages[plan] = list(block.array)
+        block = self.create(call, np.zeros((self._communicator.size, nbytes), np.uint8))
+        plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 
     def _update(
         self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
@@ -117,7 +115,7 @@ class CentralHostStorage(HostStorage):
         communicator = self._communicator
         if values is None:
             communicator.exchange(agreed)
-            messages = self._messages[plan]
+            messages = plan.buffer_messages
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(agreed)
         else:

@@ -19,7 +19,7 @@ from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, hos
 from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
-from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._storage.plan import Plan, ScratchBuffers
 from hpcstrat._types import Array, Bytes
 
 
@@ -118,7 +118,7 @@ class DeviceStorage(Storage):
         self._master = host_memory(is_pinned=True) if on_host else self._read
         self._is_apart = on_host  # what this rank updates is not what it reads
         self._updates_on_gpu = stream is not None and not on_host
-        self._scratch = Scratch()
+        self._scratch = ScratchBuffers()
         self._message: Array = None  # of all plans but those with buffers: one update comes after the other
         self._takers: weakref.WeakSet[DevicePlan] = weakref.WeakSet()  # that hold it
         self._pinned: Array = np.empty(0, np.uint8)
@@ -228,7 +228,7 @@ class DeviceStorage(Storage):
             message = self._zeros(plan.form.nbytes)
             self._communicator.exchange(plan.signature(call))
             plan.take(message)
-        plan.buffers = plan.arranged(message)
+        plan.give_buffers([message], message)
 
     def _zeros(self, nbytes: int) -> Array:
         stream = self._communicator.stream
@@ -238,6 +238,8 @@ class DeviceStorage(Storage):
         if plan.buffers is not None:
             return
         if self._message is None or self._message.size < plan.form.nbytes:
+            # Plans hold views of the message, and so its memory: they let go of it before a larger one is allocated, or
+            # the GPU would need room for both.
             for other in self._takers:  # which may never be used again
                 other.let_go()
             self._takers.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import final
 
@@ -16,7 +15,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.plan import Plan, Scratch
+from hpcstrat._storage.plan import Plan, ScratchBuffers
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
@@ -28,8 +27,7 @@ class MirroredHostStorage(HostStorage):
         super().__init__(communicator)
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
-        self._scratch = Scratch()
-        self._buffers: weakref.WeakKeyDictionary[Plan, Array] = weakref.WeakKeyDictionary()
+        self._scratch = ScratchBuffers()
         # Several threads may write variables made outside of every scope; what they work in is shared.
         self._lock = threading.Lock()
         self._created = 0
@@ -70,8 +68,7 @@ class MirroredHostStorage(HostStorage):
         with self._communicator.raise_together(call):
             message = np.zeros(plan.form.nbytes, np.uint8)
             self._communicator.exchange(plan.signature(call))
-        self._buffers[plan] = message
-        plan.buffers = plan.arranged(message)
+        plan.give_buffers([message], message)
 
     def _update(
         self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
@@ -80,7 +77,7 @@ class MirroredHostStorage(HostStorage):
 
         def write(message: Array) -> None:
             if values is None:
-                message[: plan.form.nbytes] = self._buffers[plan]
+                message[: plan.form.nbytes] = plan.buffer_messages[0]
             else:
                 plan.write(message, values)
 
@@ -90,7 +87,7 @@ class MirroredHostStorage(HostStorage):
             if communicator.size == 1:
                 communicator.exchange(agreed)
                 if values is None:
-                    plan.apply(rule, [self._buffers[plan]], self._scratch)
+                    plan.apply(rule, plan.buffer_messages, self._scratch)
                 else:
                     plan.write_for_others(self._sum, values)  # large gradients stay where they are
                     plan.apply(rule, [self._sum], self._scratch, values=values)

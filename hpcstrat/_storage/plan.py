@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
     slots: tuple[Array, ...]
 
 
-class Piece(NamedTuple):
+class UpdateChunk(NamedTuple):
     """A chunk as it meets the messages of one update.
 
     Attributes:
@@ -51,7 +51,7 @@ class Piece(NamedTuple):
     work: Array
 
 
-class Own(NamedTuple):
+class LocalOnlyRange(NamedTuple):
     """The part of one large variable that this rank updates in whole chunks. Nobody else reads its gradient there.
 
     Attributes:
@@ -100,7 +100,8 @@ class Plan:
         alignment: int = 1,
         compiles: bool = False,
     ) -> None:
-        # By number, which is the order in storage and the same on all ranks, and not in the order of the call.
+        # By number, the order in memory, and not in the order of the call: variables that were made one after another
+        # are then one range, and the ranks have the same ranges.
         self._forms = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
@@ -113,10 +114,13 @@ class Plan:
         self._facts = [block.held() for block in variables]
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
-        self.buffer_block: Block | None = None  # where these are in shared memory
+        self.buffer_messages: list[
+            Array
+        ] = []  # the messages that the ranks' buffers are parts of, as far as it sees them
+        self._buffers_owner: Block | None = None
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
-        self._pieces: dict[tuple[int, int], tuple[Array, list[Piece]]] = {}
+        self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
         for index, group in enumerate(self.form.groups):
             mine = slice_of(group.elements, rank, size)
             for place, count, starts in _ranges(group, variables, slots, self.form.starts, alignment):
@@ -160,13 +164,25 @@ class Plan:
         in_order = dict(zip(self._order, self.form.views(message), strict=True))
         return [in_order[i] for i in range(len(in_order))]
 
+    def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
+        """Makes the parts of a message the buffers, from which gradients need not be copied.
+
+        Args:
+            messages: the messages that an update reads: all ranks', or this rank's alone.
+            own: this rank's.
+            owner: the block that they lie in, whose memory returns when nobody holds it.
+        """
+        self.buffers = self.arranged(own)
+        self.buffer_messages = messages
+        self._buffers_owner = owner
+
     def are_in_buffers(self, values: Sequence[Array]) -> bool:
         """Whether these gradients are the plan's buffers, and so need not be copied."""
         return self.buffers is not None and all(map(operator.is_, values, self.buffers))
 
-    def _own_parts(self) -> dict[int, Own]:
+    def _own_parts(self) -> dict[int, LocalOnlyRange]:
         """By the place in the call, where there is any such part."""
-        found: dict[int, Own] = {}
+        found: dict[int, LocalOnlyRange] = {}
         for index, group in enumerate(self.form.groups):
             for i in group.members:
                 begin, size = (self.form.starts[i] - group.start) // group.dtype.itemsize, self.form.sizes[i]
@@ -175,9 +191,10 @@ class Plan:
                     for k, chunk in enumerate(self.chunks)
                     if chunk.group == index and begin <= chunk.start and chunk.stop <= begin + size
                 ]
+                # A small one is not worth the trouble. Of a large one, this saves a rank the copy of its own share.
                 if size >= CHUNK and inside:
                     start, stop = self.chunks[inside[0]].start - begin, self.chunks[inside[-1]].stop - begin
-                    found[self._order[i]] = Own(index, begin, start, stop, range(inside[0], inside[-1] + 1))
+                    found[self._order[i]] = LocalOnlyRange(index, begin, start, stop, range(inside[0], inside[-1] + 1))
         return found
 
     def fits(self, gradients: Sequence[Any]) -> bool:
@@ -213,7 +230,7 @@ class Plan:
         self,
         rule: UpdateRule,
         messages: Sequence[Array],
-        scratch: Scratch,
+        scratch: ScratchBuffers,
         op: ReduceOp = ReduceOp.SUM,
         values: Sequence[Array] | None = None,
     ) -> None:
@@ -262,7 +279,9 @@ class Plan:
                     table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
         return table
 
-    def with_own(self, pieces: list[Piece], messages: Sequence[Array], values: Sequence[Array]) -> list[Piece]:
+    def with_own(
+        self, pieces: list[UpdateChunk], messages: Sequence[Array], values: Sequence[Array]
+    ) -> list[UpdateChunk]:
         """The pieces, with this rank's parts taken from its values where `write_for_others` left them out."""
         if not self._own:
             return pieces
@@ -281,6 +300,8 @@ class Plan:
         """The variables' parts of a message, in the order of the call. A mailbox's are kept."""
         kept = self._views.get(id(message))
         if kept is None or kept[0] is not message:
+            # An update's message is one of a few arrays that live as long as the communicator: views of them are made
+            # once. By id, because arrays have no hash; the array is kept beside it, so the id stays its own.
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
             kept = self._views[id(message)] = (message, self.arranged(message))
@@ -291,7 +312,7 @@ class Plan:
         self._views.clear()
         self._pieces.clear()
 
-    def pieces(self, messages: Sequence[Array], scratch: Scratch) -> list[Piece]:
+    def pieces(self, messages: Sequence[Array], scratch: ScratchBuffers) -> list[UpdateChunk]:
         """The chunks with these messages. Those of mailboxes are kept."""
         key = (id(messages[0]), len(messages))
         kept = self._pieces.get(key)
@@ -300,14 +321,14 @@ class Plan:
                 self._pieces.clear()
             flat = [[group.of(message) for message in messages] for group in self.form.groups]
             pieces = [
-                Piece(value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value))
+                UpdateChunk(value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value))
                 for group, start, stop, value, slots in self.chunks
             ]
             kept = self._pieces[key] = (messages[0], pieces)
         return kept[1]
 
 
-class Scratch:
+class ScratchBuffers:
     """Memory to work in, the same for all plans of a storage."""
 
     def __init__(self) -> None:
