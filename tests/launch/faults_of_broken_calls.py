@@ -50,8 +50,8 @@ def with_each(name, *arguments, **others):
 
 APPLY = r"SGD\.apply_gradients"
 BROKEN = {
-    **with_each("an update broken off", "'descend'", "apply(numbers)", APPLY),
-    **with_each("an update broken off on all ranks", "'descend' if last else 'pieces'", "apply(numbers)", APPLY, of=""),
+    **with_each("an update broken off", "'apply'", "apply(numbers)", APPLY),
+    **with_each("an update broken off on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
     **with_each("an update broken off while it waits", "'_post'", "apply(numbers)", APPLY),
     **with_each("an update of rows broken off", "'update_rows'", "apply(rows)", APPLY),
     **with_each(
@@ -59,7 +59,7 @@ BROKEN = {
     ),
     "a new variable broken off": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),
     "an update broken off by an alarm": broken(
-        "'descend', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
+        "'apply', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
     ),
     "an update broken off at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction broken off": broken(
@@ -68,7 +68,7 @@ BROKEN = {
     "a barrier broken off": broken("'_post'", "hs.barrier()", "barrier"),
     "an own value broken off": broken("'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"),
     "an update broken off before the end of the program": broken(
-        "'descend'", "apply(numbers)", APPLY, end="", ends="the end of the program"
+        "'apply'", "apply(numbers)", APPLY, end="", ends="the end of the program"
     ),
     "a restoring broken off": broken(
         "'_load'",
