@@ -23,7 +23,7 @@ _KNOWN = (
 
 
 def seconds(name: str, default: float) -> float:
-    """The variable as a number of seconds; `inf` is for ever.
+    """The variable as a number of seconds; `inf` means no limit.
 
     Raises:
         ValueError: it is set to something else than a positive number.
@@ -84,4 +84,4 @@ def warn_of_unknown() -> None:
     if launcher is not None and launcher.rank > 0:
         return
     for name, nearest in unknown().items():
-        warnings.warn(f"the environment variable {name} means nothing; did you mean {nearest}?", stacklevel=3)
+        warnings.warn(f"unknown environment variable {name}; did you mean {nearest}?", stacklevel=3)

@@ -102,7 +102,7 @@ def as_written_value(
 
 
 def shared_out(call: str, value: Array, replicas: int) -> Array:
-    """What each of so many replicas gets of a value that they sum up to.
+    """Each replica's share of a value that the shares sum up to.
 
     Raises:
         ValueError: they are integers that the number of replicas does not divide.

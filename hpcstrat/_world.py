@@ -167,7 +167,7 @@ def _check_process() -> None:
     if not _launcher.is_child():
         return
     text = (
-        f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so it is none itself. "
+        f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so it is not a rank. "
         "Make strategies and collective calls in the ranks alone: put them under `if __name__ == '__main__':` where "
         "multiprocessing spawns processes, which import the script again, or start the process without the launcher's "
         "variables"

@@ -33,13 +33,13 @@ def find_faults(ranks: Sequence[RankFacts], mpirun: tuple[str | None, str], erro
     """
     found = []
     if error:
-        found.append(Fault(f"the ranks are not connected: {error}", "do what the message says"))
+        found.append(Fault(f"the ranks are not connected: {error}", "do as the message says"))
     found += _launcher_faults(ranks, mpirun)
     found += _version_faults(ranks)
     found += _host_faults(ranks)
     found += _gpu_faults(ranks)
     for name, nearest in ranks[0]["unknown"].items():
-        found.append(Fault(f"the environment variable {name} means nothing", f"did you mean {nearest}?"))
+        found.append(Fault(f"unknown environment variable {name}", f"did you mean {nearest}?"))
     return found
 
 

@@ -142,7 +142,7 @@ class Communicator(abc.ABC):
         return RaiseTogether(self, call)
 
     def require_equal(self, call: str, arrays: Sequence[Array]) -> None:
-        """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays, of which only one rank's count, are equal.
+        """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays are equal where only one rank's is used.
 
         Collective then; otherwise it does nothing.
 

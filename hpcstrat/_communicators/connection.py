@@ -113,7 +113,7 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> D
     """The communicator of all ranks and their GPUs. Collective.
 
     Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
-    can wait for each other for ever, and each costs memory on the GPU. Each user gives it back by `disconnect_devices`.
+    can deadlock, and each costs memory on the GPU. Each user gives it back with `disconnect_devices`.
 
     Args:
         gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.

@@ -1,4 +1,4 @@
-"""What communicators of replicas on GPUs have in common: records and host arrays go as ever, GPU arrays another way."""
+"""Communicators of replicas on GPUs: records and host arrays use the host communicator, GPU arrays NCCL or staging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The communicator of ranks on several hosts: what is large moves inside each host first, then between hosts."""
+"""The communicator of ranks on several hosts: large messages move within each host first, then across hosts."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def why_not(shared: bool) -> str:
 
 
 def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
-    """NCCL's communicator. Collective; where one rank fails, or NCCL takes for ever, all raise.
+    """NCCL's communicator. Collective; if one rank fails, or NCCL never finishes, all raise.
 
     NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
     control communicator, how it goes.

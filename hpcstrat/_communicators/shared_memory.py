@@ -127,7 +127,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         self._own_records = [slot[self.rank] for slot in self._records]
 
     def reserve(self, nbytes: int) -> None:
-        """Makes room for messages of so many bytes. Collective; all ranks pass the same number.
+        """Makes room for messages of this many bytes. Collective; all ranks pass the same number.
 
         Raises:
             MemoryError: there is none, on any rank.

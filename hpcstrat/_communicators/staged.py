@@ -45,7 +45,7 @@ class StagedCommunicator(DeviceCommunicator):
         with self.stream.current():
             arrays = [self.stream.here(array) if _gpu.is_on_gpu(array) else array for array in arrays]
             if self.size == 1:
-                # No way through the host for what nobody else wants. The control communicator copies host arrays.
+                # With one replica nothing is exchanged: copy on the device. Host arrays go to the control communicator.
                 return [array.copy() if _gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
             results = move(self._host_copies(arrays))
             return [

@@ -130,7 +130,7 @@ class SlabAllocator:
     network lies in few. A block's address is its slab's number times a constant plus its place in the slab.
 
     Args:
-        allocate: makes a flat array of so many bytes, or of more, or raises `MemoryError`.
+        allocate: makes a flat array of at least this many bytes, or raises `MemoryError`.
     """
 
     def __init__(self, allocate: Callable[[int], Array]) -> None:

@@ -33,7 +33,7 @@ class Block:
 
     Attributes:
         array: they, to be written by storage only.
-        view: they, for everyone else: read-only where NumPy can say so.
+        view: the same data for readers; read-only if the array library can mark it so.
         start: their first byte in the memory that they are in.
         stop: the byte after their last one.
         number: how many its storage had made, with it; equal on all ranks.

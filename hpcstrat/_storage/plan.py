@@ -215,7 +215,7 @@ class Plan:
             view[...] = value
 
     def write_for_others(self, message: Array, values: Sequence[Array]) -> None:
-        """`write`, but for what `with_own` takes from the values themselves."""
+        """`write` without the ranges that `with_own` reads from the values directly."""
         views = self._message_views(message)
         for i, (view, value) in enumerate(zip(views, values, strict=True)):
             own = self._own.get(i)

@@ -280,8 +280,8 @@ class Dataset(ResumableDataset):
         """The elements, then those of `dataset`.
 
         Raises:
-            TypeError: `dataset` is none, or its elements have another structure, other dtypes or other numbers of
-                dimensions.
+            TypeError: `dataset` is not a `Dataset`, or its elements have another structure, other dtypes or other
+                numbers of dimensions.
         """
         return Dataset(_index_ops.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
 

@@ -23,7 +23,7 @@ class Adagrad(Optimizer):
 
     Raises:
         ValueError: a number is negative or not finite.
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
     """
 
     def __init__(

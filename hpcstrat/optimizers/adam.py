@@ -65,7 +65,7 @@ class Adam(_Adam):
 
     Raises:
         ValueError: a decay is out of range, another number negative or not finite.
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class AdamW(_Adam):
 
     Raises:
         ValueError: a decay of a moment is out of range, another number negative or not finite.
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class Optimizer(abc.ABC):
         """The value of an argument as a float.
 
         Raises:
-            TypeError: it is no number.
+            TypeError: it is not a number.
             ValueError: it is negative, infinite or nan.
         """
         is_number = hasattr(value, "__float__")

@@ -28,7 +28,7 @@ class RMSprop(Optimizer):
 
     Raises:
         ValueError: rho or momentum is not from 0 to 1, another number negative or not finite.
-        TypeError: a number is none.
+        TypeError: an argument is not a number.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class SGD(Optimizer):
 
     Raises:
         ValueError: momentum is not from 0 to 1, the learning rate negative or not finite.
-        TypeError: the learning rate is no number.
+        TypeError: the learning rate is not a number.
     """
 
     def __init__(

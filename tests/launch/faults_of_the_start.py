@@ -14,7 +14,7 @@ rank = hs.rank()
 CONNECT = "\nhs.CentralStorageStrategy()\nprint('went on')\n"
 LEFT_EARLY = r"rank 2 left the program by sys\.exit\({}\) before the ranks were connected|Process name: \[.*,2\]"
 CHILD = (
-    r"hpcstrat cannot connect the ranks: a rank has started this process \(\d+\), so it is none itself\. "
+    r"hpcstrat cannot connect the ranks: a rank has started this process \(\d+\), so it is not a rank\. "
     "Make strategies and collective calls in the ranks alone: put them under `if __name__ == '__main__':`"
 )
 

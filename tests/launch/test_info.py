@@ -71,7 +71,7 @@ def test_check_of_data_that_arrives_wrong(monkeypatch, capsys):
 def test_misspelt_variables(launch):
     result = launch("import hpcstrat", 2, env={"HPCSTRAT_STAL_SECONDS": "3"})
     assert result.status == 0
-    assert result.stderr.count("HPCSTRAT_STAL_SECONDS means nothing; did you mean HPCSTRAT_STALL_SECONDS?") == 1
+    assert result.stderr.count("unknown environment variable HPCSTRAT_STAL_SECONDS; did you mean") == 1
 
 
 def rank_facts(rank=0, **others) -> facts.RankFacts:
@@ -162,7 +162,7 @@ def test_nothing_is_wrong():
             "3 ranks run on n1 with 2",
             "share-gpu",
         ),
-        ([rank_facts(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})], MPICH, "", "CHEK means nothing", "HPCSTRAT_CHECK?"),
+        ([rank_facts(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})], MPICH, "", "HPCSTRAT_CHEK", "HPCSTRAT_CHECK?"),
     ],
 )
 def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy):

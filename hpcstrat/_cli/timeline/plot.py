@@ -67,7 +67,7 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
 
 
 def _typical(timeline: Timeline, rank: int, steps: int) -> tuple[float, float]:
-    """Begin and end of so many steps in a row that take the median time."""
+    """Begin and end of `steps` consecutive steps that take the median time."""
     begins = steps_of(timeline.tracks[rank])
     count = min(steps, len(begins) - 1)
     spans = sorted(zip(begins, begins[count:], strict=False), key=lambda span: span[1] - span[0])
