@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from misuse import FIVE, ONES, RANK, Env, N
 from public_api import begins_with_a_call
+from slow import slow_but
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -552,7 +553,7 @@ if N > 1:  # with one rank each process is all of them
     )
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=slow_but(STRATEGIES[:1], STRATEGIES))
 def env(request, place):
     with place.make(request.param) as strategy, place.make(request.param) as other:
         yield Env(place, strategy, other)
