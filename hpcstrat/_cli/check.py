@@ -1,4 +1,4 @@
-"""`python -m hpcstrat check`: moves data between all ranks, looks whether it arrived, and how fast."""
+"""`python -m hpcstrat check`: moves data between all ranks, and tells whether it arrived, and how fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def check() -> int:
-    """Prints a table on the lead; returns the exit status, 1 where anything arrived wrong. Collective."""
+    """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong. Collective."""
     world = _world.start()
     strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
     group = group_of(strategy)

@@ -1,35 +1,53 @@
-"""`python -m hpcstrat info`: one table of what there is, and what is wrong with it."""
+"""`python -m hpcstrat info`: one table of what there is, what is wrong with it, and what to do about that."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpcstrat._cli import facts, faults
+from hpcstrat._cli import inventory
+from hpcstrat._cli.inventory import RankInventory
 from hpcstrat._communicators.connection import connect
+
+_SHARED_MIB = 64
+"""In /dev/shm, for the ranks of a host: what a container has by default, and too little for many ranks or NCCL."""
+
+
+class Fault(NamedTuple):
+    """One thing that is wrong.
+
+    Attributes:
+        what: what is wrong.
+        remedy: what to do about it.
+    """
+
+    what: str
+    remedy: str
 
 
 def info(as_json: bool) -> int:
-    """Prints it on the lead; returns the exit status, 1 where something is wrong. Collective."""
-    own, error, communicator = facts.gather_own(), "", None
+    """Prints the tables on the lead; returns the exit status, 1 if something is wrong. Collective."""
+    own, error, communicator = inventory.own_inventory(), "", None
     everyones, is_lead = [own], own["rank"] == 0  # as the launcher alone says
     try:
         communicator = connect()
         everyones, is_lead = communicator.all_gather_obj("info", own), communicator.rank == 0
     except RuntimeError as problem:
         error = str(problem)
-    mpirun = facts.find_mpirun() if is_lead else (None, "")
-    found = faults.find_faults(everyones, mpirun, error) if is_lead else []
+    mpirun = inventory.find_mpirun() if is_lead else (None, "")
+    found = find_faults(everyones, mpirun, error) if is_lead else []
     if is_lead and as_json:
         print(
             json.dumps(
                 {
-                    "launcher": facts.describe_launcher(),
+                    "launcher": inventory.describe_launcher(),
                     "mpirun": mpirun[0],
-                    "ranks": [facts.as_any(one) for one in everyones],
+                    "ranks": [inventory.as_any(one) for one in everyones],
                     "faults": [one._asdict() for one in found],
                 },
                 indent=2,
@@ -42,15 +60,35 @@ def info(as_json: bool) -> int:
     return int(communicator.broadcast_obj("info", bool(found)))
 
 
-def _show(everyones: list[facts.RankFacts], mpirun: tuple[str | None, str], found: list[faults.Fault]) -> None:
+def find_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], error: str) -> list[Fault]:
+    """All that is wrong, the worst first.
+
+    Args:
+        ranks: each rank's inventory.
+        mpirun: the path of `mpirun` and the MPI that it belongs to.
+        error: why the ranks could not be connected; empty if they could.
+    """
+    found = []
+    if error:
+        found.append(Fault(f"the ranks are not connected: {error}", "do as the message says"))
+    found += _launcher_faults(ranks, mpirun)
+    found += _version_faults(ranks)
+    found += _host_faults(ranks)
+    found += _gpu_faults(ranks)
+    for name, nearest in ranks[0]["unknown"].items():
+        found.append(Fault(f"unknown environment variable {name}", f"did you mean {nearest}?"))
+    return found
+
+
+def _show(everyones: list[RankInventory], mpirun: tuple[str | None, str], found: list[Fault]) -> None:
     console = Console(markup=False, emoji=False)  # names and remedies may hold brackets: '.[mpich]'
     versions = Table(title="Versions", show_header=False)
     for name, version in everyones[0]["versions"].items():
         versions.add_row(name, version)
-    versions.add_row("Python's path", facts.own_python())
+    versions.add_row("Python's path", inventory.own_python())
     path, owner = mpirun
     versions.add_row("mpirun", f"{path or 'not found'}{f' ({owner})' if owner else ''}")
-    versions.add_row("launcher", facts.describe_launcher())
+    versions.add_row("launcher", inventory.describe_launcher())
     versions.add_row("large updates", everyones[0]["updates"])
     console.print(versions)
     ranks = Table("rank", "host", "device", "cores", "/dev/shm, MiB left", title="Ranks")
@@ -77,3 +115,102 @@ def _spans(cores: list[int]) -> str:
         else:
             spans.append([core, core])
     return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in spans)
+
+
+def _launcher_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str]) -> list[Fault]:
+    path, owner = mpirun
+    library = ranks[0]["versions"]["MPI"]
+    if library.startswith("not usable"):
+        remedy = "`pip install '.[mpich]'` in hpcstrat's clone, or load the module of your cluster's MPI"
+        return [Fault(f"MPI is {library}", remedy)]
+    if path is None:
+        return [Fault("there is no mpirun on the PATH", "start with srun, or put the mpirun of your MPI on the PATH")]
+    if owner and not library.startswith(owner):
+        return [
+            Fault(
+                f"{path} belongs to {owner}, and mpi4py loads {library}: each rank would think that it is alone",
+                f"start with the mpirun of {library.rsplit(' ', 1)[0]}, and install one MPI only",
+            )
+        ]
+    return []
+
+
+def _version_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
+    names = [name for name in ranks[0]["versions"] if len({rank["versions"].get(name) for rank in ranks}) > 1]
+    return [
+        Fault(
+            f"{name} differs: "
+            + ", ".join(f"{rank['versions'].get(name, 'not installed')} on rank {rank['rank']}" for rank in ranks),
+            "use one environment on all hosts",
+        )
+        for name in names
+    ]
+
+
+def _host_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
+    found = []
+    for host in dict.fromkeys(rank["host"] for rank in ranks):
+        here = [rank for rank in ranks if rank["host"] == host]
+        free = here[0]["shared_memory"]
+        if free is not None and free < _SHARED_MIB:
+            found.append(
+                Fault(
+                    f"/dev/shm of {host} has {free} MiB left",
+                    "start a container with `--shm-size=1g`; else see what fills it: `ls -l /dev/shm`",
+                )
+            )
+        cores = {core for rank in here for core in rank["cores"]}
+        if len(cores) < len(here):
+            is_bound = len(cores) < here[0]["host_cores"]
+            found.append(
+                Fault(
+                    f"{len(here)} ranks of {host} run on {len(cores)} core{'s' * (len(cores) > 1)}: they take turns",
+                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`"
+                    if is_bound
+                    else f"start {len(cores)} ranks or fewer there",
+                )
+            )
+    return found
+
+
+def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
+    found = []
+    hidden = [rank["rank"] for rank in ranks if rank["hidden_gpus"]]
+    if hidden:
+        found.append(
+            Fault(
+                f"the host has GPUs that ranks {', '.join(map(str, hidden))} do not see",
+                "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, and with Slurm --gpus-per-node",
+            )
+        )
+    seeing = [rank for rank in ranks if rank["gpus"]]
+    if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
+        found.append(
+            Fault(
+                "there are GPUs, and no CuPy to use them with",
+                "`pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone",
+            )
+        )
+    elif seeing and len(ranks) > 1 and seeing[0]["versions"].get("NCCL", "").startswith("not"):
+        found.append(
+            Fault("CuPy finds no NCCL", "`pip install nvidia-nccl-cu12` (or -cu13), or load your cluster's module")
+        )
+    for error in dict.fromkeys(rank["gpu_error"] for rank in seeing if rank["gpu_error"]):
+        failing = ", ".join(str(rank["rank"]) for rank in seeing if rank["gpu_error"] == error)
+        found.append(
+            Fault(
+                f"CuPy does not compute on the GPU of the ranks {failing}: {error}",
+                "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, which brings CUDA's headers "
+                "and libraries too, or load the module of your cluster's CUDA",
+            )
+        )
+    for host in dict.fromkeys(rank["host"] for rank in seeing):
+        here = [rank for rank in seeing if rank["host"] == host]
+        if len(here[0]["gpus"]) < len(here) and len(here[0]["gpus"]) > 1:
+            found.append(
+                Fault(
+                    f"{len(here)} ranks run on {host} with {len(here[0]['gpus'])} GPUs",
+                    "start one rank per GPU, or share them: `launch/share-gpu`",
+                )
+            )
+    return found

@@ -8,7 +8,7 @@ import pytest
 
 import hpcstrat
 from hpcstrat import _gpu
-from hpcstrat._cli import check, facts, faults, info
+from hpcstrat._cli import check, info, inventory
 from hpcstrat._storage import compiled
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
@@ -74,8 +74,8 @@ def test_misspelt_variables(launch):
     assert result.stderr.count("unknown environment variable HPCSTRAT_STAL_SECONDS; did you mean") == 1
 
 
-def rank_facts(rank=0, **others) -> facts.RankFacts:
-    found: facts.RankFacts = {
+def rank_inventory(rank=0, **others) -> inventory.RankInventory:
+    found: inventory.RankInventory = {
         "rank": rank,
         "host": "n1",
         "versions": {"NumPy": "2.0", "MPI": "MPICH 5.0.2", "CuPy": "14.2", "NCCL": "2.28.3"},
@@ -93,87 +93,93 @@ def rank_facts(rank=0, **others) -> facts.RankFacts:
 
 
 def versions(**others):
-    return rank_facts()["versions"] | others
+    return rank_inventory()["versions"] | others
 
 
 MPICH = ("/usr/bin/mpirun", "MPICH")
 
 
 def test_nothing_is_wrong():
-    assert faults.find_faults([rank_facts(0), rank_facts(1)], MPICH, "") == []
-    assert faults.find_faults([rank_facts(0, gpus=["H200"])], ("/usr/bin/mpirun", ""), "") == []
+    assert info.find_faults([rank_inventory(0), rank_inventory(1)], MPICH, "") == []
+    assert info.find_faults([rank_inventory(0, gpus=["H200"])], ("/usr/bin/mpirun", ""), "") == []
 
 
 @pytest.mark.parametrize(
     "ranks, mpirun, error, what, remedy",
     [
-        ([rank_facts()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
-        ([rank_facts()], (None, ""), "", "no mpirun", "srun"),
+        ([rank_inventory()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
+        ([rank_inventory()], (None, ""), "", "no mpirun", "srun"),
         (
-            [rank_facts()],
+            [rank_inventory()],
             ("/bin/mpirun", "Open MPI"),
             "",
             "belongs to Open MPI, and mpi4py loads MPICH",
             "one MPI only",
         ),
-        ([rank_facts(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
+        ([rank_inventory(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
         (
-            [rank_facts(), rank_facts(1, versions=versions(NumPy="1.26"))],
+            [rank_inventory(), rank_inventory(1, versions=versions(NumPy="1.26"))],
             MPICH,
             "",
             "NumPy differs: 2.0 on rank 0, 1.26 on rank 1",
             "one environment",
         ),
-        ([rank_facts(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
+        ([rank_inventory(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
         (
-            [rank_facts(cores=[5]), rank_facts(1, cores=[5])],
+            [rank_inventory(cores=[5]), rank_inventory(1, cores=[5])],
             MPICH,
             "",
             "2 ranks of n1 run on 1 core:",
             "--bind-to none",
         ),
         (
-            [rank_facts(rank, cores=[0, 1], host_cores=2) for rank in range(3)],
+            [rank_inventory(rank, cores=[0, 1], host_cores=2) for rank in range(3)],
             MPICH,
             "",
             "3 ranks of n1 run on 2 cores:",
             "start 2 ranks or fewer there",
         ),
-        ([rank_facts(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
-        ([rank_facts(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
+        ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
+        ([rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
         (
-            [rank_facts(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
+            [rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
             MPICH,
             "",
             "no NCCL",
             "nvidia-nccl",
         ),
         (
-            [rank_facts(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
+            [rank_inventory(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
             MPICH,
             "",
             "GPU of the ranks 0, 1: no headers",
             "cuda12",
         ),
         (
-            [rank_facts(rank, gpus=["H200"] * 2) for rank in range(3)],
+            [rank_inventory(rank, gpus=["H200"] * 2) for rank in range(3)],
             MPICH,
             "",
             "3 ranks run on n1 with 2",
             "share-gpu",
         ),
-        ([rank_facts(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})], MPICH, "", "HPCSTRAT_CHEK", "HPCSTRAT_CHECK?"),
+        (
+            [rank_inventory(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})],
+            MPICH,
+            "",
+            "unknown environment variable HPCSTRAT_CHEK",
+            "HPCSTRAT_CHECK?",
+        ),
     ],
 )
 def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy):
-    (fault,) = faults.find_faults(ranks, mpirun, error)
+    (fault,) = info.find_faults(ranks, mpirun, error)
     assert what in fault.what
     assert remedy in fault.remedy
 
 
 def test_what_is_printed_keeps_its_brackets(capsys):
-    facts_of_one = rank_facts(host="[red]n1:ok:", versions=versions(MPI="not usable: [blue]"))
-    found = [faults.Fault("a [bold]fault", "`pip install '.[mpich]'`")]
+    facts_of_one = rank_inventory(host="[red]n1:ok:", versions=versions(MPI="not usable: [blue]"))
+    found = [info.Fault("a [bold]fault", "`pip install '.[mpich]'`")]
     info._show([facts_of_one], ("/opt/[x]/mpirun", "MPICH"), found)
     printed = capsys.readouterr().out
     for text in ("[red]n1:ok:", "not usable: [blue]", "/opt/[x]/mpirun", "wrong: a [bold]fault", "'.[mpich]'"):
@@ -213,10 +219,10 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
     monkeypatch.setattr(_gpu, "visible", lambda: ("a", "b"))
     monkeypatch.setattr(_gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
     error = "RuntimeError: Failed to find CUDA headers. Please install"
-    assert facts._gpu_error(local_rank=3) == (error if fails else "")
+    assert inventory._gpu_error(local_rank=3) == (error if fails else "")
     assert used == [1]
 
 
 def test_ranks_on_two_hosts_have_their_own_cores():
-    ranks = [rank_facts(0, cores=[0]), rank_facts(1, host="n2", cores=[0])]
-    assert faults.find_faults(ranks, MPICH, "") == []
+    ranks = [rank_inventory(0, cores=[0]), rank_inventory(1, host="n2", cores=[0])]
+    assert info.find_faults(ranks, MPICH, "") == []

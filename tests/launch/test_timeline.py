@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from hpcstrat._cli.timeline.reading import read
-from hpcstrat._cli.timeline.shares import share_out
+from hpcstrat._cli.timeline_shares import read, share_out
 from hpcstrat._timeline.trace import GPU_TRACKS
 
 # Each of 6 steps moves what is known in closed form; on the last rank the function takes longer than on the others.

@@ -9,10 +9,9 @@ import time
 
 import pytest
 
-from hpcstrat._cli.timeline.advice import advise
-from hpcstrat._cli.timeline.command import timeline as command
-from hpcstrat._cli.timeline.reading import Span, Timeline, read
-from hpcstrat._cli.timeline.shares import KINDS, Rank, move_waiting, share_out, stretches
+from hpcstrat._cli.timeline import advise
+from hpcstrat._cli.timeline import timeline as command
+from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
 from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.clocks import difference
@@ -229,7 +228,7 @@ def make_timeline(*ranks, cores=8):
     """Of spans (begin, end, category, name) of each rank's program, or of a dict of tracks."""
     tracks = {
         rank: {
-            number: [Span(*span) for span in spans]
+            number: [TraceSpan(*span) for span in spans]
             for number, spans in (given if isinstance(given, dict) else {0: given}).items()
         }
         for rank, given in enumerate(ranks)

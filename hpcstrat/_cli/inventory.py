@@ -1,4 +1,4 @@
-"""What there is: versions, launcher, cores, GPUs, memory."""
+"""What a rank finds: versions, launcher, cores, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from hpcstrat.optimizers import SGD
 _MPIRUN_SECONDS = 10
 
 
-class RankFacts(TypedDict):
-    """One rank's.
+class RankInventory(TypedDict):
+    """One rank's inventory.
 
     Attributes:
-        rank: its index, as the launcher says.
+        rank: its index, according to the launcher.
         host: the name of its host.
-        versions: of what is installed, by name; what is missing is `"not installed"`.
+        versions: the installed versions by name; `"not installed"` for what is missing.
         cores: the cores that it may run on.
-        host_cores: how many its host has.
+        host_cores: the number of its host's cores.
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
-        gpu_error: why CuPy does not compute on this rank's GPU; empty where it does, or where it is not there.
-        shared_memory: MiB that are left in /dev/shm; `None` where there is none.
-        unknown: environment variables that look like the library's, and are not.
+        gpu_error: why CuPy does not compute on this rank's GPU; empty if it does, or if there is no GPU or no CuPy.
+        shared_memory: MiB that are left in /dev/shm; `None` without it.
+        unknown: environment variables that look like the library's but are not.
         updates: how it updates large variables in host memory.
     """
 
@@ -53,8 +53,8 @@ class RankFacts(TypedDict):
     updates: str
 
 
-def gather_own() -> RankFacts:
-    """This process's facts. Starts MPI's library, which is asked for its version, and no communication."""
+def own_inventory() -> RankInventory:
+    """This process's inventory. Loads MPI to ask for its version, but starts no communication."""
     launcher = _launcher.find()
     gpus = _gpu_names()
     return {
@@ -73,7 +73,7 @@ def gather_own() -> RankFacts:
 
 
 def find_mpirun() -> tuple[str | None, str]:
-    """The path of the `mpirun` that the shell would start, and which MPI it belongs to; empty where it does not say."""
+    """The path of the `mpirun` that the shell would start, and the MPI that it belongs to; empty if unknown."""
     path = shutil.which("mpirun")
     if path is None:
         return None, ""
@@ -163,7 +163,7 @@ def _gpu_names() -> list[str]:
     runtime = _gpu.load_cupy("info").cuda.runtime
     try:
         return [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
-    except Exception:  # the driver does not serve this CuPy, which is one of the faults
+    except Exception:  # the driver is too old for this CuPy, which `info` reports as a fault
         return ["GPU"] * len(visible)
 
 
@@ -201,6 +201,6 @@ def describe_launcher() -> str:
     return launcher.name + ("" if launcher.size is None else f", {launcher.size} ranks")
 
 
-def as_any(facts: RankFacts) -> dict[str, Any]:
+def as_any(inventory: RankInventory) -> dict[str, Any]:
     """For JSON."""
-    return dict(facts)
+    return dict(inventory)

@@ -1,1 +1,0 @@
-"""`python -m hpcstrat timeline`: what a timeline says."""
