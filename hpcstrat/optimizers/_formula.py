@@ -250,7 +250,11 @@ class Formulas:
     def __init__(self, call: str, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
         self._call, self._function = call, function
-        self._names = tuple([each.name for each in parameters if each.kind is each.KEYWORD_ONLY])
+        names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+        given = [name for name in ("learning_rate", "step") if name in names]
+        self._takes_rate, self._takes_step = "learning_rate" in given, "step" in given
+        self._attributes = [name for name in names if name not in given]
+        self._names = (*given, *self._attributes)
         self._compiled: dict[tuple[Any, ...], Formula] = {}
         self._last: tuple[list[Any], UpdateRule] | None = None
 
@@ -261,8 +265,13 @@ class Formulas:
             AttributeError: the optimizer has no such attribute.
             TypeError: one is no number, or the formula cannot be compiled.
         """
-        given = {"learning_rate": learning_rate, "step": step}
-        values = [given[name] if name in given else getattr(optimizer, name) for name in self._names]
+        values: list[Any] = []
+        if self._takes_rate:
+            values.append(learning_rate)
+        if self._takes_step:
+            values.append(step)
+        for attribute in self._attributes:
+            values.append(getattr(optimizer, attribute))
         if self._last is None or self._last[0] != values:
             self._last = values, self._rule(values, tuple(optimizer.slots))
         return self._last[1]

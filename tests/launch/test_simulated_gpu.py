@@ -99,7 +99,7 @@ BUGS = {
                 "    arrived.record(copies)\n    flat.set(loaded.pinned, stream=copies)\n",
             ),
         ],
-        NOT_ORDERED,
+        (NOT_ORDERED, "recorded after the copy"),  # where the host writes the next batch first
     ),
     "a pinned slot is written while it is copied": (
         [("data/_device_prefetch.py", "            self.copied.synchronize()\n", "            pass\n")],
@@ -153,9 +153,10 @@ BUGS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_planted_bug_is_found(simulated, tmp_path, bug):
-    changes, text = BUGS[bug]
+    changes, texts = BUGS[bug]
     result = simulated(TRAINING, 2, package=planted(tmp_path / "planted", changes))
-    assert result.status != 0 and text in result.stderr
+    assert result.status != 0
+    assert any(text in result.stderr for text in ([texts] if isinstance(texts, str) else texts))
     assert result.leftovers == []
 
 
