@@ -11,7 +11,10 @@ from hpcstrat._storage import compiled
 RANK = MPI.COMM_WORLD.rank
 STEPS = 3
 
-pytestmark = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
+pytestmark = [
+    pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler"),
+    pytest.mark.parametrize("place", ["CPU"], indirect=True),  # a GPU has kernels
+]
 
 SHAPES = [(7,), (300, 401), (), (40_000,), (5, 9)]
 OPTIMIZERS = {
