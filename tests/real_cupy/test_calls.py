@@ -50,6 +50,7 @@ SAMPLES = {
     "cupy.concatenate": lambda: cupy.concatenate([array((3, 1)), array((3, 2))], 1),
     "cupy.diff": lambda: cupy.diff(array(3, np.int64), prepend=-1),
     "cupy.empty": lambda: cupy.empty((3, 4), np.uint8),
+    "cupy.empty_like": lambda: cupy.empty_like(array(3)),
     "cupy.flatnonzero": lambda: cupy.flatnonzero(array(3, np.int64)),
     "cupy.from_dlpack": lambda: cupy.from_dlpack(array(3)),
     "cupy.full": lambda: cupy.full((3,), 1.5),
