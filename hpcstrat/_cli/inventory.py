@@ -108,7 +108,7 @@ def _updates() -> str:
         rule = SGD(1.0).update_rule(1.0, 1)
         assert rule.kernel is not None
         compiled.load(rule.kernel, rule, np.dtype(np.float32))
-    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         return f"by NumPy: {error}"
     return f"compiled by {compiled.compiler()}"
 

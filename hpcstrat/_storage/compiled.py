@@ -158,7 +158,8 @@ def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
 
 
 def _loaded(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
-    with contextlib.suppress(OSError, AttributeError, subprocess.SubprocessError):
+    # Whatever goes wrong, on one rank perhaps: in the middle of an update an exception would break it off.
+    with contextlib.suppress(Exception):
         return load(kernel, rule, dtype)
     return None
 
@@ -167,7 +168,7 @@ def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
     """The compiled loop of a rule with this kernel, made if it is not there yet.
 
     Raises:
-        OSError, AttributeError, SubprocessError: there is none; the error says why.
+        OSError, AttributeError, RuntimeError, SubprocessError: there is none; the error says why.
     """
     function = ctypes.CDLL(os.fspath(_library(_source(kernel, dtype.name)))).update
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
@@ -243,21 +244,20 @@ def _gives_the_same(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any
 
 def compiler() -> str | None:
     """The path of the C compiler; `None` where there is none."""
-    found = shutil.which(os.environ.get("CC", "").strip() or "cc")
-    return None if found is None else os.path.realpath(found)
+    return shutil.which(os.environ.get("CC", "").strip() or "cc")
 
 
 def _library(source: str) -> pathlib.Path:
     """The compiled source, made if it is not there: by one process of the host, while others wait.
 
     Raises:
-        OSError, SubprocessError: it cannot be made, or kept.
+        OSError, RuntimeError, SubprocessError: it cannot be made, or kept.
     """
     cc = compiler()
     if cc is None:
         raise FileNotFoundError("there is no C compiler")
     status = os.stat(cc)
-    facts = (source, *_FLAGS, cc, str(status.st_size), str(status.st_mtime_ns), *_processor())
+    facts = (source, *_FLAGS, os.path.realpath(cc), str(status.st_size), str(status.st_mtime_ns), *_processor())
     folder = _folder()
     path = folder / f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.so"
     if not path.exists():
@@ -292,6 +292,7 @@ def _folder() -> pathlib.Path:
 
     Raises:
         OSError: there is none, and it cannot be made.
+        RuntimeError: this user has no home.
     """
     folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "").strip() or pathlib.Path.home() / ".cache") / "hpcstrat"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -117,7 +117,16 @@ def no_place(folder, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(folder / "file"))
 
 
+def no_home(folder, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(compiled.pathlib.Path, "home", home)
+
+
 OBSTACLES = {
+    "no home": no_home,
     "no compiler": lambda folder, monkeypatch: monkeypatch.setenv("CC", "no-such-compiler"),
     "a compiler that fails": compiler_that("exit 1"),
     "a compiler that does nothing": compiler_that("exit 0"),
