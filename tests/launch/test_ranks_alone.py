@@ -46,7 +46,7 @@ def field(process, name):
 def lives(process):
     try:
         return field(process, "State") not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the open and the read
         return False
 
 
@@ -68,7 +68,8 @@ def ended_by_itself(mpirun, folder, ranks):
         wait_for(lambda: not any(map(lives, processes)))
     finally:
         for process in filter(lives, [mpirun.pid, *processes]):
-            os.kill(process, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         mpirun.wait()
 
 
