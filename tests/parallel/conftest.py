@@ -30,10 +30,23 @@ _GRACE = 1.0  # seconds that a rank which failed gives the others to report
 _PASSED, _SKIPPED, _FAILED = range(3)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Deselects tests marked `mpi(min_size=2)` on one rank, `mpi(max_size=1)` on several: they test nothing there."""
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.mpi)
+    if config.getoption("--with-mpi"):
+        from mpi4py import MPI
+
+        fits = [_fits(item, MPI.COMM_WORLD.size) for item in items]
+        config.hook.pytest_deselected(items=[item for item, is_kept in zip(items, fits, strict=True) if not is_kept])
+        items[:] = [item for item, is_kept in zip(items, fits, strict=True) if is_kept]
+
+
+def _fits(item, size):
+    bounds = [mark.kwargs for mark in item.iter_markers("mpi")]
+    return all(bound.get("min_size", size) <= size <= bound.get("max_size", size) for bound in bounds)
 
 
 def pytest_collection_finish():

@@ -431,7 +431,7 @@ def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monk
     assert int(saved.steps) == 3
 
 
-@pytest.mark.skipif(N == 1, reason="there is one rank only")
+@pytest.mark.mpi(min_size=2)  # there is one rank only
 def test_ranks_that_save_different_things_are_told(saved, path):
     for checkpoint, where, keep in [
         (saved.checkpoint, f"{path}{RANK}", None),

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from transports import COMM, DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
+from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
 
 from hpcstrat import ReplicaMismatchError
+
+several_ranks = pytest.mark.mpi(min_size=2)  # one cannot disagree with another
 
 
 def pytest_generate_tests(metafunc):
@@ -18,8 +20,6 @@ def communicator(request, monkeypatch, place):
 
 @pytest.fixture
 def group(request, monkeypatch, place):
-    if COMM.size == 1:
-        pytest.skip("one rank cannot disagree with another")
     return transport(request.param, monkeypatch, place)
 
 
@@ -120,6 +120,7 @@ DISAGREEMENTS = {
 }
 
 
+@several_ranks
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 def test_ranks_that_disagree(group, place, case):
     call, text, facts = DISAGREEMENTS[case]
@@ -134,6 +135,7 @@ def test_ranks_that_disagree(group, place, case):
         works(group, place)
 
 
+@several_ranks
 def test_every_rank_makes_another_call(group, place):
     with pytest.raises(ReplicaMismatchError) as caught:
         group.barrier(f"call number {group.rank}")
@@ -142,6 +144,7 @@ def test_every_rank_makes_another_call(group, place):
     works(group, place)
 
 
+@several_ranks
 def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
     xp = place.xp
     for unit in (1, 5000):
@@ -178,6 +181,7 @@ ERRORS = {
 }
 
 
+@several_ranks
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 def test_what_fails_on_one_rank_fails_on_all(group, place, error):
     for failing in range(group.size):
@@ -195,6 +199,7 @@ def test_what_fails_on_one_rank_fails_on_all(group, place, error):
     works(group, place)
 
 
+@several_ranks
 def test_what_fails_on_several_ranks(group, place):
     for first in range(group.size):
         with pytest.raises(ValueError) as caught:
@@ -207,6 +212,7 @@ def test_what_fails_on_several_ranks(group, place):
     works(group, place)
 
 
+@several_ranks
 def test_a_joint_block_around_another_and_around_a_call(group, place):
     with pytest.raises(ValueError, match="inner"):
         with group.raise_together("outer"):
@@ -223,9 +229,8 @@ def test_a_joint_block_around_another_and_around_a_call(group, place):
     works(group, place)
 
 
+@pytest.mark.mpi(min_size=3)  # one that fails and two that differ
 def test_one_rank_fails_where_another_makes_a_different_call(group, place):
-    if group.size < 3:
-        pytest.skip("needs three ranks: one that fails and two that differ")
     with pytest.raises(ValueError, match="mine"):
         with group.raise_together("some_call"):
             if group.rank == 1:

@@ -32,7 +32,7 @@ from hpcstrat._communicators.staged import StagedCommunicator
 
 N = COMM.size
 RANK = COMM.rank
-several = pytest.mark.skipif(N == 1, reason="one rank has nothing to do for NCCL")
+several = pytest.mark.mpi(min_size=2)  # one rank has nothing to do for NCCL
 on_gpu = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 

@@ -281,7 +281,7 @@ def test_blocks_of_other_streams_in_a_replica(strategy, place):
 
 
 @on_gpus
-@pytest.mark.skipif(N == 1, reason="one replica is of one kind")
+@pytest.mark.mpi(min_size=2)  # one replica is of one kind
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_replicas_of_both_kinds(place, made):
     """The first on the CPU, so that everything goes through host memory, which rank 0 says."""
@@ -377,7 +377,7 @@ def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
     assert strategy.experimental_local_results(strategy.run(replica)) == (N,) * N
 
 
-@pytest.mark.skipif(N == 1, reason="one replica cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one replica cannot differ from another
 def test_merge_calls_that_differ(strategy):
     def replica():
         args = (1, 2) if RANK == 0 else ([1, 2],)

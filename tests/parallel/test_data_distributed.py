@@ -12,6 +12,7 @@ import hpcstrat as hs
 from hpcstrat.data import Dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+several_replicas = pytest.mark.mpi(min_size=2)  # one agrees with itself, and has all elements
 
 
 @pytest.fixture(scope="module")
@@ -158,26 +159,23 @@ def test_v1_calls_a_function_for_each_element(place, count):
                 iterator.get_next()
 
 
+@several_replicas
 def test_generators_that_differ_are_named(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("one replica agrees with itself")
     dataset = Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64).batch(2)
     with pytest.raises(hs.ReplicaMismatchError, match="different numbers of elements in step 2: rank 0 none, rank 1 1"):
         list(strategy.experimental_distribute_dataset(dataset))
 
 
+@several_replicas
 def test_datasets_that_differ_are_named(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("one replica agrees with itself")
     distributed = strategy.experimental_distribute_dataset(Dataset.range(4 + hs.rank()).batch(2))
     with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1 has Dataset\.range\(0, 5\)"):
         iter(distributed)
 
 
+@several_replicas
 @pytest.mark.parametrize("by_strategy", [False, True])
 def test_arrays_that_differ_are_named(strategy, by_strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("one replica agrees with itself")
     make = strategy.experimental_make_numpy_dataset if by_strategy else Dataset.from_tensor_slices
     own = np.random.default_rng(hs.rank()).permutation(1000)
     with pytest.raises(hs.ReplicaMismatchError, match=r"different arrays .* rank 0 .* rank 1 .*broadcast_object"):
@@ -186,9 +184,8 @@ def test_arrays_that_differ_are_named(strategy, by_strategy):
     assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
 
 
+@several_replicas
 def test_unbatched_datasets_are_refused(strategy):
-    if strategy.num_replicas_in_sync == 1:
-        pytest.skip("one replica takes elements as they are")
     with pytest.raises(ValueError, match=r"call Dataset\.batch"):
         strategy.experimental_distribute_dataset(Dataset.range(4))
 
@@ -341,10 +338,9 @@ def test_the_lead_warns_once_of_a_batch_that_does_not_reach_all_replicas(strateg
     assert (place, category) == (__file__, UserWarning)
 
 
+@several_replicas
 def test_where_warnings_are_errors_all_ranks_raise(strategy):
     n = strategy.num_replicas_in_sync
-    if n == 1:
-        pytest.skip("one replica has all elements")
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(2 * n + 1).batch(2 * n)))
     next(iterator)
     with warnings.catch_warnings():

@@ -160,7 +160,7 @@ def scattered(count, collector):
     return made
 
 
-@pytest.mark.skipif(N == 1, reason="one rank's memory is everyone's")
+@pytest.mark.mpi(min_size=2)  # one rank's memory is everyone's
 @pytest.mark.parametrize("collector", [0, N - 1])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     variables = scattered(12, collector)
@@ -428,7 +428,7 @@ def test_mirrors_of_both_kinds(place, first):
         check(v, 2)
 
 
-@pytest.mark.skipif(N == 1, reason="one replica is of one kind")
+@pytest.mark.mpi(min_size=2)  # one replica is of one kind
 def test_mirrors_of_both_kinds_stay_equal_to_the_last_bit(place):
     with hs.MirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy, strategy.scope():
         xp = strategy.xp

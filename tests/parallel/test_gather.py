@@ -122,7 +122,7 @@ def test_an_axis_that_is_not_there(strategy, place, axis):
         assert f"({rank}, 2) on rank {rank}" in str(caught.value)
 
 
-@pytest.mark.skipif(N == 1, reason="one replica fits itself")
+@pytest.mark.mpi(min_size=2)  # one replica fits itself
 @pytest.mark.parametrize("unit", [1, 3000])
 def test_shapes_that_do_not_fit(strategy, place, unit):
     xp = place.xp

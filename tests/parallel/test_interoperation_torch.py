@@ -274,9 +274,8 @@ def test_each_replica_has_its_share_of_a_short_last_batch(strategy):
     assert sizes == [[n // N + (r < n % N) for r in range(N)] for n in (8, 3)]
 
 
+@pytest.mark.mpi(min_size=2)  # one replica agrees with itself
 def test_a_loader_that_shuffles_for_itself_on_every_rank(strategy):
-    if N == 1:
-        pytest.skip("one replica agrees with itself")
     torch.manual_seed(RANK)  # as if each process had drawn its seed
     loader = torch.utils.data.DataLoader(torch.arange(1000), 100, shuffle=True)
     distributed = strategy.experimental_distribute_dataset(loader)

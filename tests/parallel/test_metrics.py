@@ -140,7 +140,7 @@ def test_shapes_that_differ(strategy, xp, kind):
     assert metric.result() == 0
 
 
-@pytest.mark.skipif(N == 1, reason="with one replica the script's own level counts for it")
+@pytest.mark.mpi(min_size=2)  # with one replica the script's own level counts for it
 def test_the_scripts_own_level_does_not_count(strategy):
     mean = make(strategy, hs.metrics.Mean)
     with strategy.scope(), pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"):
@@ -148,7 +148,7 @@ def test_the_scripts_own_level_does_not_count(strategy):
     assert mean.result() == 0
 
 
-@pytest.mark.skipif(N == 1, reason="with one replica all is one process's own")
+@pytest.mark.mpi(min_size=2)  # with one replica all is one process's own
 def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
     mean = hs.metrics.Mean("loss")
     with pytest.raises(RuntimeError, match="'loss': the variable was made outside of this strategy's scope"):

@@ -10,7 +10,7 @@ from strategies import STRATEGIES
 
 import hpcstrat as hs
 
-pytestmark = pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+pytestmark = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)

@@ -598,7 +598,7 @@ def test_in_a_replica(env, name):
     check_text(name, caught.value)
 
 
-several = pytest.mark.skipif(N == 1, reason="one rank is all of them")
+several = pytest.mark.mpi(min_size=2)  # one rank is all of them
 
 
 @several

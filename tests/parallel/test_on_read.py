@@ -11,7 +11,7 @@ N = COMM.size
 RANK = COMM.rank
 AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 SHAPES = [(), (3,), (300, 70)]
-several = pytest.mark.skipif(N == 1, reason="with one replica there is nothing to bring together")
+several = pytest.mark.mpi(min_size=2)  # with one replica there is nothing to bring together
 
 
 def make(strategy, initial, aggregation, **kwargs):
@@ -170,7 +170,7 @@ def test_no_aggregation_cannot_be_read(strategy, xp):
     assert [found.tolist() for found in own] == [[rank] * 3 for rank in range(N)]
 
 
-@pytest.mark.skipif(N > 1, reason="what is special of one replica")
+@pytest.mark.mpi(max_size=1)  # what is special of one replica
 def test_with_one_replica_it_is_an_array(strategy, xp):
     v = make(strategy, np.arange(3.0), "SUM")
     v.assign_add(xp.ones(3))

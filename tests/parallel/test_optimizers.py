@@ -36,7 +36,7 @@ def rows(xp):
     return hs.IndexedSlices(xp.ones((2, 2)), xp.array([1, 3]), (4, 2))
 
 
-@pytest.mark.skipif(N == 1, reason="one rank's learning rate is everyone's")
+@pytest.mark.mpi(min_size=2)  # one rank's learning rate is everyone's
 @pytest.mark.parametrize("gradient", [dense, rows])
 def test_learning_rates_that_differ_are_refused(strategy, gradient):
     with pytest.raises(hs.ReplicaMismatchError, match=r"SGD\.apply_gradients"):
@@ -137,7 +137,7 @@ def test_buffers_are_made_once(place):
             optimizer.gradient_buffers([variables[0], variables[0]])
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_buffers_for_different_variables(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
@@ -146,7 +146,7 @@ def test_buffers_for_different_variables(place):
         assert len(optimizer.gradient_buffers(variables)) == len(variables)
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_one_rank_passes_its_buffers_and_another_does_not(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
@@ -209,7 +209,7 @@ def test_no_variable_at_all_is_no_step(strategy):
     assert optimizer.iterations == 0
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_variables_on_one_rank_only_are_a_mismatch(strategy):
     with strategy.scope():
         v = hs.Variable(np.ones(2))
@@ -219,7 +219,7 @@ def test_variables_on_one_rank_only_are_a_mismatch(strategy):
     assert v.numpy().tolist() == [1, 1]
 
 
-@pytest.mark.skipif(N == 1, reason="one process is all of them")
+@pytest.mark.mpi(min_size=2)  # one process is all of them
 def test_variables_of_no_scope_are_named_as_such(strategy):
     v = hs.Variable(np.ones(2), name="w")
     with pytest.raises(

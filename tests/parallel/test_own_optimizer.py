@@ -10,7 +10,6 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
-N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 
 
@@ -54,7 +53,7 @@ def test_its_repr_and_its_name(strategy):
     assert optimizer.name == "Adadelta"
 
 
-@pytest.mark.skipif(N == 1, reason="one rank's constants are everyone's")
+@pytest.mark.mpi(min_size=2)  # one rank's constants are everyone's
 def test_constants_that_differ_are_named(strategy):
     w, optimizer = model(strategy)
     optimizer.rho = 0.5 if RANK else 0.25

@@ -233,7 +233,7 @@ def test_plain_values(strategy):
     assert strategy.reduce("MEAN", v, 0) == 1.5
 
 
-@pytest.mark.skipif(N == 1, reason="with one replica it is that replica's value")
+@pytest.mark.mpi(min_size=2)  # with one replica it is that replica's value
 @pytest.mark.parametrize("value", [1, 2.5, np.ones(3), np.array([0.0, 1.0])], ids=str)
 def test_the_sum_of_a_plain_value_is_refused(strategy, value):
     for axis in (None, 0) if np.ndim(value) else (None,):
@@ -295,7 +295,7 @@ def test_keys_in_another_order_on_another_rank(strategy, axis):
     assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
 
 
-@pytest.mark.skipif(N == 1, reason="one replica's keys cannot differ from another's")
+@pytest.mark.mpi(min_size=2)  # one replica's keys cannot differ from another's
 def test_keys_that_differ_in_what_is_long_or_odd(strategy):
     for key in ("a, NoneIsLeaf", "a': *, 'b", "a" * 10_000):
         value = strategy.run(lambda key=key: {key: 1.0, "b" if RANK else "c": 1.0})

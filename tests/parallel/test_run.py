@@ -159,7 +159,7 @@ def test_run_is_legal_outside_of_scopes_and_takes_options(strategy):
         assert strategy.experimental_local_results(strategy.run(lambda x: x, args=[4])) == (4,) * N
 
 
-@pytest.mark.skipif(N == 1, reason="plain values with one replica")
+@pytest.mark.mpi(min_size=2)  # plain values with one replica
 def test_a_distributed_value_is_no_number(strategy):
     found: Any = per_replica(strategy)
     assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
@@ -268,7 +268,7 @@ def test_a_nest_of_values_from_a_function(strategy, place, nest_of):
     assert str(hs.asnumpy(seen[0])) == str(hs.asnumpy(mine))
 
 
-@pytest.mark.skipif(N == 1, reason="one replica's nest cannot differ from another's")
+@pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's
 def test_nests_from_a_function_that_differ(strategy):
     with pytest.raises(hs.ReplicaMismatchError, match="experimental_distribute_values_from_function"):
         strategy.experimental_distribute_values_from_function(lambda c: (1.0,) * (1 + c.replica_id_in_sync_group))
@@ -308,7 +308,7 @@ def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
     assert [one.filename for one in [*caught, *later]] == [__file__, __file__]
 
 
-@pytest.mark.skipif(N == 1, reason="one replica's nest cannot differ from another's")
+@pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's
 @pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]])
 def test_local_results_of_nests_that_differ(strategy, odd):
     value = strategy.run(lambda: odd if RANK == N - 1 else {"a": 1})
@@ -358,7 +358,7 @@ DIFFERING = {
 }
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 @pytest.mark.parametrize("name", DIFFERING)
 def test_plain_arguments_that_differ_are_found_where_it_is_asked(checked, name):
     make, text = DIFFERING[name]
@@ -374,7 +374,7 @@ def test_arguments_that_are_no_tuple_are_refused_first(checked):
         checked.run(lambda x: x, args=checked.run(lambda: np.zeros(0)))
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_plain_arguments_that_differ_are_passed_on_where_it_is_not_asked(strategy):
     results = strategy.run(lambda x: x[0], args=(np.full(3, RANK),))
     assert strategy.experimental_local_results(results) == tuple(range(N))

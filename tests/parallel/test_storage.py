@@ -184,7 +184,7 @@ def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
         assert start_of(second) - start_of(first) < MIB
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_an_initial_value_that_fails_on_one_rank(strategy):
     for failing in range(N):
 
@@ -200,7 +200,7 @@ def test_an_initial_value_that_fails_on_one_rank(strategy):
     assert hs.Variable([4.0]).numpy().tolist() == [4]
 
 
-@pytest.mark.skipif(N == 1, reason="one rank cannot differ from another")
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_ranks_that_write_different_variables_are_told(strategy, xp):
     """Of one name and one shape: nothing but the variable itself differs."""
     for shape in [(3,), (9_000,)]:

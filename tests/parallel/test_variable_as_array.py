@@ -12,7 +12,7 @@ import hpcstrat as hs
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
-several = pytest.mark.skipif(N == 1, reason="one replica's value is the whole")
+several = pytest.mark.mpi(min_size=2)  # one replica's value is the whole
 METHODS = {
     "transpose": [(), (1, 0)],
     "reshape": [(6,), ((6,),), (3, -1)],

@@ -517,7 +517,7 @@ def test_updates_of_every_kind_are_known(checked):
 
 
 @on_the_cpu
-@pytest.mark.skipif(N == 1, reason="only values of several ranks are compared")
+@pytest.mark.mpi(min_size=2)  # only values of several ranks are compared
 @pytest.mark.parametrize("odd", sorted({0, N - 1}))
 @pytest.mark.parametrize("last", [None, *WRITES])
 def test_the_next_update_finds_what_was_written_past_it(checked, last, odd):

@@ -146,7 +146,7 @@ def test_names_that_end_in_the_replicas_number(strategy):
     assert [v.name for v in made] == ["foo_0", "layer_1", "Variable"]
 
 
-@pytest.mark.skipif(N == 1, reason="one rank has no other's name")
+@pytest.mark.mpi(min_size=2)  # one rank has no other's name
 def test_other_names_that_differ_are_a_mismatch(strategy):
     with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*'w_1'(.|\n)*rank 1: .*'w_2'"):
         strategy.run(lambda: hs.Variable(1.0, name=f"w_{RANK + 1}"))
