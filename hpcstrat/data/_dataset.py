@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import _element_ops, _elements, _index_ops, _sources
+from hpcstrat.data import _combine_ops, _element_ops, _elements, _index_ops, _sources
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
 from hpcstrat.data._pass import ResumableDataset, ResumableIterator, after
 
 AUTOTUNE = -1
-"""A size or number that is left to the library."""
+"""Leaves a size or a number to the library."""
 
 
 @final
@@ -41,9 +41,9 @@ class DatasetIterator(ResumableIterator):
         """The next element: a nest of NumPy arrays and scalars.
 
         Raises:
-            StopIteration: there is none.
-            Exception: What a function of the pipeline raised. The next call gives the element after this one, or, with
-                `batch` behind the function, after this batch.
+            StopIteration: the pass is over.
+            Exception: whatever a function of the pipeline raised. The next call returns the next element; if `batch`
+                follows the function, the next batch.
         """
         try:
             return next(self._elements)
@@ -57,14 +57,14 @@ class DatasetIterator(ResumableIterator):
 
 @final
 class Dataset(ResumableDataset):
-    """A pipeline that yields elements: nests of NumPy arrays and, where there are no dimensions, NumPy scalars.
+    """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
-    Datasets are made by `range`, `from_tensors`, `from_tensor_slices`, `from_generator` and `zip`, and from each other.
-    They are lazy, can be iterated over again and again, and never change. Each iteration yields new arrays, safe to
-    write to; only what a function given to `map` returns is passed on as it is.
+    Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or transform another one.
+    Datasets are lazy, can be iterated over repeatedly, and never change. Each iteration yields new arrays, safe to
+    write to; only the results of a function given to `map` are passed on as they are.
 
-    As in `tf.data` a list is turned into an array where an element is expected; tuples, dicts, namedtuples and
-    dataclasses make nests. A function that gets an element gets the parts of a tuple as arguments of their own.
+    As in `tf.data`, a list becomes an array where an element is expected; tuples, dicts, namedtuples and dataclasses
+    make nests. A function of an element receives the members of a tuple as separate arguments.
     """
 
     def __init__(self, node: Node) -> None:
@@ -86,7 +86,7 @@ class Dataset(ResumableDataset):
         """One element: the nest of arrays `tensors`.
 
         Raises:
-            TypeError: A leaf does not become an array.
+            TypeError: a leaf cannot become an array.
         """
         return Dataset(_sources.Tensors(tensors))
 
@@ -94,11 +94,11 @@ class Dataset(ResumableDataset):
     def from_tensor_slices(tensors: Any) -> Dataset:
         """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
 
-        The arrays are referred to and not copied (a `numpy.memmap` stays on disk), so do not change them meanwhile.
+        The arrays are not copied, and a `numpy.memmap` stays on disk, so do not change them while the dataset is used.
 
         Raises:
-            TypeError: A leaf does not become an array.
-            ValueError: A leaf has no dimensions, or first dimensions differ.
+            TypeError: a leaf cannot become an array.
+            ValueError: a leaf has no dimensions, or first dimensions differ.
         """
         return Dataset(_sources.Slices(tensors))
 
@@ -110,36 +110,32 @@ class Dataset(ResumableDataset):
         args: tuple[Any, ...] | None = None,
         output_signature: Any = None,
     ) -> Dataset:
-        """What a generator function yields; it is called anew for each iteration.
+        """What a generator function yields. The function is called once for each iteration.
 
         Args:
-            generator: a function that returns something to iterate over. Under a strategy it runs on every rank and
-                must yield the same elements on all.
-            output_types: a nest of dtypes to which the elements' leaves are converted.
-            output_shapes: a nest of shapes, with `None` for sizes that differ, which the leaves must have.
-            args: arrays, or what becomes arrays, that `generator` is called with.
-            output_signature: a nest of `TensorSpec`, in place of the types and shapes. Without any, elements are taken
+            generator: a function that returns an iterable. Under a strategy it runs on every rank and must yield the
+                same elements on all.
+            output_types: a nest of dtypes, to which the elements' leaves are converted.
+            output_shapes: a nest of shapes, which the leaves must have; `None` for sizes that vary.
+            args: arrays or array-likes, with which `generator` is called.
+            output_signature: a nest of `TensorSpec`, instead of types and shapes. Without either, elements are taken
                 as they come.
 
         Raises:
             TypeError: `generator` is not a function, both a signature and types or shapes are given, or shapes only.
-            ValueError: in iterating: what is yielded does not fit.
+            ValueError: while iterating: an element does not match.
         """
         call = "Dataset.from_generator"
         if not callable(generator):
             raise TypeError(
                 f"{call}: generator is {type(generator).__name__}; it must be a function that returns an iterator, "
-                "so that each iteration can begin anew (pass `f`, not `f()`)"
+                "because each iteration calls it again (pass `f`, not `f()`)"
             )
         if output_signature is not None and not (output_types is None and output_shapes is None):
-            raise TypeError(
-                f"{call}: output_signature takes the place of output_types and output_shapes; give one or the other"
-            )
+            raise TypeError(f"{call}: output_signature replaces output_types and output_shapes; pass one or the other")
         if output_shapes is not None:
             if output_types is None:
-                raise TypeError(
-                    f"{call}: output_shapes is given without output_types; give both, or an output_signature"
-                )
+                raise TypeError(f"{call}: output_shapes came without output_types; pass both, or an output_signature")
             types, structure = _nest.flatten(output_types)
             shapes: list[Any] = structure.flatten_up_to(output_shapes)
             output_signature = structure.unflatten(map(TensorSpec, shapes, types))
@@ -151,19 +147,18 @@ class Dataset(ResumableDataset):
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:
-        """Elements of several datasets side by side, until one of them ends.
+        """Elements of several datasets side by side, until one dataset ends.
 
         Args:
-            *datasets: one nest of datasets, whose structure the elements then have, or several datasets, which make a
-                tuple.
+            *datasets: one nest of datasets, whose structure the elements get, or several datasets, which make a tuple.
 
         Raises:
-            TypeError: A leaf is not a `Dataset`, or there is none.
+            TypeError: a leaf is not a `Dataset`, or there is no leaf.
         """
         leaves, structure = _nest.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
-            raise TypeError("Dataset.zip: there is no dataset; give a nest of at least one")
-        return Dataset(_index_ops.Zip([_node_of(leaf, "Dataset.zip") for leaf in leaves], structure))
+            raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
+        return Dataset(_combine_ops.Zip([_node_of(leaf, "Dataset.zip") for leaf in leaves], structure))
 
     def batch(
         self,
@@ -175,13 +170,13 @@ class Dataset(ResumableDataset):
         """Stacks consecutive elements: arrays of shape `(...)` become arrays of shape `(batch_size, ...)`.
 
         Args:
-            batch_size: how many; the last batch has what is left.
-            drop_remainder: whether a last batch that is shorter is left out.
-            num_parallel_calls: taken and ignored.
-            deterministic: taken and ignored.
+            batch_size: the number of elements; the last batch may be shorter.
+            drop_remainder: whether to drop a last batch that is shorter.
+            num_parallel_calls: accepted and ignored.
+            deterministic: accepted and ignored.
 
         Raises:
-            ValueError: `batch_size` is not positive. In iterating: elements differ in structure, shape or dtype.
+            ValueError: `batch_size` is not positive. While iterating: elements differ in structure, shape or dtype.
         """
         batch_size = operator.index(batch_size)
         if batch_size < 1:
@@ -192,7 +187,7 @@ class Dataset(ResumableDataset):
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
 
         Raises:
-            ValueError: in iterating: a leaf has no dimensions, or first dimensions differ.
+            ValueError: while iterating: a leaf has no dimensions, or first dimensions differ.
         """
         return Dataset(_element_ops.Unbatch(self._node))
 
@@ -210,25 +205,26 @@ class Dataset(ResumableDataset):
         return Dataset(_index_ops.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """All elements `count` times over; without end where it is `None` or negative.
+        """All elements, `count` times; infinitely often if it is `None` or negative.
 
-        Without end they end with a round that has no elements; directly behind `shuffle` only if it is the first.
+        An infinite `repeat` ends after a round without elements; directly after `shuffle`, only if the first round has
+        none.
         """
         return Dataset(_index_ops.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
 
     def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Dataset:
-        """The elements in a random order: each is drawn from a buffer of the next `buffer_size` ones.
+        """The elements in random order: each is drawn from a buffer of the next `buffer_size` elements.
 
-        So an element moves forward by at most `buffer_size - 1` places. Where the source can be indexed no element is
-        loaded for that, and a `buffer_size` of the whole dataset is best and costs nothing.
+        So an element moves forward by at most `buffer_size - 1` places. If the source can be indexed, only indices are
+        shuffled, so a `buffer_size` of the whole dataset costs nothing and is best.
 
         Args:
-            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` stands for the whole dataset.
-            seed: pipelines with equal seeds have equal orders. Without a seed one is drawn; replicas share it.
-            reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has an order of its own.
+            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` means the whole dataset.
+            seed: pipelines with equal seeds have equal orders. Without one, replicas share a random seed.
+            reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has its own order.
 
         Raises:
-            ValueError: `buffer_size` is not positive, or stands for the whole of a dataset without end.
+            ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
         """
         buffer_size = operator.index(buffer_size)
         if buffer_size < 1 and buffer_size != UNKNOWN:
@@ -237,8 +233,8 @@ class Dataset(ResumableDataset):
             )
         if buffer_size == UNKNOWN and self.cardinality() == INFINITE:
             raise ValueError(
-                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, all elements, of which there is no end; give a "
-                "size, or shuffle before Dataset.repeat"
+                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, which means all elements, but the dataset is "
+                "infinite; give a size, or shuffle before Dataset.repeat"
             )
         seed = None if seed is None else operator.index(seed)
         return Dataset(_index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
@@ -249,55 +245,54 @@ class Dataset(ResumableDataset):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Dataset:
-        """What `map_func` returns for each element: a nest of arrays, or of what becomes arrays.
+        """The result of `map_func` for each element: a nest of arrays or array-likes. A list counts as a tuple.
 
-        A list stands for a tuple. A replica calls `map_func` for its own elements only, or, after `batch`, for whole
-        batches.
+        A replica calls `map_func` for its own elements only; after `batch`, for whole batches.
 
         Args:
-            map_func: gets the element, or the parts of a tuple.
-            num_parallel_calls: taken and ignored.
-            deterministic: taken and ignored.
+            map_func: receives the element, or the members of a tuple as separate arguments.
+            num_parallel_calls: accepted and ignored.
+            deterministic: accepted and ignored.
 
         Raises:
-            TypeError: in iterating: a leaf does not become an array.
+            TypeError: while iterating: a leaf cannot become an array.
         """
         return Dataset(_element_ops.Map(self._node, _function(map_func, "Dataset.map", "map_func")))
 
     def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """The elements for which `predicate` is true. Every rank loads every element to find out."""
+        """The elements for which `predicate` is true. Every rank loads all elements to find out."""
         return Dataset(_element_ops.Filter(self._node, _function(predicate, "Dataset.filter", "predicate")))
 
     def take(self, count: int) -> Dataset:
-        """The first `count` elements, or all of them where there are fewer or `count` is negative."""
+        """The first `count` elements; all if there are fewer, or if `count` is negative."""
         return Dataset(_index_ops.Take(self._node, operator.index(count)))
 
     def skip(self, count: int) -> Dataset:
-        """What comes after the first `count` elements; nothing where `count` is negative."""
+        """The elements after the first `count`; nothing if `count` is negative."""
         return Dataset(_index_ops.Skip(self._node, operator.index(count)))
 
     def concatenate(self, dataset: Dataset) -> Dataset:
         """The elements, then those of `dataset`.
 
         Raises:
-            TypeError: `dataset` is not a `Dataset`, or its elements have another structure, other dtypes or other
-                numbers of dimensions.
+            TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtypes or numbers of
+                dimensions.
         """
-        return Dataset(_index_ops.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
+        return Dataset(_combine_ops.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
 
     def enumerate(self, start: int = 0) -> Dataset:
-        """Pairs of a count from `start` on, an int64 scalar, and the element."""
-        return Dataset(_index_ops.Enumerate(self._node, operator.index(start)))
+        """Pairs of a count, an int64 scalar that begins at `start`, and the element."""
+        return Dataset(_combine_ops.Enumerate(self._node, operator.index(start)))
 
     def cache(self) -> Dataset:
-        """Keeps the order, and in memory what functions and generators made of the elements, for later iterations."""
+        """Keeps the order, and in memory the results of functions and generators, for later iterations."""
         return Dataset(_element_ops.cache(self._node))
 
     def prefetch(self, buffer_size: int | None) -> Dataset:
-        """The same elements: a hint. Batches of a distributed dataset are copied ahead anyway, see `InputOptions`.
+        """The same elements; a hint only. Batches of a distributed dataset are copied ahead anyway: see `InputOptions`.
 
         Args:
-            buffer_size: how many elements; `None` is `AUTOTUNE`, -1.
+            buffer_size: the number of elements; `None` means `AUTOTUNE`, -1.
 
         Raises:
             ValueError: `buffer_size` is below -1.
@@ -310,19 +305,19 @@ class Dataset(ResumableDataset):
         return Dataset(_index_ops.Prefetch(self._node, buffer_size))
 
     def cardinality(self) -> int:
-        """The number of elements; -1 if there is no end, -2 if it is not known."""
+        """The number of elements; -1 if it is infinite, -2 if it is unknown."""
         return self._node.cardinality()
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `TensorSpec` of an element; `None` is a size that differs between elements or is not known.
+        """An element's nest of `TensorSpec`; a size is `None` if it varies or is unknown.
 
-        After `map` the function is called on the first element to find out; a generator without a signature begins.
+        To find out, the function of `map` is called on the first element, and a generator without a signature starts.
         """
         return self._node.spec()
 
     def as_numpy_iterator(self) -> DatasetIterator:
-        """An iterator over the elements, which are nests of NumPy arrays in any case."""
+        """An iterator over the elements, as `iter`: they are nests of NumPy arrays anyway."""
         return iter(self)
 
     def __iter__(self) -> DatasetIterator:
@@ -334,10 +329,10 @@ class Dataset(ResumableDataset):
     def __len__(self) -> int:
         size = self._node.cardinality()
         if size < 0:
-            why = {INFINITE: "infinite", UNKNOWN: "not known"}[size]
+            why = {INFINITE: "infinite", UNKNOWN: "unknown"}[size]
             raise TypeError(
-                f"Dataset: len() has no result where the number of elements is {why}; call cardinality(), which "
-                "says so without an error"
+                f"Dataset: len() has no result because the number of elements is {why}; call cardinality(), which "
+                "returns a negative number instead"
             )
         return size
 

@@ -1,4 +1,4 @@
-"""Prefetches batches to a GPU."""
+"""Prefetches batches to a GPU: a thread loads them into pinned memory, a copy stream brings them to the device."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 
 
 def prefetch_to_gpu(stream: _gpu.Stream, ahead: int) -> Prefetcher:
-    """Copies the arrays of steps to a stream's GPU, `ahead` steps before their use.
+    """Copies the arrays of steps to a stream's GPU, `ahead` steps before they are used.
 
-    A thread loads batches into pinned memory; from there a copy stream of its own brings each to the GPU in one piece,
-    while the GPU computes. What is no array of numbers stays on the host.
+    A thread loads batches into pinned memory; a separate copy stream brings each batch to the GPU in one transfer,
+    while the GPU computes. Leaves that are not numeric arrays stay on the host.
     """
-    return lambda steps: _staged(steps, stream, ahead)
+    return lambda steps: _prefetched(steps, stream, ahead)
 
 
 class _Loaded(NamedTuple):
     """A step in pinned memory.
 
     Attributes:
-        step: without its part.
-        leaves: the nest's; those that go to the GPU are not used.
-        structure: of the nest.
-        places: which leaves go to the GPU.
-        form: where they are in `pinned`.
+        step: the step, without its value.
+        leaves: the leaves of its value; those that go to the GPU are replaced.
+        structure: the structure of its value.
+        moved: the indices of the leaves that go to the GPU.
+        layout: where these lie in `pinned`.
         pinned: their bytes.
-        slot: to which `pinned` belongs.
+        slot: the slot that `pinned` belongs to.
     """
 
     step: Step
     leaves: list[Any]
     structure: _nest.Structure
-    places: list[int]
-    form: Layout
+    moved: list[int]
+    layout: Layout
     pinned: Any
     slot: _Slot
 
 
 class _Slot:
-    """Pinned memory for one step, which grows, and the event after which it may be written again."""
+    """Pinned memory for one step, which grows as needed, and the event after which it may be overwritten."""
 
     def __init__(self) -> None:
         self._pinned: Any = np.empty(0, np.uint8)
@@ -60,35 +60,41 @@ class _Slot:
 
     @span(INPUT, "load a batch")
     def load(self, steps: Iterator[Step]) -> _Loaded | None:
-        """The next step, in this slot; `None` where there is none."""
+        """Loads the next step into this slot; `None` at the end."""
         step = next(steps, None)
         if step is None:
             return None
-        leaves, structure = _nest.flatten(step.part)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _moves(leaf)]
-        arrays = [np.asarray(leaves[i]) for i in places]
-        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT)
+        leaves, structure = _nest.flatten(step.value)
+        moved = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
+        ]
+        arrays = [np.asarray(leaves[i]) for i in moved]
+        packed = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT)
         if self.copied is not None:
+            # The previous transfer from this memory may still be running, while the batch it carries is long in use.
             self.copied.synchronize()
-        if self._pinned.size < form.nbytes:
-            self._pinned = _gpu.pinned(form.nbytes)
-        form.write(self._pinned, arrays)
-        return _Loaded(step._replace(part=None), leaves, structure, places, form, self._pinned[: form.nbytes], self)
+        if self._pinned.size < packed.nbytes:
+            self._pinned = _gpu.pinned(packed.nbytes)
+        packed.write(self._pinned, arrays)
+        return _Loaded(step._replace(value=None), leaves, structure, moved, packed, self._pinned[: packed.nbytes], self)
 
 
-def _moves(leaf: Any) -> bool:
+def _goes_to_gpu(leaf: Any) -> bool:
     return is_numeric(leaf.dtype) and leaf.dtype.isnative
 
 
-def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[Step]:
+def _prefetched(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[Step]:
     device = stream.xp.cuda.Device(stream.ordinal)
     with device:
         copies = stream.xp.cuda.Stream(non_blocking=True)
-        # What a pipeline's functions compute on the GPU has a stream, and so memory, that steps have nothing of.
+        # User functions that compute on the GPU get their own stream. CuPy's pool reuses memory per stream, so their
+        # temporary arrays can never be memory that a training step still uses.
         computing = stream.xp.cuda.Stream(non_blocking=True)
-    # While `ahead` steps load, one more slot is on its way to the GPU.
+    # While `ahead` slots load, one more is on its way to the GPU.
     slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
-    context = contextvars.copy_context()  # a pipeline's functions print, and see the strategy, as their user does
+    context = (
+        contextvars.copy_context()
+    )  # so that user functions see the same strategy, and print, as outside the thread
     executor = ThreadPoolExecutor(1, "hpcstrat-input")
 
     def load(slot: _Slot) -> _Loaded | None:
@@ -101,8 +107,8 @@ def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[
         for _ in range(ahead):
             loading.append(executor.submit(load, next(slots)))
         while True:
-            # The first is waited for, and an error comes when it is its turn.
-            while loading and len(copying) <= ahead and (not copying or _is_there(loading[0])):
+            # Wait for a batch only if none is on its way, and raise an error only when its turn comes.
+            while loading and len(copying) <= ahead and (not copying or _is_loaded(loading[0])):
                 loaded = loading.popleft().result()
                 if loaded is None:
                     loading.clear()
@@ -118,15 +124,15 @@ def _staged(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[
             yield step
     finally:
         executor.shutdown(wait=False, cancel_futures=True)
-        copies.synchronize()  # before the memory that is being copied to goes back
+        copies.synchronize()  # before the target of a transfer is freed
 
 
-def _is_there(future: Future[_Loaded | None]) -> bool:
+def _is_loaded(future: Future[_Loaded | None]) -> bool:
     return future.done() and future.exception() is None
 
 
 class _Copies(NamedTuple):
-    """The stream on which input is copied, as a `_gpu.Stream` looks."""
+    """The copy stream, with the attributes of `_gpu.Stream` that a span needs."""
 
     raw: Any
     ordinal: int
@@ -134,15 +140,15 @@ class _Copies(NamedTuple):
 
 @span(
     INPUT,
-    lambda loaded, xp, copies: Details("copy a batch", loaded.form.nbytes, _Copies(copies, copies.device_id)),
+    lambda loaded, xp, copies: Details("copy a batch", loaded.layout.nbytes, _Copies(copies, copies.device_id)),
 )
 def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 
-    Their memory is of the current stream, where it may just have been used for something else: the copy waits for what
-    is there now, and no longer.
+    Their memory comes from the current stream's pool, and kernels already queued there may still use it: the transfer
+    waits for those, and for nothing that is queued later.
     """
-    flat = xp.empty(loaded.form.nbytes, np.uint8)
+    flat = xp.empty(loaded.layout.nbytes, np.uint8)
     current = xp.cuda.get_current_stream()
     free = xp.cuda.Event(disable_timing=True)
     free.record(current)
@@ -151,6 +157,6 @@ def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     arrived = xp.cuda.Event(disable_timing=True)
     arrived.record(copies)
     loaded.slot.copied = arrived
-    for i, array in zip(loaded.places, loaded.form.views(flat), strict=True):
+    for i, array in zip(loaded.moved, loaded.layout.views(flat), strict=True):
         loaded.leaves[i] = array
-    return loaded.step._replace(part=loaded.structure.unflatten(loaded.leaves)), arrived
+    return loaded.step._replace(value=loaded.structure.unflatten(loaded.leaves)), arrived

@@ -1,4 +1,4 @@
-"""Distributed datasets: pipelines whose steps are shared out to the replicas."""
+"""Distributed datasets: pipelines whose elements are split between replicas."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 
 @final
 class DistributedDataset(ResumableDataset):
-    """A dataset whose steps are nests of `PerReplica`, or of plain arrays where there is one replica.
+    """A dataset whose steps are nests of `PerReplica`, or of plain arrays if there is one replica.
 
-    Strategies make them. They can be iterated over again and again, and take no further transformation: transform the
-    dataset before it is distributed. Iterating is collective: all ranks take the same steps.
+    Strategies make them. They can be iterated over repeatedly but not transformed: transform the dataset before you
+    distribute it. Iterating is collective: all ranks take the same steps.
     """
 
     def __init__(self, distribution: Distribution) -> None:
@@ -42,17 +42,17 @@ class DistributedDataset(ResumableDataset):
 
     @property
     def element_spec(self) -> Any:
-        """The nest of `PerReplicaSpec` of a step, or of `TensorSpec` where there is one replica.
+        """A step's nest of `PerReplicaSpec`, or of `TensorSpec` if there is one replica.
 
         A first dimension that can differ between replicas or steps is `None`.
         """
         return self._distribution.element_spec()
 
     def __iter__(self) -> DistributedIterator:
-        """Begins an iteration. Collective: the ranks compare their pipelines and share the orders of shuffles.
+        """Begins an iteration. Collective: the ranks compare their pipelines and share the seeds of shuffles.
 
-        In the first they also compare samples of the arrays that elements come from, with `HPCSTRAT_CHECK=1` in each
-        all that there is in memory.
+        In the first iteration they also compare samples of the arrays that elements come from; with `HPCSTRAT_CHECK=1`,
+        in every iteration, all arrays in memory.
 
         Raises:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
@@ -75,34 +75,35 @@ class DistributedDataset(ResumableDataset):
 def distribute_dataset(
     dataset: Any, communicator: InputCommunicator, options: InputOptions | None, prefetcher: Prefetcher | None = None
 ) -> DistributedDataset:
-    """Shares out each batch of `dataset` to the replicas.
+    """Splits each batch of `dataset` between the replicas.
 
     Of a batch of B elements replica r gets the next `B // N + (1 if r < B % N else 0)`. A short batch fills the
-    replicas in order, each up to this share; those left without get arrays whose first dimension is 0.
+    replicas in order, each up to this share; replicas without elements get arrays whose first dimension is 0.
 
     Args:
-        dataset: a `Dataset` batched by the global batch size, or anything that can be iterated over again and again, or
-            a generator function, that gives batches: nests of arrays of one first dimension, the same on every rank.
+        dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a generator function, that
+            gives batches: nests of arrays with equal first dimensions, the same on every rank.
         communicator: the replicas.
-        options: see `InputOptions`; with `even_batches` a short batch is split like a full one of its size.
-        prefetcher: what the steps pass through on their way.
+        options: see `InputOptions`; with `even_batches` a short batch is split as a full one of its size would be.
+        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
-        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options` is no `InputOptions`.
-        ValueError: `dataset` is not batched and there are several replicas, or options do not go together.
+        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options` is not an
+            `InputOptions`.
+        ValueError: `dataset` is not batched and there are several replicas, or options contradict each other.
     """
     _check_options(options, _DISTRIBUTE)
     node = _node_of(dataset, _DISTRIBUTE)
     if communicator.size > 1 and not node.batch_sizes:
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, and {communicator.size} replicas share out its "
-            "batches; call Dataset.batch(global_batch_size) on it before. (A generator function that yields batches "
-            "can be passed itself, without Dataset.from_generator)"
+            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but its batches are split between "
+            f"{communicator.size} replicas; call Dataset.batch(global_batch_size) on it first. (A generator function "
+            "that yields batches is passed as it is, without Dataset.from_generator)"
         )
-    share_out = split_evenly if options is not None and options.even_batches else split_batches
+    split = split_evenly if options is not None and options.even_batches else split_batches
     workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(Distribution(node, communicator, share_out, _DISTRIBUTE, prefetcher, workers))
+    return DistributedDataset(Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers))
 
 
 def distribute_from_function(
@@ -112,36 +113,35 @@ def distribute_from_function(
     prefetcher: Prefetcher | None = None,
     workers: Workers | None = None,
 ) -> DistributedDataset:
-    """Hands the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
 
-    In step t replica r of N gets element `t * N + r`. Where the elements end within a step the replicas without one get
-    arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning. Several
-    workers have a pipeline each, for their own replicas; where one's elements have ended it gets empty arrays until all
-    have.
+    In step t replica r of N gets element `t * N + r`. If the elements end within a step, replicas without an element
+    get arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning. Each
+    worker has its own pipeline for its own replicas; a worker whose elements have ended gets empty arrays until all
+    workers' have.
 
     Args:
-        dataset_fn: called once on each rank, with an `InputContext`; returns what `distribute_dataset` takes, batched
-            by the size for one replica.
+        dataset_fn: called once on each rank, with an `InputContext`; returns a dataset as `distribute_dataset` takes
+            it, batched by the size for one replica.
         communicator: the replicas.
         options: see `InputOptions`.
-        prefetcher: what the steps pass through on their way.
-        workers: those that have a pipeline each; one by default.
+        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
+        workers: the workers, each with its own pipeline; one worker by default.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
-        TypeError: `dataset_fn` is no function, or returns no dataset; or `options` is no `InputOptions`.
-        ValueError: options do not go together.
+        TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not an `InputOptions`.
+        ValueError: options contradict each other.
     """
     _check_options(options, FROM_FUNCTION)
     if options is not None and options.even_batches:
         raise ValueError(
-            f"{FROM_FUNCTION}: even_batches is True, which goes with {_DISTRIBUTE} only, where batches are split; "
-            "leave it False"
+            f"{FROM_FUNCTION}: even_batches is True, but only {_DISTRIBUTE} splits batches; leave it False"
         )
     if not callable(dataset_fn):
         raise TypeError(
             f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
-            f"that returns a Dataset. A dataset itself goes to {_DISTRIBUTE}"
+            f"that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
         )
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
@@ -157,13 +157,13 @@ def _check_options(options: InputOptions | None, call: str) -> None:
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         raise NotImplementedError(
             f"{call}: experimental_replication_mode is PER_REPLICA; only PER_WORKER is implemented: pass it, and one "
-            "pipeline feeds all replicas"
+            "pipeline feeds all replicas of a worker"
         )
     if options.experimental_place_dataset_on_device:
         raise ValueError(
-            f"{call}: experimental_place_dataset_on_device is True, which goes with "
-            "experimental_replication_mode=PER_REPLICA only; leave it False, and experimental_fetch_to_device=True to "
-            "have batches copied ahead"
+            f"{call}: experimental_place_dataset_on_device is True, which needs "
+            "experimental_replication_mode=PER_REPLICA; leave it False. experimental_fetch_to_device=True copies "
+            "batches ahead"
         )
 
 
@@ -177,10 +177,10 @@ def _node_of(dataset: Any, call: str) -> Node:
             "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
         )
     if isinstance(dataset, DistributedDataset):
-        raise TypeError(f"{call}: the dataset is distributed as it is; pass the Dataset it was made of")
+        raise TypeError(f"{call}: the dataset is already distributed; pass the Dataset it was made of")
     if isinstance(dataset, Iterator):
         raise TypeError(
-            f"{call}: {kind} can be iterated over once only; pass the generator function itself (`f`, not `f()`), a "
+            f"{call}: {kind} can be iterated over only once; pass the generator function itself (`f`, not `f()`), a "
             "list or a Dataset"
         )
     if not (hasattr(dataset, "__iter__") or callable(dataset)):

@@ -1,4 +1,4 @@
-"""Stages that make new elements: batch, unbatch, map, filter."""
+"""Nodes that make new elements, and the cache that keeps these: batch, unbatch, map, filter, cache."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._index_ops import Choosing
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Failure, Node, caught, join, opened
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    Chunk,
+    EpochPass,
+    Failure,
+    Node,
+    Transformation,
+    join,
+    unwrapped,
+    with_failures,
+)
 from hpcstrat.data._sources import name_of
 
 
 @final
-class Batch(Node):
-    """Several consecutive elements, stacked. An item is a chunk of the input's."""
+class Batch(Transformation):
+    """Consecutive elements, stacked. An item is a chunk of the input's items, so no data is touched to batch."""
 
     def __init__(self, source: Node, batch_size: int, drop_remainder: bool) -> None:
         super().__init__(
             source,
+            f"batch({batch_size}, {drop_remainder})",
             width=None,
             user_code=source.user_code,
             batch_sizes=(*source.batch_sizes, batch_size),
             rows=source,
             inputs_per_element=batch_size,
         )
-        self._source = source
         self._size = batch_size
         self._drop_remainder = drop_remainder
-
-    def __repr__(self) -> str:
-        return f"{self._source!r}.batch({self._size}, {self._drop_remainder})"
 
     def spec(self) -> Any:
         size = self._size if self._drop_remainder else None
@@ -64,27 +72,21 @@ class Batch(Node):
     def load(self, item: Any) -> Any:
         return self._source.fetch(item)
 
-    def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack([self.load(item) for item in chunk])
-
 
 @final
-class Unbatch(Node):
-    """The rows of elements."""
+class Unbatch(Transformation):
+    """The rows of elements. Directly after `batch` it undoes it on the items, and stacks nothing."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(
             source,
+            "unbatch()",
             width=None if source.rows is None else source.rows.width,
             user_code=source.user_code,
             batch_sizes=source.batch_sizes[:-1],
             rows=None if source.rows is None else source.rows.rows,
             inputs_per_element=None,
         )
-        self._source = source
-
-    def __repr__(self) -> str:
-        return f"{self._source!r}.unbatch()"
 
     def spec(self) -> Any:
         def row(leaf: TensorSpec) -> TensorSpec:
@@ -105,43 +107,38 @@ class Unbatch(Node):
             for chunk in self._source.chunks(epoch):
                 yield from chunk
         else:
-            for batch in caught(self._source.elements(epoch)):
+            for batch in with_failures(self._source.elements(epoch)):
                 yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
 
     def load(self, item: Any) -> Any:
-        return opened(item) if self._source.rows is None else self._source.rows.load(item)
+        return unwrapped(item) if self._source.rows is None else self._source.rows.load(item)
 
     def fetch(self, chunk: Chunk) -> Any:
-        if self._source.rows is None:
-            return _elements.stack([opened(item) for item in chunk])
-        return self._source.rows.fetch(chunk)
+        return super().fetch(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
 
 
 @final
-class Map(Node):
-    """What a function makes of each element; it is called when an element is loaded, for that one only."""
+class Map(Transformation):
+    """The result of a function for each element. It runs when an element is loaded: for a replica's own only."""
 
     def __init__(self, source: Node, function: Callable[..., Any]) -> None:
         super().__init__(
             source,
+            f"map({name_of(function)})",
             width=source.width,
             user_code=True,
             batch_sizes=source.batch_sizes,
             rows=None,
             inputs_per_element=None,
         )
-        self._source = source
         self._function = function
         self._spec: Any = None
 
-    def __repr__(self) -> str:
-        return f"{self._source!r}.map({name_of(self._function)})"
-
     def spec(self) -> Any:
-        """Found by calling the function on the first element.
+        """See `Node`. Calls the function on the first element.
 
-        Where a size of the input is not known, it is called on the element with another such size, too: sizes of
-        the result that change with it are not known either.
+        If a size of the input is unknown, the function is also called on an element of another size: sizes of the
+        result that change are unknown, too.
         """
         if self._spec is None:
             inner = self._source.spec()
@@ -149,11 +146,11 @@ class Map(Node):
             if example is None:
                 example = _nest.map_leaves(lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner)
             resized = _resized(example, inner)
-            found = _elements.spec_of(self._call(example))
+            found = _elements.spec_of(self._apply(example))
             if resized is not None:
                 try:
-                    found = _elements.common_spec(found, _elements.spec_of(self._call(resized)))
-                except Exception:  # The function takes this one size only.
+                    found = _elements.common_spec(found, _elements.spec_of(self._apply(resized)))
+                except Exception:  # the function takes this one size only
                     pass
             self._spec = found
         return self._spec
@@ -165,36 +162,34 @@ class Map(Node):
         return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
-        return self._call(self._source.load(item))
+        return self._apply(self._source.load(item))
 
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return _elements.stack([self.load(item) for item in chunk])
-        return _elements.stack([self._call(element) for element in _elements.unstack(self._source.fetch(chunk))])
+            return super().fetch(chunk)
+        # One gather for the whole chunk, then the function row by row.
+        return _elements.stack([self._apply(element) for element in _elements.unstack(self._source.fetch(chunk))])
 
-    def _call(self, element: Any) -> Any:
+    def _apply(self, element: Any) -> Any:
         result = call_on(self._function, element, "Dataset.map", "map_func")
         return _elements.as_element(tuple(result) if type(result) is list else result)
 
 
 @final
-class Filter(Node):
-    """The elements that a function says yes to. All must be loaded to know, so an item is the element."""
+class Filter(Transformation):
+    """The elements for which a function is true. Each is loaded to find out, so an item is the element itself."""
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
         super().__init__(
             source,
+            f"filter({name_of(predicate)})",
             width=None,
             user_code=True,
             batch_sizes=source.batch_sizes,
             rows=None,
             inputs_per_element=None,
         )
-        self._source = source
         self._predicate = predicate
-
-    def __repr__(self) -> str:
-        return f"{self._source!r}.filter({name_of(self._predicate)})"
 
     def spec(self) -> Any:
         return self._source.spec()
@@ -203,27 +198,24 @@ class Filter(Node):
         return UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        for found in caught(map(self._judged, self._source.elements(epoch))):
+        for found in with_failures(map(self._tested, self._source.elements(epoch))):
             if isinstance(found, Failure):
                 yield [found]
             elif found[0]:
                 yield [found[1]]
 
-    def _judged(self, element: Any) -> tuple[bool, Any]:
+    def _tested(self, element: Any) -> tuple[bool, Any]:
         return bool(call_on(self._predicate, element, "Dataset.filter", "predicate")), element
 
     def load(self, item: Any) -> Any:
-        return opened(item)
-
-    def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack([opened(item) for item in chunk])
+        return unwrapped(item)
 
 
 def cache(source: Node) -> Node:
-    """The stage that keeps what `source` computes.
+    """The node that keeps what `source` computes.
 
-    Orders are kept by walking them again. Where no code of the user's runs there is nothing else to keep: the arrays
-    are in memory as it is.
+    No order is stored: an order is a function of seed and round, so walking it again gives the same one. And without
+    user code there is nothing to store at all: the arrays are in memory already.
     """
     if not source.user_code:
         return _SameOrder(source)
@@ -246,7 +238,7 @@ class _SameOrder(_Cache):
 
 @final
 class _ByKey(_Cache):
-    """Keeps the elements that were asked for, so each replica keeps its own."""
+    """Keeps each element when it is first loaded, so each replica keeps its own only."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
@@ -270,11 +262,11 @@ class _ByKey(_Cache):
 
 @final
 class _ByPosition(_Cache):
-    """Keeps the elements of the first pass that reached the end, in which none failed."""
+    """Keeps the elements of the first pass that reached the end without a failure."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
-        self.rows = None
+        self.rows = None  # items are elements here, not the chunks of a batch
         self._kept: list[Any] | None = None
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -283,36 +275,36 @@ class _ByPosition(_Cache):
                 yield [element]
             return
         kept = []
-        for element in caught(self._source.elements(epoch.frozen())):
+        for element in with_failures(self._source.elements(epoch.frozen())):
             kept.append(element)
             yield [element]
         if not any(isinstance(element, Failure) for element in kept):
             self._kept = kept
 
     def load(self, item: Any) -> Any:
-        return _elements.copied(opened(item))
+        return _elements.copied(unwrapped(item))  # the caller may write to it
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack([opened(item) for item in chunk])
+        return _elements.stack([unwrapped(item) for item in chunk])
 
 
 def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
-    """Calls `function` as `tf.data` does: the parts of a tuple are arguments of their own.
+    """Calls `function` as `tf.data` does: the members of a tuple are separate arguments.
 
     Raises:
-        RuntimeError: it raised `StopIteration`, which would pass for the end of the elements.
+        RuntimeError: it raised `StopIteration`, which would look like the end of the dataset.
     """
     try:
         return function(*element) if type(element) is tuple else function(element)
     except StopIteration as error:
         raise RuntimeError(
-            f"{call}: {argument} raised StopIteration, which does not end the elements; it must catch it, or raise "
-            "another exception"
+            f"{call}: {argument} raised StopIteration, which cannot end the dataset; catch it in the function, or "
+            "raise another exception"
         ) from error
 
 
 def _resized(example: Any, spec: Any) -> Any:
-    """`example` with one row more, or less, in all sizes that `spec` does not know; `None` if it knows all."""
+    """`example` with every size that `spec` does not know changed; `None` if it knows all sizes."""
     leaves, structure = _nest.flatten(example)
     specs, _ = _nest.flatten(spec)
     if all(None not in leaf.shape for leaf in specs):
@@ -321,7 +313,7 @@ def _resized(example: Any, spec: Any) -> Any:
     for leaf, known in zip(leaves, specs, strict=True):
         for axis, size in enumerate(known.shape):
             if size is None:
-                there = leaf.shape[axis]
-                leaf = leaf.take(np.arange(there - 1) if there > 1 else np.zeros(2 * there, np.int64), axis)
+                length = leaf.shape[axis]
+                leaf = leaf.take(np.arange(length - 1) if length > 1 else np.zeros(2 * length, np.int64), axis)
         resized.append(leaf)
     return structure.unflatten(resized)

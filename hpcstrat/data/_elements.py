@@ -1,4 +1,4 @@
-"""Elements of a dataset: nests of arrays; how they are made, stacked, taken apart and described."""
+"""Elements of a dataset, which are nests of arrays: converting, stacking, unstacking and describing them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hpcstrat._types import TensorSpec
 
 
 def as_leaf(value: Any) -> Any:
-    """`value` as an array, or as a NumPy scalar where it has no dimensions.
+    """`value` as an array, or as a NumPy scalar if it has no dimensions.
 
-    As in TensorFlow, Python's own floats become `float32`, its ints `int32` where they fit; arrays keep their dtype.
+    As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays keep their dtype.
 
     Raises:
-        TypeError: `value` is not numbers, truth values or strings, or a masked array.
+        TypeError: `value` does not hold numbers, booleans or strings, or is a masked array.
     """
     if isinstance(value, (np.ndarray, np.generic)):
         array = as_array("Dataset", value, on_gpu=False)
@@ -29,7 +29,7 @@ def as_leaf(value: Any) -> Any:
         except ValueError as error:
             raise ValueError(
                 f"Dataset: a {type(value).__name__} does not make an array: {error}; "
-                "pass a tuple, which keeps arrays of different shapes apart"
+                "pass a tuple, whose members may have different shapes"
             ) from error
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
             array = _narrowed(array)
@@ -42,15 +42,14 @@ def _no_numbers(value: Any) -> str:
     if not hasattr(value, "__array__"):
         return (
             f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it must be an array, or "
-            "become one of numbers, truth values or strings with np.asarray"
+            "something from which np.asarray makes numbers, booleans or strings"
         )
     name = getattr(value, "name", None)
     which = f"{type(value).__name__} {name!r}" if isinstance(name, str) else type(value).__name__
     dtype = getattr(value, "dtype", "object")
     return (
         f"Dataset: a leaf of an element is a {which} of dtype {dtype}, which NumPy holds as Python objects; it must "
-        "hold numbers, truth values or strings: cast it with np.asarray(leaf, dtype=str), or float, or the one "
-        "that it stands for"
+        "hold numbers, booleans or strings: cast it with np.asarray(leaf, dtype=str), or dtype=float"
     )
 
 
@@ -67,7 +66,7 @@ def _narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def as_element(value: Any) -> Any:
-    """`value` with every leaf an array. As in `tf.data`, a list is an array and not a nest.
+    """`value` with an array for every leaf. As in `tf.data`, a list is an array, not a nest.
 
     Raises:
         TypeError: A leaf does not become an array.
@@ -79,15 +78,15 @@ def _without_lists(value: Any) -> Any:
     if isinstance(value, list):
         return as_leaf(value)
     if isinstance(value, tuple):
-        parts = [_without_lists(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        members = [_without_lists(member) for member in value]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if type(value) is dict:
-        return {key: _without_lists(part) for key, part in value.items()}
+        return {key: _without_lists(member) for key, member in value.items()}
     return value
 
 
 def with_columns(batch: Any) -> Any:
-    """A nest with each list of Python's own numbers or strings, as of a table's column, as an array.
+    """A batch in which each list of Python numbers or strings, such as a column of a table, is an array.
 
     Raises:
         ValueError: the rows of a list of lists differ in length.
@@ -95,9 +94,9 @@ def with_columns(batch: Any) -> Any:
     if isinstance(batch, list) and batch and _are_of_python(batch):
         return as_leaf(batch)
     if type(batch) in (list, tuple):
-        return type(batch)(with_columns(part) for part in batch)
+        return type(batch)(with_columns(member) for member in batch)
     if type(batch) is dict:
-        return {key: with_columns(part) for key, part in batch.items()}
+        return {key: with_columns(member) for key, member in batch.items()}
     return batch
 
 
@@ -109,10 +108,10 @@ def _are_of_python(values: list[Any]) -> bool:
 
 
 def stack(elements: Sequence[Any]) -> Any:
-    """The nest of arrays of shape `(len(elements), ...)` that has the elements as its rows.
+    """The nest of arrays of shape `(len(elements), ...)` whose rows are the elements.
 
     Raises:
-        ValueError: there are none, or they differ in structure, shape or dtype.
+        ValueError: there are no elements, or they differ in structure, shape or dtype.
     """
     columns = []
     leaves, structure = _nest.flatten(elements[0])
@@ -121,7 +120,7 @@ def stack(elements: Sequence[Any]) -> Any:
         leaves, other = _nest.flatten(element)
         if other != structure:
             raise ValueError(
-                "Dataset.batch: the elements of a batch must be nests of one structure; "
+                "Dataset.batch: the elements of a batch must be nests of the same structure; "
                 f"they are {structure} and {other}"
             )
         rows.append(leaves)
@@ -131,15 +130,15 @@ def stack(elements: Sequence[Any]) -> Any:
         if len(shapes) > 1 or len(dtypes) > 1:
             kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
             raise ValueError(
-                "Dataset.batch: the elements of a batch must have one shape and one dtype; "
-                f"they have {', '.join(kinds)}; pad or cast them with Dataset.map before"
+                "Dataset.batch: the elements of a batch must have the same shape and dtype; "
+                f"they have {', '.join(kinds)}; pad or cast them with Dataset.map first"
             )
         columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
     return structure.unflatten(columns)
 
 
 def unstack(batch: Any) -> Iterator[Any]:
-    """The rows of a nest of arrays that have one leading size; they share the arrays' memory.
+    """The rows of a nest of arrays with equal first dimensions; they share the arrays' memory.
 
     Raises:
         ValueError: as `leading_size`.
@@ -164,17 +163,17 @@ def copied(element: Any) -> Any:
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
-    """The number of rows, which all leaves must agree on.
+    """The number of rows, the same in all leaves.
 
     Raises:
-        ValueError: A leaf has no dimensions, there is no leaf, or the sizes differ.
+        ValueError: a leaf has no dimensions, there is no leaf, or the sizes differ.
     """
     sizes = {leaf.shape[0] if leaf.shape else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
         raise ValueError(
-            "Dataset: the arrays of a batch, or of what is to be sliced, must have a first dimension, "
-            f"and the same one; their shapes are {shapes}"
+            "Dataset: arrays that are batches, or that are sliced, must have a first dimension, all the same; "
+            f"their shapes are {shapes}"
         )
     return sizes.pop()
 
@@ -185,7 +184,7 @@ def spec_of(element: Any) -> Any:
 
 
 def common_spec(first: Any, second: Any) -> Any:
-    """The spec of elements of either kind: a size in which they differ is `None`.
+    """The spec that describes both: a size in which they differ is `None`.
 
     Raises:
         TypeError: they differ in structure, dtype or number of dimensions.
@@ -195,7 +194,10 @@ def common_spec(first: Any, second: Any) -> Any:
     if structure != other or any(
         a.dtype != b.dtype or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
     ):
-        raise TypeError(f"Dataset: elements must be of one kind; they are {first} and {second}")
+        raise TypeError(
+            "Dataset: elements must be alike in structure, dtype and number of dimensions; they are "
+            f"{first} and {second}"
+        )
     return structure.unflatten(
         TensorSpec([m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)], a.dtype)
         for a, b in zip(ours, theirs, strict=True)

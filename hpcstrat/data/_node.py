@@ -1,4 +1,4 @@
-"""The stages of a pipeline, streams of keys that say which element comes when, and one pass over all of them."""
+"""The nodes of a pipeline, the streams of keys that say which element comes when, and a pass over all nodes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,18 @@ Chunk: TypeAlias = Any
 """Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects."""
 
 _BYTES_AHEAD = 1 << 20
-_drawn = itertools.count()
+_drawn = itertools.count()  # the unseeded shuffles that this process has drawn a seed for
 
 
 class ShuffleState:
-    """The source of one shuffle's orders: round after round another one, or always the same.
+    """The seed of one shuffle and its round, from which each order is derived.
+
+    An order is a function of (seed, round) alone, so ranks that agree on these two numbers need not exchange orders,
+    and a checkpoint that saves them can replay an order.
 
     Attributes:
-        seed: what all rounds derive from; `None` until an unseeded shuffle first needs it.
-        next_round: the number of the round that the next pass begins with.
+        seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
+        next_round: the round with which the next pass begins.
         reshuffle: whether rounds differ.
     """
 
@@ -44,7 +47,7 @@ class ShuffleState:
         self.reshuffle: bool = reshuffle
 
     def state(self) -> tuple[int, int]:
-        """The seed, drawn if there was none yet, and the next round: equal states give equal orders."""
+        """The seed, drawn now if there is none yet, and the next round. Equal states give equal orders."""
         if self.seed is None:
             self.seed = _fresh_seed()
         return self.seed, self.next_round
@@ -56,11 +59,11 @@ class EpochPass:
     Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that it meets.
 
     Args:
-        rounds: the round with which each shuffle begins; one that is not named goes on where its last pass ended.
-        frozen: whether every shuffle begins with its first round instead, and this pass does not count as one.
+        rounds: the round with which each shuffle begins; a shuffle not listed continues after its last pass.
+        frozen: whether every shuffle begins with its first round instead, and its count of rounds stays as it is.
 
     Attributes:
-        checksum: of what the user's code yields in this pass.
+        checksum: the checksum of what user code yields in this pass.
     """
 
     def __init__(self, rounds: Mapping[ShuffleState, int] | None = None, *, frozen: bool = False) -> None:
@@ -70,7 +73,7 @@ class EpochPass:
         self.checksum: Checksum = Checksum()
 
     def frozen(self) -> EpochPass:
-        """A pass that meets the same orders each time: over what a cache holds."""
+        """A pass that meets the same orders each time, as a cache needs it."""
         return EpochPass(frozen=True)
 
     def first_round(self, shuffle: ShuffleState) -> int:
@@ -78,34 +81,37 @@ class EpochPass:
         return self._first.get(shuffle, shuffle.next_round)
 
     def generator(self, shuffle: ShuffleState) -> np.random.Generator:
-        """The random numbers of the next round of a shuffle."""
+        """The random numbers for the next round of a shuffle."""
         seed, next_round = shuffle.state()
         number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
         self._rounds[shuffle] = number + 1
         self._first.setdefault(shuffle, number)
         if not self._frozen:
+            # Of two passes under way at once, the one that lags behind does not set the count back.
             shuffle.next_round = max(next_round, number + 1)
         return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
 
 
 class Node(abc.ABC):
-    """A stage of a pipeline.
+    """A source or a transformation of elements.
 
-    A pass over it is a stream of *items*, which are cheap and say which element stands where; `load` and `fetch` make
-    elements of them. So stages that reorder or choose elements never touch any, and each replica loads its own only.
+    A pass over a node is a stream of *items*, which are cheap and say which element comes when; `load` and `fetch` make
+    elements of them. So nodes that reorder or choose elements touch no data, every rank can walk the whole stream, and
+    each replica loads its own elements only.
 
-    All that the distribution and the checkpoint ask of a stage is an argument without a default: a new transformation
-    that forgets one fails as it is made, instead of being split or resumed like another one.
+    Everything that distribution and checkpoints need to know is an argument without a default: a new transformation
+    that forgets one fails when it is constructed, instead of being split or resumed like some other node.
 
     Args:
-        *inputs: the stages that this one reads.
-        width: the number of int64 columns of an item where the stream is one of `Keys`; `None` where items are
-            Python objects.
-        user_code: whether a pass runs functions of the user's, so that it may end or fail on one rank only.
-        batch_sizes: for each `batch` that still holds, outermost last, its size; 0 if it is unknown.
-        rows: the stage whose chunks the items of this one are, where elements are batches of that stage's; else `None`.
-        inputs_per_element: how a saved position counts. `None`: in this stage's own elements. A number: in elements of
-            its only input, this many for each of its own, so that a program with another batch size can resume.
+        *inputs: the nodes that this one reads.
+        width: the number of int64 columns of an item if the stream consists of `Keys`; `None` if items are Python
+            objects.
+        user_code: whether a pass runs functions of the user, and so may end or fail on one rank only.
+        batch_sizes: the size of each `batch` that still holds, outermost last; 0 if it is unknown.
+        rows: if elements are batches, the node whose elements are their rows, and whose chunks are this node's items;
+            else `None`.
+        inputs_per_element: the unit in which a saved position counts. `None`: this node's own elements. A number:
+            elements of its only input, this many to an element, so that a program with another batch size can resume.
 
     The arguments are attributes, too.
     """
@@ -128,11 +134,11 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def __repr__(self) -> str:
-        """The pipeline up to here as the user wrote it; equal on all ranks if they wrote the same."""
+        """The pipeline up to here as the user wrote it. Ranks compare pipelines by this text."""
 
     @abc.abstractmethod
     def spec(self) -> Any:
-        """The nest of `TensorSpec` of an element."""
+        """An element's nest of `TensorSpec`."""
 
     @abc.abstractmethod
     def cardinality(self) -> int:
@@ -140,25 +146,25 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        """One pass: the items in order, in chunks of any length. What has no end comes in short ones."""
+        """One pass: the items in order, in chunks of any length, short ones if the stream is infinite."""
 
     @abc.abstractmethod
     def load(self, item: Any) -> Any:
         """The element that `item` stands for; safe to write to."""
 
-    @abc.abstractmethod
     def fetch(self, chunk: Chunk) -> Any:
         """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
+        return _elements.stack([self.load(item) for item in chunk])
 
     @property
     def seekable(self) -> bool:
-        """Whether a chunk of no items can be fetched, and fetching runs none of the user's code."""
+        """Whether an empty chunk can be fetched, and fetching runs no user code."""
         return self.width is not None and not self.user_code
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
-        """One pass over the elements themselves, lazily: the user's functions run no sooner than needed.
+        """One pass over the elements themselves, lazily: user code runs no sooner than needed.
 
-        One that a function fails to make raises in its turn, and the next element comes after it.
+        An element that user code fails to make raises when its turn comes; the next element follows.
         """
         if self.seekable:
             return self._fetched(epoch)
@@ -167,37 +173,80 @@ class Node(abc.ABC):
     def _fetched(self, epoch: EpochPass) -> Iterator[Any]:
         ahead = None
         for chunk in self.chunks(epoch):
+            # One gather for many rows: element by element the cost of NumPy's calls would dominate.
             ahead = ahead or self._rows_ahead(chunk)
             for start in range(0, len(chunk), ahead):
                 yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
     def shuffles(self) -> list[ShuffleState]:
-        """The shuffles from here up, in a fixed order, each once."""
+        """The shuffles of this node and of all before it, in a fixed order, each once."""
         found: dict[ShuffleState, None] = {}
         for node in self.inputs:
             found.update(dict.fromkeys(node.shuffles()))
         return [*found, *self.own_shuffles()]
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
-        """The shuffles of this stage itself."""
+        """The shuffles of this node itself."""
         return ()
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        """Of each source of arrays its description, and a checksum of samples or, where `every`, of all it has."""
+        """For each source of arrays its description and a checksum: of samples, or of all its data if `every`."""
         return [found for node in self.inputs for found in node.checksums(every)]
 
     def _rows_ahead(self, chunk: Keys) -> int:
-        """How many elements to fetch at once, so that they are about a megabyte."""
+        """How many elements make about a megabyte, to fetch at once."""
         leaves, _ = _nest.flatten(self.fetch(chunk[:0]))
         size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
 
 
+class Transformation(Node):
+    """A node with one input.
+
+    Args:
+        source: the input.
+        call: the method that made this node, with its arguments.
+        width: see `Node`, as the rest.
+        user_code: likewise.
+        batch_sizes: likewise.
+        rows: likewise.
+        inputs_per_element: likewise.
+    """
+
+    def __init__(
+        self,
+        source: Node,
+        call: str,
+        *,
+        width: int | None,
+        user_code: bool,
+        batch_sizes: tuple[int, ...],
+        rows: Node | None,
+        inputs_per_element: int | None,
+    ) -> None:
+        super().__init__(
+            source,
+            width=width,
+            user_code=user_code,
+            batch_sizes=batch_sizes,
+            rows=rows,
+            inputs_per_element=inputs_per_element,
+        )
+        self._source = source
+        self._call = call
+
+    def __repr__(self) -> str:
+        return f"{self._source!r}.{self._call}"
+
+
 class Failure:
-    """What stands in a stream in the place of an element that a function failed to make.
+    """Stands in a stream for an element that user code failed to make.
+
+    A generator that raises is finished. Where elements stay in a stream or a buffer, the exception has to travel as a
+    value, so that it is raised when its turn comes and the elements after it are not lost.
 
     Attributes:
-        error: what it raised.
+        error: the exception.
     """
 
     __slots__ = ("error",)
@@ -206,8 +255,8 @@ class Failure:
         self.error = error
 
 
-def caught(elements: Iterator[Any]) -> Iterator[Any]:
-    """The elements, and a `Failure` in the place of each that raises."""
+def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
+    """The elements, with a `Failure` in place of each that raises."""
     while True:
         try:
             element = next(elements)
@@ -218,8 +267,8 @@ def caught(elements: Iterator[Any]) -> Iterator[Any]:
         yield element
 
 
-def opened(item: Any) -> Any:
-    """The element that an item is; raises where it is a `Failure`."""
+def unwrapped(item: Any) -> Any:
+    """The item, which is an element; raises if it is a `Failure`."""
     if isinstance(item, Failure):
         raise item.error
     return item
@@ -231,7 +280,7 @@ def first(batch: Any) -> Any:
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """One chunk of several of the same stream."""
+    """Joins chunks of the same stream."""
     if len(chunks) == 1:
         return chunks[0]
     if isinstance(chunks[0], np.ndarray):
@@ -240,14 +289,19 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 
 def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
-    """The elements `start` to `stop` of a chunk, stacked; also where these are none."""
+    """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
     if start == stop and not node.seekable:
+        # Shapes and dtypes of an empty batch are known only from an element, so one is made for nothing.
         return _elements.rows(node.fetch(chunk[:1]), 0, 0)
     return node.fetch(chunk[start:stop])
 
 
 def _fresh_seed() -> int:
-    """The seed of a shuffle that was given none. Ranks that draw in one order draw the same ones."""
+    """A seed for a shuffle without one.
+
+    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds, and no rank has to
+    communicate inside a lazy pipeline.
+    """
     world = _world.started()
     if world is None or world.size == 1:
         return int.from_bytes(os.urandom(7), "little")

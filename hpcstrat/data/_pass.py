@@ -1,4 +1,4 @@
-"""Passes over a pipeline: ranks begin them together, and another program can resume them where they stood."""
+"""Passes over a pipeline: ranks begin them together, and another program can resume them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from hpcstrat.data._node import EpochPass, Node, ShuffleState
 
 
 class Position(NamedTuple):
-    """Where an iteration stands, or that no iteration is under way.
+    """The position of an iteration, or that none is under way.
+
+    It holds no order and no elements: to seek is to walk the same shuffles again and skip. So a checkpoint of a dataset
+    has a few numbers, whatever the size of the dataset and its shuffle buffers.
 
     Attributes:
-        pipeline: the stages, without the batches at their end: whoever resumes may have other batch sizes.
-        shuffles: for each shuffle its seed and the round with which the iteration began, or, if no iteration is under
-            way, with which the next one begins.
+        pipeline: the nodes, without the batches at the end: the program that resumes may have another batch size.
+        shuffles: for each shuffle its seed and the round with which the iteration began; if no iteration is under way,
+            the round with which the next one begins.
         taken: the number of elements of `pipeline` that the iteration has yielded; `None` if no iteration is under way.
     """
 
@@ -35,7 +38,7 @@ class Resumable(abc.ABC):
     The methods are private because users' datasets inherit them; checkpoints call them.
 
     Args:
-        node: the last stage of the pipeline.
+        node: the last node of the pipeline.
     """
 
     def __init__(self, node: Node) -> None:
@@ -60,11 +63,11 @@ class Resumable(abc.ABC):
             return f"its pipeline is {pipeline} and the saved one {position.pipeline}"
         inner, size = _without_batches(self._node)
         if position.taken % size and position.taken != inner.cardinality():
-            return f"it was saved after {position.taken} elements, which batches of {size} do not come to"
+            return f"it was saved after {position.taken} elements, not a multiple of its batch size {size}"
         return None
 
     def _restore_rounds(self, position: Position) -> dict[ShuffleState, int]:
-        """The rounds of shuffles with which the saved iteration began; the shuffles' next passes begin with them."""
+        """Sets all shuffles to the rounds with which the saved iteration began, and returns these."""
         rounds = {}
         for shuffle, (seed, number) in zip(self._node.shuffles(), position.shuffles, strict=True):
             shuffle.seed, shuffle.next_round = seed, number
@@ -76,7 +79,7 @@ class ResumableIterator(Resumable):
     """One pass over a pipeline.
 
     Args:
-        node: the last stage of the pipeline.
+        node: the last node of the pipeline.
     """
 
     def __init__(self, node: Node) -> None:
@@ -90,7 +93,7 @@ class ResumableIterator(Resumable):
 
     @abc.abstractmethod
     def _end(self) -> None:
-        """Ends the pass: there are no further elements."""
+        """Ends the pass."""
 
     def _position(self) -> Position:
         return _position_of(self._node, self._epoch, self._taken)
@@ -103,14 +106,15 @@ class ResumableIterator(Resumable):
 
 
 class ResumableDataset(Resumable):
-    """A dataset, which can be iterated over repeatedly. Its position is that of its last iteration, while that lasts.
+    """A dataset, which can be iterated over repeatedly. Its position is that of its last iteration, while it lasts.
 
     Args:
-        node: the last stage of the pipeline.
+        node: the last node of the pipeline.
     """
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
+        # Weak: an iteration that the program has dropped is over, and must not keep its batches in memory.
         self._last: weakref.ref[ResumableIterator] | None = None
         self._resumed: Position | None = None  # where the next iteration begins, if not at the beginning
 
@@ -126,7 +130,7 @@ class ResumableDataset(Resumable):
         self._resumed = None if position.taken is None else position
 
     def _next_start(self) -> tuple[dict[ShuffleState, int], int]:
-        """The rounds of shuffles that the next iteration begins with, if it resumes, and how many elements it skips."""
+        """The rounds of shuffles and the number of elements to skip, if the next iteration resumes one."""
         resumed = self._resumed
         if resumed is None or resumed.taken is None:
             return {}, 0
@@ -137,7 +141,7 @@ class ResumableDataset(Resumable):
 
 
 class InputCommunicator(Protocol):
-    """The part of a communicator that datasets use. A protocol, so that datasets are tested on threads as ranks."""
+    """The methods of a communicator that datasets use; a protocol, so that tests can use threads as ranks."""
 
     @property
     def rank(self) -> int:
@@ -167,16 +171,16 @@ def begin_together(
     workers: Workers,
     arrays: Callable[[], list[tuple[str, int]]] | None,
 ) -> EpochPass:
-    """A pass in which all ranks of a worker meet the same elements, in the orders of its first. Collective.
+    """A pass in which all ranks of a worker meet the same elements in the same order. Collective.
 
     Args:
-        node: the last stage of the pipeline.
+        node: the last node of the pipeline.
         communicator: the replicas.
-        call: the user's name of the method.
-        begun: the rounds with which shuffles begin, where they are not the next ones.
-        taken: how many elements are skipped.
-        workers: the workers, which have a pipeline each.
-        arrays: returns descriptions and checksums of the pipeline's arrays; `None` to leave these uncompared.
+        call: the public name of the method.
+        begun: the rounds with which shuffles begin, if not their next ones.
+        taken: the number of elements to skip.
+        workers: the workers, each with its own pipeline.
+        arrays: returns descriptions and checksums of the pipeline's arrays; `None` if they need no comparison.
 
     Raises:
         ReplicaMismatchError: the pipelines of a worker's ranks, or their arrays, differ.
@@ -186,16 +190,17 @@ def begin_together(
     with communicator.raise_together(call):
         shuffles = node.shuffles()
         pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
-        states = [(seed, begun.get(one, number)) for one in shuffles for seed, number in [one.state()]]
+        states = [(seed, begun.get(shuffle, number)) for shuffle in shuffles for seed, number in [shuffle.state()]]
         own = pipeline, states, [] if arrays is None else arrays()
         everyones = communicator.all_gather_obj(call, own)
     pipelines, orders, contents = zip(*everyones, strict=True)
     if any(len(set(of_worker)) > 1 for of_worker in workers.grouped(pipelines)):
         seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
         raise ReplicaMismatchError(
-            f"{call}: every rank must make the same dataset; each replica is then given its part. {seen}"
+            f"{call}: every rank must make the same dataset; each replica then gets its share. {seen}"
         )
     _require_equal_arrays(call, contents, workers)
+    # Unseeded shuffles take the seed of the worker's first rank, and rounds too: a rank may have iterated on its own.
     rounds = {}
     for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
         shuffle.seed = seed
@@ -212,15 +217,16 @@ def _require_equal_arrays(call: str, contents: Sequence[list[tuple[str, int]]], 
                     f"rank {rank} {checksum:08x}" for rank, (_, checksum) in zip(ranks, found, strict=True)
                 )
                 raise ReplicaMismatchError(
-                    f"{call}: the ranks have different arrays in {found[0][0]}, of checksums {seen}. Every rank must "
-                    "have the same data in the same order; each replica is then given its part. Give what draws, "
-                    "shuffles or splits them a seed that all ranks share, such as np.random.default_rng(0) or "
-                    "train_test_split(..., random_state=0), or pass rank 0's to all: hs.broadcast_object(arrays)"
+                    f"{call}: the ranks have different arrays in {found[0][0]}, with checksums {seen}. Every rank must "
+                    "have the same data in the same order; each replica then gets its share. Draw, shuffle and split "
+                    "with a seed that all ranks share, such as np.random.default_rng(0) or "
+                    "train_test_split(..., random_state=0), or send rank 0's arrays to all: "
+                    "hs.broadcast_object(arrays)"
                 )
 
 
 def after(node: Node, count: int) -> Node:
-    """The pipeline without its first `count` elements. Elements that have keys are skipped without being loaded."""
+    """The pipeline without its first `count` elements. Elements with keys are skipped without being loaded."""
     return Skip(node, count) if count else node
 
 
@@ -230,8 +236,8 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
         return Position(_describe(node), shuffles, None)
     inner, size = _without_batches(node)
     # After a short last batch `taken * size` is beyond the end, where no pipeline could resume.
-    there = inner.cardinality()
-    return Position(_describe(node), shuffles, taken * size if there < 0 else min(taken * size, there))
+    cardinality = inner.cardinality()
+    return Position(_describe(node), shuffles, taken * size if cardinality < 0 else min(taken * size, cardinality))
 
 
 def _batches_covering(node: Node, taken: int) -> int:
@@ -240,7 +246,7 @@ def _batches_covering(node: Node, taken: int) -> int:
 
 
 def _without_batches(node: Node) -> tuple[Node, int]:
-    """The stage in whose elements positions count, and how many of these make one of the node's. See `Node`."""
+    """The node in whose elements positions count, and how many of these make one element of `node`; see `Node`."""
     size = 1
     while node.inputs_per_element is not None:
         size *= node.inputs_per_element

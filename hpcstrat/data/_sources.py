@@ -1,4 +1,4 @@
-"""Where elements come from: ranges, arrays, generators, and what other libraries iterate over."""
+"""The sources of elements: ranges, arrays, generators, and iterables of other libraries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
 
-_CHUNK = 1 << 16
-_FEW = 32  # one element alone may be the same by chance
+_CHUNK = 1 << 16  # keys: half a megabyte, so that a dataset of any length starts at once
+_FEW = 32  # elements that ranks compare: a single one may be equal by chance
 
 
 def _positions(size: int) -> Iterator[Keys]:
@@ -24,7 +24,7 @@ def _positions(size: int) -> Iterator[Keys]:
 
 
 class _Indexed(Node):
-    """A source whose elements can be had in any order; a key is the position of one."""
+    """A source with random access; a key is an element's position."""
 
     def __init__(self) -> None:
         super().__init__(width=1, user_code=False, batch_sizes=(), rows=None, inputs_per_element=None)
@@ -60,7 +60,7 @@ class Range(_Indexed):
 
 @final
 class Tensors(_Indexed):
-    """One element."""
+    """A single element."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Tensors(_Indexed):
 
 @final
 class Slices(_Indexed):
-    """The slices of arrays along their first dimension; the arrays are kept as they are, not copied."""
+    """The slices of arrays along their first dimension. The arrays are not copied."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
@@ -104,19 +104,20 @@ class Slices(_Indexed):
         return [(repr(self), of_arrays(self._leaves, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
-        places, size = chunk[:, 0], len(chunk)
-        if size and places[-1] - places[0] == size - 1 and np.count_nonzero(places[1:] > places[:-1]) == size - 1:
-            run = slice(int(places[0]), int(places[0]) + size)
+        rows, size = chunk[:, 0], len(chunk)
+        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of a memory map.
+        if size and rows[-1] - rows[0] == size - 1 and np.count_nonzero(rows[1:] > rows[:-1]) == size - 1:
+            run = slice(int(rows[0]), int(rows[0]) + size)
             return self._structure.unflatten([leaf[run].copy() for leaf in self._leaves])
-        return self._structure.unflatten([leaf.take(places, 0) for leaf in self._leaves])
+        return self._structure.unflatten([leaf.take(rows, 0) for leaf in self._leaves])
 
 
 class _Produced(Node):
-    """A source whose elements come one after the other out of code of the user's; an item is the element.
+    """A source whose elements come from user code, one after the other. An item is the element itself.
 
     Args:
         batch_sizes: see `Node`.
-        compared: how many of the first elements of a pass the ranks compare.
+        compared: the number of elements at the beginning of a pass that the ranks compare.
     """
 
     def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
@@ -128,7 +129,7 @@ class _Produced(Node):
 
     @abc.abstractmethod
     def _produce(self) -> Iterator[Any]:
-        """One pass over the elements, which nobody else writes to."""
+        """One pass over the elements, as arrays that belong to the caller."""
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for number, element in enumerate(self._produce()):
@@ -139,13 +140,10 @@ class _Produced(Node):
     def load(self, item: Any) -> Any:
         return item
 
-    def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack(chunk)
-
 
 @final
 class Generated(_Produced):
-    """What a generator function yields, converted to `types` and checked against `signature` where there are such."""
+    """What a generator function yields, converted to `types`, or checked against `signature`, if given."""
 
     def __init__(
         self, generator: Callable[..., Iterable[Any]], args: tuple[Any, ...], types: Any, signature: Any
@@ -166,7 +164,7 @@ class Generated(_Produced):
             return _elements.spec_of(element)
         raise ValueError(
             "Dataset.element_spec: the generator yields nothing and has no output_signature, so its elements' shapes "
-            "and dtypes are not known; give Dataset.from_generator an output_signature"
+            "and dtypes are unknown; pass an output_signature to Dataset.from_generator"
         )
 
     def _produce(self) -> Iterator[Any]:
@@ -187,14 +185,14 @@ def _own_element(value: Any) -> Any:
 
 
 def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any) -> Callable[[Any], Any]:
-    """A function that makes elements of these dtypes and shapes (`None`: any), in the structure of `like`."""
+    """A function that converts to these dtypes, checks these shapes (`None`: any), and nests like `like`."""
     _, structure = _nest.flatten(like)
 
     def convert(value: Any) -> Any:
         arrays = []
         try:
             for leaf, (dtype, shape) in zip(structure.flatten_up_to(value), kinds, strict=True):
-                array = np.array(leaf, dtype)  # A copy: a generator may fill the same array again.
+                array = np.array(leaf, dtype)  # a copy: generators may reuse their arrays
                 if shape is not None and not (
                     len(shape) == array.ndim and all(m in (None, n) for m, n in zip(shape, array.shape, strict=True))
                 ):
@@ -212,7 +210,7 @@ def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
 
 @final
 class Batches(_Produced):
-    """The batches of anything that can be iterated over again and again, or of a generator function."""
+    """The batches of a re-iterable object, or of a generator function."""
 
     def __init__(self, iterable: Any) -> None:
         super().__init__((0,), 1)
@@ -225,8 +223,8 @@ class Batches(_Produced):
         for element in self.elements(EpochPass(frozen=True)):
             return _nest.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
         raise ValueError(
-            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are not known; "
-            "give it at least one"
+            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are unknown; "
+            "give it at least one batch"
         )
 
     def _produce(self) -> Iterator[Any]:

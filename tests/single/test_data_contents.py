@@ -159,7 +159,7 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
         list(distributed)
         return steps
 
-    monkeypatch.setattr(checksums, "_BYTES", 1)
+    monkeypatch.setattr(checksums, "_SAMPLE_BYTES", 1)
     assert on_ranks(2, program) == [[4, 4]] * 2
     assert on_ranks(2, changed) == [4] * 2
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")

@@ -98,9 +98,9 @@ def taken(dataset, rank, distribute=distribute_dataset):
 def test_other_elements_are_an_error_on_all_ranks(size, make):
     found = on_ranks(size, lambda rank: taken(make(rank.rank), rank))
     assert {steps for steps, _ in found} == {0} and len({message for _, message in found}) == 1
-    assert "different elements up to step 0, of checksums rank 0 " in found[0][1]
+    assert "different elements up to step 0, with checksums rank 0 " in found[0][1]
     assert "generator=torch.Generator().manual_seed(0)" in found[0][1]
-    assert "Leave a DistributedSampler out: each replica is given its part" in found[0][1]
+    assert "Do not use a DistributedSampler: every batch is split" in found[0][1]
 
 
 def test_in_every_pass():
