@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+from lamb import LAMB
 
 from hpcstrat import optimizers
 
@@ -40,4 +41,4 @@ def optimizers_of(dtype):
     """Those that variables of this dtype can have, by name."""
     if dtype.kind == "c":
         return OPTIMIZERS
-    return OPTIMIZERS | {"choices": Choosing(0.1)}
+    return OPTIMIZERS | {"choices": Choosing(0.1), "norms": LAMB(0.1)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
@@ -15,8 +15,9 @@ from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.plan import Plan, ScratchBuffers
+from hpcstrat._storage.plan import Plan
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
@@ -113,6 +114,7 @@ class CentralHostStorage(HostStorage):
         self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
+        share = None if rule.norms is None else self._share(agreed.call, plan, rule.norms.size)
         if values is None:
             communicator.exchange(agreed)
             messages = plan.buffer_messages
@@ -122,10 +124,25 @@ class CentralHostStorage(HostStorage):
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
             messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
         if op is FIRST_REPLICA:
-            plan.apply(rule, messages[:1], self._scratch)
+            plan.apply(rule, messages[:1], self._scratch, share=share)
         else:
-            plan.apply(rule, messages, self._scratch, op, values)
+            plan.apply(rule, messages, self._scratch, op, values, share)
         communicator.sync()
+
+    def _share(self, call: str, plan: Plan, count: int) -> Callable[[Array], Array]:
+        """What adds up the ranks' sums over their parts of the variables, in rank order and so alike on all of them."""
+        communicator = self._communicator
+        shape = (communicator.size, len(plan.blocks), count)
+        if plan.sums is None:
+            plan.sums = self.create(f"{call}: norms", np.zeros(shape))
+        sums: Array = plan.sums.array
+
+        def share(own: Array) -> Array:
+            sums[communicator.rank] = own
+            communicator.sync()
+            return sums.sum(axis=0)
+
+        return share
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         """Each rank updates its share of the rows."""

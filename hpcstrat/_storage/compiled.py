@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpcstrat._communicators.reduction import reduce_chunk
-from hpcstrat._storage.rule import Kernel, UpdateRule
+from hpcstrat._storage.rule import LANES, Kernel, Norms, UpdateRule
 from hpcstrat._types import Array, ReduceOp
 
 FEWEST = 100_000
@@ -36,6 +36,8 @@ Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 message's, which are summed in this order."""
 Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
 """Takes a table, the number of messages, and the rule's numbers."""
+NormLoop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
+"""Likewise. It changes nothing, and gives for each row the sum of the squares of each term."""
 
 # Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
 # away is errno, and traps that nobody has set.
@@ -50,12 +52,14 @@ _SOURCE = """
 #include <tgmath.h>
 #define auto __auto_type
 #define CHUNK 4096
+#define LANES {lanes}
 typedef {computed} number;
 {stored}
-void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given) {{
+void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given, double *sums) {{
     {numbers}
     number gradients[CHUNK]{buffers};
     for (; chunks > 0; --chunks, table += {fixed} + messages) {{
+        {begin}
         for (int64_t start = 0; start < table[0]; start += CHUNK) {{
             const int64_t count = table[0] - start < CHUNK ? table[0] - start : CHUNK;
             read((const stored *)table[{fixed}] + start, gradients, count);
@@ -71,9 +75,17 @@ void update(const int64_t *table, int64_t chunks, int64_t messages, const double
             }}
             {writes}
         }}
+        {end}
     }}
 }}
 """
+# As `rule.sum_of_squares` does it.
+_ADD_SQUARES = """
+for (int64_t i = 0; i < count; i += LANES)
+    for (int64_t j = 0; j < LANES && i + j < count; ++j)
+        lanes_{0}[j] += (double)terms_{0}[i + j] * (double)terms_{0}[i + j];
+"""
+_ADD_LANES = "*sums = 0; for (int64_t j = 0; j < LANES; ++j) *sums += lanes_{}[j]; ++sums;"
 _WHOLE = """
 typedef {} stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
@@ -144,7 +156,7 @@ _STORED = {
 }
 
 
-_loops: dict[tuple[Kernel, str], Loop | None] = {}
+_loops: dict[tuple[Kernel, str], Any] = {}
 
 
 def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
@@ -153,14 +165,24 @@ def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
         return None
     key = (rule.kernel, dtype.name)
     if key not in _loops:
-        _loops[key] = _loaded(rule.kernel, rule, dtype)
+        _loops[key] = _or_none(load, rule.kernel, rule, dtype)
     return _loops[key]
 
 
-def _loaded(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
+def norm_loop(norms: Norms, dtype: np.dtype[Any]) -> NormLoop | None:
+    """Likewise, the first pass of an update that takes norms."""
+    if dtype.name not in _STORED:
+        return None
+    key = (norms.kernel, dtype.name)
+    if key not in _loops:
+        _loops[key] = _or_none(_load_norms, norms, dtype)
+    return _loops[key]
+
+
+def _or_none(make: Callable[..., Any], *arguments: Any) -> Any:
     # Whatever goes wrong, on one rank perhaps: in the middle of an update an exception would break it off.
     with contextlib.suppress(Exception):
-        return load(kernel, rule, dtype)
+        return make(*arguments)
     return None
 
 
@@ -170,20 +192,48 @@ def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
     Raises:
         OSError, AttributeError, RuntimeError, SubprocessError: there is none; the error says why.
     """
-    function = ctypes.CDLL(os.fspath(_library(_source(kernel, dtype.name)))).update
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-    function.restype = None
+    function = _function(_source(kernel, dtype.name))
 
     def run(table: Table, messages: int, numbers: Sequence[float]) -> None:
         given = np.array(numbers, np.float64)
-        function(table.ctypes.data, len(table), messages, given.ctypes.data)
+        function(table.ctypes.data, len(table), messages, given.ctypes.data, None)
 
+    if rule.norms is not None:
+        rule = rule.norms.bound([0.5 + i for i in range(rule.norms.size)])
     if not _gives_the_same(run, rule, len(kernel.slots), dtype):
         raise OSError(f"what {compiler()} makes of {kernel.name} gives other numbers than NumPy")
     return run
 
 
-def _source(kernel: Kernel, dtype: str) -> str:
+def _load_norms(norms: Norms, dtype: np.dtype[Any]) -> NormLoop:
+    function = _function(_source(norms.kernel, dtype.name, norms.size))
+
+    def run(table: Table, messages: int, numbers: Sequence[float]) -> Array:
+        given = np.array(numbers, np.float64)
+        sums = np.empty((len(table), norms.size))
+        function(table.ctypes.data, len(table), messages, given.ctypes.data, sums.ctypes.data)
+        return sums
+
+    random = np.random.default_rng(0)
+    arrays = [random.random(5009).astype(dtype) for _ in range(2 + len(norms.kernel.slots))]
+    *changed, gradient = arrays
+    found = run(table([arrays]), 1, norms.kernel_constants)
+    with np.errstate(all="ignore"):
+        expected = norms.sums(changed[0], gradient.copy(), changed[1:])
+    if not np.array_equal(found[0], expected, equal_nan=True):
+        raise OSError(f"what {compiler()} makes of {norms.kernel.name} gives other sums than NumPy")
+    return run
+
+
+def _function(source: str) -> Any:
+    function = ctypes.CDLL(os.fspath(_library(source))).update
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    function.restype = None
+    return function
+
+
+def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
+    """The text of a kernel's loop; with `norms`, of one that adds up the squares of so many terms."""
     computed, stored = _STORED[dtype]
     changed = ("value", *kernel.slots)
     is_whole = stored.startswith("\ntypedef " + computed)
@@ -194,17 +244,28 @@ def _source(kernel: Kernel, dtype: str) -> str:
     else:
         reads = [f"read({place}, all_{name}, count);" for name, place in zip(changed, places, strict=True)]
         writes = [f"write(all_{name}, {place}, count);" for name, place in zip(changed, places, strict=True)]
+    loads = [f"number {name} = all_{name}[i];" for name in changed]
+    stores = [f"all_{name}[i] = {name};" for name in changed]
+    buffers = [] if is_whole else [f", all_{name}[CHUNK]" for name in changed]
+    if norms:
+        loads += [f"number term_{i};" for i in range(norms)]
+        stores = [f"terms_{i}[i] = term_{i};" for i in range(norms)]
+        buffers += [f", terms_{i}[CHUNK]" for i in range(norms)]
+        writes = [_ADD_SQUARES.format(i) for i in range(norms)]
     return _SOURCE.format(
+        lanes=LANES,
         computed=computed,
         stored=stored,
         numbers="\n".join(f"const number {name} = given[{i}];" for i, name in enumerate(kernel.constants)),
-        buffers="" if is_whole else "".join(f", all_{name}[CHUNK]" for name in changed),
+        buffers="".join(buffers),
         fixed=1 + len(changed),
+        begin="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),
         reads="\n".join(reads),
-        loads="\n".join(f"number {name} = all_{name}[i];" for name in changed),
+        loads="\n".join(loads),
         body=kernel.body,
-        stores="\n".join(f"all_{name}[i] = {name};" for name in changed),
+        stores="\n".join(stores),
         writes="\n".join(writes),
+        end="\n".join(map(_ADD_LANES.format, range(norms))),
     )
 
 

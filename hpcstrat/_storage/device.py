@@ -19,7 +19,9 @@ from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, hos
 from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
-from hpcstrat._storage.plan import Plan, ScratchBuffers
+from hpcstrat._storage.chunks import ScratchBuffers
+from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rule import Norms
 from hpcstrat._types import Array, Bytes
 
 
@@ -290,14 +292,26 @@ class DeviceStorage(Storage):
     @span(UPDATE, _on_stream("update"))
     def _apply(self, plan: DevicePlan, rule: UpdateRule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""
-        if self._updates_on_gpu:
+        if not self._updates_on_gpu:
+            plan.apply(rule, [self._host_message(plan)], self._scratch)
+        elif rule.norms is not None:
+            self._apply_with_norms(plan, rule.norms)
+        else:
             for value, gradient, slots in plan.updates:
                 rule.on_gpu(value, gradient, slots)
-            return
-        message = self._host_message(plan)
-        for value, slots, (part,), gradient, work in plan.pieces([message], self._scratch):
-            gradient[...] = part
-            rule.apply(value, gradient, slots, work)
+
+    def _apply_with_norms(self, plan: DevicePlan, norms: Norms) -> None:
+        """The host waits once, for the norms of all variables: what is computed of them it passes to kernels."""
+        variables = []
+        for cut in plan.cuts:  # each a whole variable: a GPU's plan has no chunks
+            value, gradient, slots = plan.updates[cut.chunk]
+            here = slice(cut.start, cut.stop)
+            variables.append((value[here], gradient[here], [slot[here] for slot in slots]))
+        sums = self._zeros(8 * len(variables) * norms.size).view(np.float64).reshape(-1, norms.size)
+        for (value, gradient, slots), out in zip(variables, sums, strict=True):
+            norms.sums_on_gpu(value, gradient, slots, out)
+        for (value, gradient, slots), found in zip(variables, np.sqrt(_gpu.to_host(sums)).tolist(), strict=True):
+            norms.bound(found).on_gpu(value, gradient, slots)
 
     def _host_message(self, plan: DevicePlan) -> Any:
         if not self._is_apart:

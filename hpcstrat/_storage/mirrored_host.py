@@ -14,8 +14,9 @@ from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.plan import Plan, ScratchBuffers
+from hpcstrat._storage.plan import Plan
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,67 +15,18 @@ from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage import compiled
-from hpcstrat._storage.rule import NO_CONSTANTS, UpdateRule
+from hpcstrat._storage.chunks import (
+    Chunk,
+    Cut,
+    LocalOnlyRange,
+    Memory,
+    ScratchBuffers,
+    UpdateChunk,
+    is_readable_in_place,
+    ranges_of,
+)
+from hpcstrat._storage.rule import NO_CONSTANTS, Norms, UpdateRule
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-
-
-class Chunk(NamedTuple):
-    """Some elements that are updated together.
-
-    Attributes:
-        group: which dtype of the message.
-        start, stop: the elements' place among that dtype's of the message.
-        value: the variables' elements, in storage.
-        slots: the optimizer's, likewise.
-    """
-
-    group: int
-    start: int
-    stop: int
-    value: Array
-    slots: tuple[Array, ...]
-
-
-class UpdateChunk(NamedTuple):
-    """A chunk as it meets the messages of one update.
-
-    Attributes:
-        value, slots: see `Chunk`.
-        parts: the same elements of every message.
-        gradient: of their length and dtype, to reduce them into.
-        work: likewise, for the rule to work in.
-    """
-
-    value: Array
-    slots: tuple[Array, ...]
-    parts: list[Array]
-    gradient: Array
-    work: Array
-
-
-class LocalOnlyRange(NamedTuple):
-    """The part of one large variable that this rank updates in whole chunks. Nobody else reads its gradient there.
-
-    Attributes:
-        group: which dtype of the message.
-        begin: the variable's first element among its dtype's of the message.
-        start, stop: the part, in elements from there.
-        chunks: the indices of its chunks.
-    """
-
-    group: int
-    begin: int
-    start: int
-    stop: int
-    chunks: range
-
-
-class Memory(Protocol):
-    """Where blocks are."""
-
-    def part(self, start: int, stop: int) -> Array:
-        """The bytes between two places of a block or of several in a row, a flat array."""
-        ...
 
 
 class Plan:
@@ -118,12 +71,13 @@ class Plan:
             Array
         ] = []  # the messages that the ranks' buffers are parts of, as far as it sees them
         self._buffers_owner: Block | None = None
+        self.sums: Block | None = None  # of each rank and variable, where updates take norms
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
         for index, group in enumerate(self.form.groups):
             mine = slice_of(group.elements, rank, size)
-            for place, count, starts in _ranges(group, variables, slots, self.form.starts, alignment):
+            for place, count, starts in ranges_of(group, variables, slots, self.form.starts, alignment):
                 for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
                     b = min(a + chunk, place + count, mine.stop)
                     item = group.dtype.itemsize
@@ -135,7 +89,7 @@ class Plan:
         self._rank = rank
         self._own = self._own_parts()
         self._is_compiled = compiles and sum(self.form.sizes) >= compiled.FEWEST
-        self._addresses: dict[int, tuple[list[int], compiled.Table, compiled.Table]] = {}
+        self._addresses: dict[int, tuple[Array, compiled.Table, Array]] = {}
 
     def signature(
         self, call: str, op: Aggregation = FIRST_REPLICA, constants: Mapping[str, float] = NO_CONSTANTS
@@ -219,7 +173,7 @@ class Plan:
         views = self._message_views(message)
         for i, (view, value) in enumerate(zip(views, values, strict=True)):
             own = self._own.get(i)
-            if own is not None and _is_readable_in_place(value, view):
+            if own is not None and is_readable_in_place(value, view):
                 flat, given = view.reshape(-1), value.reshape(-1)
                 flat[: own.start] = given[: own.start]
                 flat[own.stop :] = given[own.stop :]
@@ -233,6 +187,7 @@ class Plan:
         scratch: ScratchBuffers,
         op: ReduceOp = ReduceOp.SUM,
         values: Sequence[Array] | None = None,
+        share: Callable[[Array], Array] | None = None,
     ) -> None:
         """Reduces the messages, and changes this rank's chunks of the variables and slots by the result.
 
@@ -242,14 +197,18 @@ class Plan:
             scratch: to work in.
             op: how the messages are reduced.
             values: this rank's gradients, where `write_for_others` wrote its message.
+            share: adds up an array of float64 over the ranks that have the other chunks; `None` if this rank has
+                all.
         """
-        if op is ReduceOp.SUM and self._is_compiled and rule.kernel is not None:
-            loops = [(group, compiled.loop(rule, group.dtype)) for group in self.form.groups]
-            if all(loop is not None for _, loop in loops):
-                for group, loop in loops:
-                    if loop is not None and (table := self._table(group, messages, values)) is not None:
-                        loop(table, len(messages), rule.kernel_constants)
-                return
+        is_compiled = op is ReduceOp.SUM and self._is_compiled
+        if rule.norms is not None:
+            self._apply_with_norms(rule, rule.norms, messages, scratch, op, values, share, is_compiled)
+            return
+        if is_compiled and (loops := self._loops(lambda dtype: compiled.loop(rule, dtype))) is not None:
+            for loop, group in loops:
+                if (found := self._table(group, messages, values)) is not None:
+                    loop(found[1], len(messages), rule.kernel_constants)
+            return
         pieces = self.pieces(messages, scratch)
         if values is not None:
             pieces = self.with_own(pieces, messages, values)
@@ -257,27 +216,104 @@ class Plan:
             reduce_chunk(gradient, parts, op)
             rule.apply(value, gradient, slots, work)
 
-    def _table(self, group: Group, messages: Sequence[Array], values: Sequence[Array] | None) -> compiled.Table | None:
-        """This rank's chunks of a group of the messages, as a compiled loop takes them; `None` where it has none."""
+    def _apply_with_norms(
+        self,
+        rule: UpdateRule,
+        norms: Norms,
+        messages: Sequence[Array],
+        scratch: ScratchBuffers,
+        op: ReduceOp,
+        values: Sequence[Array] | None,
+        share: Callable[[Array], Array] | None,
+        is_compiled: bool,
+    ) -> None:
+        """`apply` in two passes: the norms of all variables, then the update of each by its own."""
+        sums = np.zeros((len(self.blocks), norms.size))
+        first = self._loops(lambda dtype: compiled.norm_loop(norms, dtype)) if is_compiled else None
+        second = self._loops(lambda dtype: compiled.loop(rule, dtype)) if first is not None else None
+        if first is not None and second is not None:
+            tables = [self._table(group, messages, values) for _, group in second]
+            for (loop, _), found in zip(first, tables, strict=True):
+                if found is not None:
+                    np.add.at(sums, found[0], loop(found[1], len(messages), norms.kernel_constants))
+            rules = self._bound(norms, sums, share)
+            for (loop, _), found in zip(second, tables, strict=True):
+                if found is not None:
+                    for variable in np.unique(found[0]):
+                        rows = found[1][found[0] == variable]
+                        loop(rows, len(messages), rules[variable].kernel_constants)
+            return
+        pieces = self.pieces(messages, scratch)
+        if values is not None:
+            pieces = self.with_own(pieces, messages, values)
+        cut = [(each.variable, pieces[each.chunk].cut(each.start, each.stop)) for each in self.cuts]
+        for variable, (value, slots, parts, gradient, _) in cut:
+            reduce_chunk(gradient, parts, op)
+            sums[variable] += norms.sums(value, gradient, slots)
+        rules = self._bound(norms, sums, share)
+        for variable, (value, slots, parts, gradient, work) in cut:
+            reduce_chunk(gradient, parts, op)
+            rules[variable].apply(value, gradient, slots, work)
+
+    def _bound(self, norms: Norms, sums: Array, share: Callable[[Array], Array] | None) -> list[UpdateRule]:
+        """The update of each variable, by the sums of squares of this rank's chunks."""
+        return [norms.bound(found) for found in np.sqrt(sums if share is None else share(sums)).tolist()]
+
+    def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
+        """The loop of each dtype; `None` unless all of them have one."""
+        loops = [(loop_of(group.dtype), group) for group in self.form.groups]
+        return loops if all(loop is not None for loop, _ in loops) else None
+
+    @functools.cached_property
+    def cuts(self) -> list[Cut]:
+        """This rank's chunks, cut where one variable ends and another begins."""
+        found: list[Cut] = []
+        for index, group in enumerate(self.form.groups):
+            chunks = [(k, chunk) for k, chunk in enumerate(self.chunks) if chunk.group == index]
+            starts = [chunk.start for _, chunk in chunks]
+            for i in group.members:
+                begin = (self.form.starts[i] - group.start) // group.dtype.itemsize
+                end = begin + self.form.sizes[i]
+                first, last = bisect.bisect_right(starts, begin) - 1, bisect.bisect_left(starts, end)
+                for k, chunk in chunks[max(first, 0) : last]:
+                    start, stop = max(begin, chunk.start), min(end, chunk.stop)
+                    if start < stop:
+                        found.append(Cut(index, i, k, start - chunk.start, stop - chunk.start))
+        return found
+
+    def _table(
+        self, group: Group, messages: Sequence[Array], values: Sequence[Array] | None
+    ) -> tuple[Array, compiled.Table] | None:
+        """This rank's part of a group of the messages, as a compiled loop takes it; `None` where it has none.
+
+        Returns:
+            Of each row, the variable's place in the order of a message; and the rows.
+        """
         index = self.form.groups.index(group)
         if index not in self._addresses:
-            mine = [k for k, chunk in enumerate(self.chunks) if chunk.group == index]
-            fixed = compiled.table([(self.chunks[k].value, *self.chunks[k].slots) for k in mine])
-            self._addresses[index] = mine, fixed, np.array([self.chunks[k].start for k in mine], np.int64)
-        mine, fixed, starts = self._addresses[index]
-        if not mine:
+            cuts = [cut for cut in self.cuts if cut.group == index]
+            arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
+            fixed = compiled.table(
+                [[a[cut.start : cut.stop] for a in each] for cut, each in zip(cuts, arrays, strict=True)]
+            )
+            starts = np.array([self.chunks[cut.chunk].start + cut.start for cut in cuts], np.int64)
+            numbers = np.array([(cut.variable, cut.chunk) for cut in cuts], np.int64).reshape(-1, 2)
+            self._addresses[index] = numbers, fixed, starts
+        numbers, fixed, starts = self._addresses[index]
+        if not len(numbers):
             return None
+        variables, chunks = numbers.T
         item = group.dtype.itemsize
         begins = np.array([group.of(message).ctypes.data for message in messages], np.int64)
         table = np.concatenate([fixed, begins + item * starts[:, None]], axis=1)
         if values is not None:
             views = self._message_views(messages[self._rank])
             for i, own in self._own.items():
-                if own.group == index and _is_readable_in_place(values[i], views[i]):
-                    rows = slice(own.chunks.start - mine[0], own.chunks.stop - mine[0])
+                if own.group == index and is_readable_in_place(values[i], views[i]):
+                    rows = (chunks >= own.chunks.start) & (chunks < own.chunks.stop)
                     begin = values[i].ctypes.data - item * own.begin
                     table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
-        return table
+        return variables, table
 
     def with_own(
         self, pieces: list[UpdateChunk], messages: Sequence[Array], values: Sequence[Array]
@@ -288,7 +324,7 @@ class Plan:
         pieces = list(pieces)
         views = self._message_views(messages[self._rank])
         for i, own in self._own.items():
-            if _is_readable_in_place(values[i], views[i]):
+            if is_readable_in_place(values[i], views[i]):
                 given = values[i].reshape(-1)
                 for k in own.chunks:
                     parts = list(pieces[k].parts)
@@ -326,45 +362,3 @@ class Plan:
             ]
             kept = self._pieces[key] = (messages[0], pieces)
         return kept[1]
-
-
-class ScratchBuffers:
-    """Memory to work in, the same for all plans of a storage."""
-
-    def __init__(self) -> None:
-        self._pairs: dict[np.dtype[Any], tuple[Array, Array]] = {}
-
-    def of(self, value: Array) -> tuple[Array, Array]:
-        """Two arrays like a chunk's: one for the reduced gradient, one for the rule to work in."""
-        dtype, n = value.dtype, value.size
-        if dtype not in self._pairs:
-            self._pairs[dtype] = (np.empty(CHUNK, dtype), np.empty(CHUNK, dtype))
-        first, second = self._pairs[dtype]
-        return first[:n], second[:n]
-
-
-def _is_readable_in_place(value: Array, view: Array) -> bool:
-    """Whether elements of `value` can be taken from it while variables change.
-
-    What is read-only may be a variable, which others update meanwhile.
-    """
-    return bool(value.flags.c_contiguous and value.flags.writeable and value.dtype == view.dtype)
-
-
-def _ranges(
-    group: Group, variables: Sequence[Block], slots: Sequence[Sequence[Block]], starts: Sequence[int], alignment: int
-) -> list[tuple[int, int, list[int]]]:
-    """(place in the group, number of elements, first bytes of value and slots) of what lies in a row everywhere."""
-    ranges: list[tuple[int, int, list[int]]] = []
-    item = group.dtype.itemsize
-    for i in group.members:
-        place, count = (starts[i] - group.start) // item, variables[i].array.size
-        begins = [variables[i].start, *(slot.start for slot in slots[i])]
-        if ranges:
-            before, length, firsts = ranges[-1]
-            length = -(-length * item // alignment) * alignment // item  # with what lies between the two
-            if begins == [first + length * item for first in firsts]:
-                ranges[-1] = (before, length + count, firsts)
-                continue
-        ranges.append((place, count, begins))
-    return ranges

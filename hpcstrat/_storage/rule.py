@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
+
 from hpcstrat import _gpu
 from hpcstrat._types import Array
 
@@ -23,7 +25,8 @@ class Kernel(NamedTuple):
         slots: names of the slots in `body`.
         constants: names of the constants in `body`.
         body: statements of CUDA C++ that change `value` and the slots by `gradient`, one element of each. All have the
-            variable's dtype; where that has 16 bits, `float`.
+            variable's dtype; where that has 16 bits, `float`. Those of norms change nothing and assign to `term_0` and
+            so on.
     """
 
     name: str
@@ -46,22 +49,88 @@ class UpdateRule(NamedTuple):
             `ReplicaMismatchError`, which names them.
         kernel: the same update as one GPU kernel; without it `apply` runs on CuPy arrays.
         kernel_constants: the constants of the kernel, in its order.
+        norms: what it takes of whole variables. Then `apply` is for a whole variable, and the kernel's constants are
+            those of `norms.bound`.
     """
 
     apply: Apply
     constants: Mapping[str, float] = NO_CONSTANTS
     kernel: Kernel | None = None
     kernel_constants: tuple[float, ...] = ()
+    norms: Norms | None = None
 
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
-        if self.kernel is not None:
+        if self.norms is not None:
+            sums = _gpu.array_module(gradient).empty(self.norms.size, np.float64)
+            self.norms.sums_on_gpu(value, gradient, slots, sums)
+            self.norms.bound(np.sqrt(_gpu.to_host(sums)).tolist()).on_gpu(value, gradient, slots)
+        elif self.kernel is not None:
             compiled = _compiled(self.kernel, value.dtype.itemsize == 2)
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:
             # An assignment has no constants and uses no scratch: large variables need no memory beside them.
             scratch = _gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
             self.apply(value, gradient, slots, scratch)
+
+
+LANES = 16
+"""Sums of squares that are kept side by side, so that a compiler can add them up in vectors, in the same order."""
+
+
+class Norms(NamedTuple):
+    """The norms over a variable that an update of its elements depends on.
+
+    They take a first pass over all elements, which changes nothing. A rank that has a part of the elements only sums
+    up its own, and the ranks add their sums. Squares are summed in float64.
+
+    Attributes:
+        size: how many there are.
+        kernel: assigns, for each norm, the term whose norm it is; changes nothing.
+        terms: the same by NumPy's operations, of a value, a gradient and slots.
+        kernel_constants: the constants of the kernel, in its order.
+        bound: the update of a variable that has these norms.
+    """
+
+    size: int
+    kernel: Kernel
+    terms: Callable[[Array, Array, Sequence[Array]], Sequence[Array]]
+    kernel_constants: tuple[float, ...]
+    bound: Callable[[Sequence[float]], UpdateRule]
+
+    def rule(self) -> UpdateRule:
+        """The update of variables whose norms are not known yet."""
+        return self.bound([1.0] * self.size)._replace(apply=self._apply, kernel_constants=(), norms=self)
+
+    def _apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
+        self.bound(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(value, gradient, slots, scratch)
+
+    def sums(self, value: Array, gradient: Array, slots: Sequence[Array]) -> Array:
+        """The sum of the squares of each term, of NumPy arrays."""
+        return np.array([sum_of_squares(term) for term in self.terms(value, gradient, slots)])
+
+    def sums_on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array], out: Array) -> None:
+        """Likewise, of flat CuPy arrays, to `out`, on the current stream."""
+        xp = _gpu.array_module(gradient)
+        if value.dtype.kind == "c":
+            squares = [xp.abs(term).astype(np.float64) ** 2 for term in self.terms(value, gradient, slots)]
+        else:
+            squares = [xp.empty(value.shape, np.float64) for _ in range(self.size)]
+            compiled = _compiled_norms(self.kernel, self.size, value.dtype.itemsize == 2)
+            compiled(gradient, *self.kernel_constants, value, *slots, *squares)
+        for i, array in enumerate(squares):
+            out[i] = array.sum()
+
+
+def sum_of_squares(term: Array) -> float:
+    """The sum of the squares of a flat array's elements, in float64 and in the order of a compiled loop."""
+    squares = np.abs(term).astype(np.float64)
+    squares *= squares
+    whole = squares.size // LANES * LANES
+    lanes = np.zeros(LANES)
+    lanes += np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
+    lanes[: squares.size - whole] += squares[whole:]
+    return sum(lanes.tolist())
 
 
 @functools.cache
@@ -74,6 +143,22 @@ def _compiled(kernel: Kernel, is_short: bool) -> Any:
         ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in kernel.constants)]),
         ", ".join(f"T given_{one}" for one in changed),
         "\n".join([*before, kernel.body, *after]),
+        f"hpcstrat_{kernel.name}",
+        no_return=True,
+    )
+
+
+@functools.cache
+def _compiled_norms(kernel: Kernel, count: int, is_short: bool) -> Any:
+    computed = "float" if is_short else "T"
+    taken = ("gradient", *kernel.constants, "value", *kernel.slots)
+    before = [f"const {computed} {one} = ({computed})given_{one};" for one in taken]
+    terms = [f"{computed} term_{i};" for i in range(count)]
+    after = [f"square_{i} = (double)term_{i} * (double)term_{i};" for i in range(count)]
+    return _gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join(f"{'float64' if one in kernel.constants else 'T'} given_{one}" for one in taken),
+        ", ".join(f"float64 square_{i}" for i in range(count)),
+        "\n".join([*before, *terms, kernel.body, *after]),
         f"hpcstrat_{kernel.name}",
         no_return=True,
     )

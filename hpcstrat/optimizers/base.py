@@ -64,7 +64,8 @@ class Optimizer(abc.ABC):
 
         It is run once, with symbols, and becomes NumPy's operations on the host and one kernel on a GPU, with the same
         results. So it must be made of `+ - * /`, comparisons, and `numpy`'s `sqrt`, `square`, `absolute`, `sign`,
-        `maximum`, `minimum` and `where`; what else it does is a TypeError that names the line.
+        `maximum`, `minimum` and `where`; what else it does is a TypeError that names the line. `numpy.linalg.norm` of
+        an element is a number: the norm over the whole variable, for which a step goes over memory once more.
 
         Args:
             value: the variable's element.
@@ -191,7 +192,12 @@ class Optimizer(abc.ABC):
                 raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
             if sparse or key(group, dense) not in self._state.plans:
                 self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
-            rate = float(self._current_rate())
+            rule = self.update_rule(float(self._current_rate()), self._state.iterations + 1)
+            if sparse and rule.norms is not None:
+                raise ValueError(
+                    f"{call}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
+                    "IndexedSlices for its gradient; pass an array"
+                )
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
         op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
@@ -202,7 +208,6 @@ class Optimizer(abc.ABC):
                 gradients, op = communicator.all_reduce(call, gradients, op), FIRST_REPLICA
             with group.on_stream():
                 gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
-        rule = self.update_rule(rate, self._state.iterations + 1)
         try:  # all variables and the number of steps change, or none
             if dense:
                 plan = self._state.plan_of(group, dense, self.name, self.slots)

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from lamb import LAMB
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -20,6 +21,7 @@ SHAPES = [(7,), (300, 401), (), (40_000,), (5, 9)]
 OPTIMIZERS = {
     "SGD": lambda: hs.optimizers.SGD(0.5),
     "Adam": lambda: hs.optimizers.Adam(0.5),
+    "LAMB": lambda: LAMB(0.5),
     "RMSprop": lambda: hs.optimizers.RMSprop(0.5, momentum=0.5, centered=True),
 }
 

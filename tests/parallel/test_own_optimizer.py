@@ -6,6 +6,7 @@ import os
 import numpy as np
 import pytest
 from adadelta import Adadelta
+from lamb import LAMB
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -72,3 +73,48 @@ def test_rows_of_a_table(strategy):
     train(strategy, w, optimizer, 1)
     np.testing.assert_array_equal(table.numpy()[[1, 3]], w.numpy()[[1, 3]])
     np.testing.assert_array_equal(table.numpy()[[0, 2]], np.ones((2, 3)))
+
+
+SHAPES = [(4, 3), (), (700,), (2, 0), (33,)]
+"""Variables of both dtypes, some of them smaller than what ranks share out, one without elements."""
+
+
+def gradients(rank, step):
+    random = np.random.default_rng([rank, step])
+    return [random.standard_normal(shape).astype("f8" if i % 2 else "f4") for i, shape in enumerate(SHAPES)]
+
+
+def test_norms_are_those_of_whole_variables(strategy, tmp_path):
+    """Whatever parts of them the ranks update: against the formula on whole arrays, in float64."""
+    path = MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))
+
+    def model():
+        with strategy.scope():
+            return [hs.Variable(np.full_like(one, 0.5)) for one in gradients(0, 0)], LAMB(0.5)
+
+    variables, optimizer = model()
+    expected = [[np.full(shape, 0.5), np.zeros(shape), np.zeros(shape)] for shape in SHAPES]
+    numbers = {name: getattr(optimizer, name) for name in ("beta_1", "beta_2", "epsilon", "weight_decay")}
+    for step in range(1, 5):
+        given = [strategy.xp.asarray(one) for one in gradients(RANK, step)]
+        strategy.run(optimizer.apply_gradients, args=(list(zip(given, variables, strict=True)),))
+        totals = [sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)]
+        for i, total in enumerate(totals):
+            value, m, v = expected[i]
+            with np.errstate(invalid="ignore"):  # the norms of nothing
+                expected[i] = [*LAMB.formula(value, total, m, v, learning_rate=0.5, step=step, **numbers)]
+        if step == 2:
+            hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer).save(path)
+            variables, optimizer = model()
+            hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer).restore(path)
+    for variable, (value, *_) in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-4, atol=1e-5)
+
+
+def test_a_norm_takes_no_rows(strategy):
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.ones((4, 3))), LAMB(0.5)
+    slices = hs.IndexedSlices(strategy.xp.ones((1, 3)), strategy.xp.array([2]))
+    with pytest.raises(ValueError, match=r"LAMB\.apply_gradients: the update takes norms of whole variables"):
+        strategy.run(lambda: optimizer.apply_gradients([(slices, w)]))
+    assert optimizer.iterations == 0 and (w.numpy() == 1).all()

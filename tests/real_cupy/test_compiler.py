@@ -48,7 +48,13 @@ def sources():
             assert update.kernel is not None
             kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
-            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *update.kernel_constants, *arrays]))
+            constants = [0.5] * len(update.kernel.constants)
+            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays]))
+            if (norms := update.norms) is not None:
+                kernel = rule._compiled_norms(norms.kernel, norms.size, accumulator(dtype) != dtype)
+                squares = [array(3, np.float64) for _ in range(norms.size)]
+                given = [array(3, dtype), *norms.kernel_constants, *arrays, *squares]
+                texts.append(text(kernel, f"kernel_{len(texts)}", given))
         kernel = rows._kernel(accumulator(dtype) != dtype)
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))

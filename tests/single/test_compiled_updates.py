@@ -49,6 +49,9 @@ def test_a_loop_gives_the_bits_of_the_operations(shared, monkeypatch, dtype, nam
             rule = optimizer.update_rule(0.1, step)
             loop = compiled.loop(rule, dtype)
             assert loop is not None
+            norms, sums = rule.norms, []
+            if norms is not None:
+                rule = norms.bound([0.5] * norms.size)
             rows, expected = [], []
             for size in sizes:
                 arrays = [
@@ -59,9 +62,15 @@ def test_a_loop_gives_the_bits_of_the_operations(shared, monkeypatch, dtype, nam
                 value, *slots = (array.copy() for array in arrays[:count])
                 gradient = np.empty_like(value)
                 reduce_chunk(gradient, arrays[count:], ReduceOp.SUM)
+                if norms is not None:
+                    sums.append(norms.sums(value, gradient, slots).tolist())
                 rule.apply(value, gradient, slots, np.empty_like(value))
                 rows.append(arrays)
                 expected.append([value, *slots, *(array.copy() for array in arrays[count:])])
+            if norms is not None:
+                first = compiled.norm_loop(norms, dtype)
+                assert first is not None
+                assert first(compiled.table(rows), messages, norms.kernel_constants).tolist() == sums
             loop(compiled.table(rows), messages, rule.kernel_constants)
             for found, wanted in zip(rows, expected, strict=True):
                 assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]

@@ -124,6 +124,12 @@ REFUSED = {
     "a text": (lambda w, g: w - "1", "an operand is of type str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "one operand is a condition"),
     "a number as a condition": (lambda w, g: np.where(g, w, g), "one operand is an element"),
+    "a norm in a norm": (lambda w, g: w - g * np.linalg.norm(g * np.linalg.norm(w)), "that no other norm is in"),
+    "a norm of a number": (
+        lambda w, g: w - g * np.linalg.norm(np.linalg.norm(w)),
+        "numpy.linalg.norm takes an element",
+    ),
+    "a norm of rows": (lambda w, g: w - np.linalg.norm(g, axis=0), "numpy.norm has no place in a formula"),
     "parts of an element": (lambda w, g: w - sum(g), "an element is no sequence"),
 }
 
@@ -150,6 +156,34 @@ RETURNED = {
 def test_what_is_returned_is_checked(what):
     with pytest.raises(TypeError, match=r"Own\.formula returned .* and 1 new slots"):
         optimizer_of(RETURNED[what], "a").update_rule(0.5, 1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex128])
+def test_norms(dtype):
+    """Numbers that are made of norms are computed in float64, of terms in the dtype that is computed in."""
+
+    def formula(w, g, a, *, learning_rate):
+        update = g - a
+        ratio = np.maximum(np.linalg.norm(w) / np.linalg.norm(update), 0.1)
+        return w - learning_rate * ratio * update, a * np.where(ratio < 10, 2, 3)
+
+    random = np.random.default_rng(0)
+    w, g, a = (random.standard_normal(67).astype(dtype) for _ in range(3))
+    wide = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
+    w_, g_, a_ = (array.astype(wide) for array in (w, g, a))
+    norms = [np.sqrt((abs(array).astype(np.float64) ** 2).sum()) for array in (w_, g_ - a_)]
+    expected = w_ - (0.5 * norms[0] / norms[1]) * (g_ - a_)
+    optimizer_of(formula, "a").update_rule(0.5, 1).apply(w, g, [a], np.empty_like(w))
+    eps = ml_dtypes.finfo(dtype).eps
+    np.testing.assert_allclose(w.astype(np.complex128), expected.astype(np.complex128), rtol=4 * eps, atol=4 * eps)
+    assert (a == (2 * a_).astype(dtype)).all()
+
+
+def test_a_norm_of_zeros_divides_as_numpy_does():
+    rule = optimizer_of(lambda w, g: w + np.where(1 / np.linalg.norm(g) > 1e300, 1, 2)).update_rule(0.5, 1)
+    value = np.zeros(3)
+    rule.apply(value, np.zeros(3), (), np.empty(3))
+    assert value.tolist() == [1, 1, 1]
 
 
 def test_what_is_missing():

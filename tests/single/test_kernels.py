@@ -58,7 +58,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rows._kernel, packing._kernel, metrics._side_by_side)
+        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, metrics._side_by_side)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []

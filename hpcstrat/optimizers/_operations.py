@@ -1,0 +1,168 @@
+"""A traced formula as NumPy's operations: Python functions, made from text as a GPU's kernel is."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat._storage.rule import Apply
+from hpcstrat._types import Array
+from hpcstrat.optimizers._symbols import AS_OPERATIONS, ELEMENT, NUMBER, ON_NUMBERS, WITHOUT_OUT, Symbol
+
+GRADIENT, VALUE = 0, 1
+"""The first arrays of an operation. Then come the slots, and the arrays to work in."""
+
+
+def operations(
+    names: Sequence[str],
+    norms: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    results: Sequence[Symbol],
+) -> Callable[..., tuple[Apply, tuple[float, ...]]]:
+    """NumPy's operations, as a function of the formula's numbers and norms.
+
+    It gives the operations, and the numbers that these take, computed in float64. It is made from text, as the kernel
+    is: a loop over a table of operations takes twice as long on small variables.
+    """
+    functions: dict[str, Any] = {"wide": _wide, "empty_like": np.empty_like}
+    arrays, steps = _arranged(given, order, results)
+
+    def called(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
+        taken = [f"a{o}" if isinstance(o, int) else f"n{numbers.index(o)}" for o in operands]
+        text = _called(function, taken, functions)
+        return f"a{out} = {text})" if function in WITHOUT_OUT else f"{text}, out=a{out})"
+
+    slots = len(given) - 2
+    lines = [
+        *_bound(names, norms, numbers, functions),
+        f"    def apply(a{VALUE}, a{GRADIENT}, slots, a{slots + 2}):",
+        f"        dtype = a{VALUE}.dtype",
+        f"        if dtype.itemsize == 2: return wide(apply, a{VALUE}, a{GRADIENT}, slots)",
+        *_unpacked(slots, numbers),
+        *[f"        a{i} = empty_like(a{VALUE})" for i in range(slots + 3, arrays)],
+        *[f"        {called(*step)}" for step in steps],
+        "    return apply, numbers",
+    ]
+    exec("\n".join(lines), functions)  # of names and numbers, and of the functions in our tables
+    return functions["bind"]
+
+
+def norm_terms(
+    names: Sequence[str],
+    numbers: Sequence[Symbol],
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    wanted: Sequence[Symbol],
+) -> Callable[..., tuple[Callable[[Array, Array, Sequence[Array]], list[Array]], tuple[float, ...]]]:
+    """Likewise, for the arrays whose norms a formula takes: none of what is given changes."""
+    functions: dict[str, Any] = {"float32": np.float32}
+    places = {id(symbol): f"a{i}" for i, symbol in enumerate(given)}
+    places |= {id(number): f"n{i}" for i, number in enumerate(numbers)}
+    places |= {id(symbol): f"s{i}" for i, symbol in enumerate(order)}
+    steps = [
+        f"{places[id(symbol)]} = "
+        + _called(symbol.function, [places[id(operand)] for operand in symbol.operands], functions)
+        for symbol in order
+    ]
+    lines = [
+        *_bound(names, (), numbers, functions),
+        f"    def terms(a{VALUE}, a{GRADIENT}, slots):",
+        f"        dtype = a{VALUE}.dtype",
+        "        if dtype.itemsize == 2:",
+        f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, a{GRADIENT}, *slots)]",
+        f"            dtype = a{VALUE}.dtype",
+        *_unpacked(len(given) - 2, numbers),
+        *[f"        {step})" for step in steps],
+        f"        return [{', '.join(places[id(symbol)] for symbol in wanted)}]",
+        "    return terms, numbers",
+    ]
+    exec("\n".join(lines), functions)
+    return functions["bind"]
+
+
+def _bound(
+    names: Sequence[str], norms: Sequence[Symbol], numbers: Sequence[Symbol], functions: dict[str, Any]
+) -> list[str]:
+    """The first lines of the function: what operations take of numbers is computed once, and not for each chunk."""
+    places = {id(norm): f"norm_{i}" for i, norm in enumerate(norms)}
+
+    def computed(number: Symbol) -> str:
+        if id(number) in places:
+            return places[id(number)]
+        if number.function is None:
+            operand = number.operands[0]
+            return repr(operand) if isinstance(operand, float) else f"given_{operand}"
+        name = f"of_{number.function.__name__}"
+        functions[name] = ON_NUMBERS[number.function]
+        return f"{name}({', '.join(map(computed, number.operands))})"
+
+    return [
+        f"def bind({', '.join([f'given_{name}' for name in names] + list(places.values()))}):",
+        f"    numbers = ({''.join(f'{computed(number)}, ' for number in numbers)})",
+    ]
+
+
+def _unpacked(slots: int, numbers: Sequence[Symbol]) -> list[str]:
+    return [
+        f"        {''.join(f'a{i + 2}, ' for i in range(slots))}= slots" if slots else "",
+        "        number = dtype.type",
+        *[f"        n{i} = number(numbers[{i}])" for i in range(len(numbers))],
+    ]
+
+
+def _called(function: Any, operands: Sequence[str], functions: dict[str, Any]) -> str:
+    """A call of one of NumPy's functions, up to the closing bracket."""
+    functions[function.__name__] = AS_OPERATIONS.get(function, function)
+    return f"{function.__name__}({', '.join(operands)}"
+
+
+def _arranged(
+    given: Sequence[Symbol], order: Sequence[Symbol], results: Sequence[Symbol]
+) -> tuple[int, list[tuple[Any, list[Symbol | int], int]]]:
+    """How many arrays there are, and for each operation its operands, numbers or arrays, and the array for its result.
+
+    That is the result's place in storage, if nobody needs any more what is there.
+    """
+    uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
+    uses.update(map(id, results))  # which are needed to the end
+    place = {id(symbol): i for i, symbol in enumerate(given)}
+    homes = {id(result): i for i, result in enumerate(results, VALUE)}
+    first = arrays = len(given)
+    free = [] if uses[id(given[GRADIENT])] else [GRADIENT]
+    steps: list[tuple[Any, list[Symbol | int], int]] = []
+    for symbol in order:
+        operands = [operand if operand.kind == NUMBER else place[id(operand)] for operand in symbol.operands]
+        for operand in symbol.operands:
+            uses[id(operand)] -= 1
+            at = place.get(id(operand), VALUE)
+            if not uses[id(operand)] and (at == GRADIENT or at >= first) and operand.kind == ELEMENT:
+                free.append(at)
+        is_new = symbol.function in WITHOUT_OUT
+        home = homes.get(id(symbol))
+        if home is not None and not uses[id(given[home])] and not is_new:
+            out = home
+        elif free and not is_new:
+            out = free.pop()
+        else:
+            out, arrays = arrays, arrays + 1
+        place[id(symbol)] = out
+        steps.append((symbol.function, operands, out))
+    moved = [(place[id(result)], home) for home, result in enumerate(results, VALUE) if place[id(result)] != home]
+    for i, (at, home) in enumerate(moved):
+        if at < first:  # the place of another slot, which might be written first
+            steps.append((np.positive, [at], arrays))
+            moved[i], arrays = (arrays, home), arrays + 1
+    return arrays, steps + [(np.positive, [at], home) for at, home in moved]
+
+
+def _wide(apply: Apply, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
+    """Numbers of 16 bits as on a GPU: in float32, and rounded once."""
+    arrays = [array.astype(np.float32) for array in (value, gradient, *slots)]
+    apply(arrays[0], arrays[1], arrays[2:], np.empty_like(arrays[0]))
+    for array, new in zip((value, *slots), (arrays[0], *arrays[2:]), strict=True):
+        array[...] = new

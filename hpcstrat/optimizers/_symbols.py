@@ -1,0 +1,174 @@
+"""Symbols, which stand for elements and numbers while a formula is traced, and what may be done with them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, final
+
+import numpy as np
+
+ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
+
+# What gives the same bits in NumPy, in C++ and from processor to processor: IEEE 754 says how these round. NumPy's exp
+# or log depend on the processor.
+ON_ELEMENTS: dict[Any, str] = {
+    np.add: "{} + {}",
+    np.subtract: "{} - {}",
+    np.multiply: "{} * {}",
+    np.divide: "{} / {}",
+    np.negative: "-{}",
+    np.sqrt: "sqrt({})",
+    np.square: "{0} * {0}",
+    np.absolute: "fabs({})",
+    np.sign: "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}",
+    np.maximum: "{0} > {1} || {0} != {0} ? {0} : {1}",
+    np.minimum: "{0} < {1} || {0} != {0} ? {0} : {1}",
+    np.less: "{} < {}",
+    np.less_equal: "{} <= {}",
+    np.greater: "{} > {}",
+    np.greater_equal: "{} >= {}",
+    np.where: "{} ? {} : {}",
+}
+_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
+# Which zero NumPy's own takes of two with different signs depends on the processor, and on the place in the array.
+AS_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
+    np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
+}
+WITHOUT_OUT = (*_COMPARISONS, *AS_OPERATIONS, np.where)
+"""What takes no array for its result, or one of `bool`."""
+
+
+def _quotient(a: float, b: float) -> float:
+    """`a / b`, with NumPy's results where `b` is 0: the norm of a variable may be."""
+    with np.errstate(all="ignore"):
+        return a / b if b else float(np.divide(a, b))
+
+
+ON_NUMBERS: dict[Any, Callable[..., Any]] = {
+    np.add: operator.add,
+    np.subtract: operator.sub,
+    np.multiply: operator.mul,
+    np.divide: _quotient,
+    np.negative: operator.neg,
+    np.power: operator.pow,
+    np.square: lambda x: x * x,
+    np.absolute: abs,
+    np.maximum: max,
+    np.minimum: min,
+    np.sqrt: math.sqrt,
+    np.exp: math.exp,
+    np.log: math.log,
+    np.less: operator.lt,
+    np.less_equal: operator.le,
+    np.greater: operator.gt,
+    np.greater_equal: operator.ge,
+    np.where: lambda condition, a, b: a if condition else b,
+}
+
+
+def _operator(function: Any) -> Callable[..., Symbol]:
+    return lambda *operands: _applied(function, *operands)
+
+
+def _reflected(function: Any) -> Callable[..., Symbol]:
+    return lambda symbol, other: _applied(function, other, symbol)
+
+
+@final
+class Symbol:
+    """Stands for an element of an array, or for a number, while a formula is traced.
+
+    Attributes:
+        kind: an element, a condition on elements, or a number, which is the same for all of them.
+        function: NumPy's; `None` for what the formula is given and for literals.
+        operands: its arguments. Of what is given, its name or its value.
+    """
+
+    __slots__ = ("function", "kind", "operands")
+    __add__, __radd__ = _operator(np.add), _reflected(np.add)
+    __sub__, __rsub__ = _operator(np.subtract), _reflected(np.subtract)
+    __mul__, __rmul__ = _operator(np.multiply), _reflected(np.multiply)
+    __truediv__, __rtruediv__ = _operator(np.divide), _reflected(np.divide)
+    __neg__, __abs__ = _operator(np.negative), _operator(np.absolute)
+    __lt__, __le__ = _operator(np.less), _operator(np.less_equal)
+    __gt__, __ge__ = _operator(np.greater), _operator(np.greater_equal)
+
+    def __init__(self, kind: str, function: Any, *operands: Any) -> None:
+        self.kind, self.function, self.operands = kind, function, operands
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Symbol:
+        if method != "__call__" or options:
+            _refuse(f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a formula")
+        return _applied(ufunc, *arguments)
+
+    def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Symbol:
+        if function is np.linalg.norm and not options and len(arguments) == 1:
+            if self.kind != ELEMENT or any(operand.function is np.linalg.norm for operand in self.inputs()):
+                _refuse("numpy.linalg.norm takes an element that no other norm is in")
+            return Symbol(NUMBER, np.linalg.norm, self)
+        if function is not np.where or options or len(arguments) != 3:
+            _refuse(f"numpy.{function.__name__} has no place in a formula, where each element is by itself")
+        return _applied(np.where, *arguments)
+
+    def inputs(self) -> Iterator[Symbol]:
+        """All symbols that this one is made of, some several times."""
+        if self.function is not None:
+            for operand in self.operands:
+                yield operand
+                yield from operand.inputs()
+
+    def __pow__(self, exponent: Any) -> Symbol:
+        if self.kind == ELEMENT and isinstance(exponent, (int, float)) and exponent in (0.5, 2):
+            return _applied(np.square if exponent == 2 else np.sqrt, self)
+        return _applied(np.power, self, exponent)
+
+    def __rpow__(self, base: Any) -> Symbol:
+        return _applied(np.power, base, self)
+
+    def __bool__(self) -> NoReturn:
+        _refuse(f"whether {_article(self)} is true is not known when the formula is compiled; use numpy.where")
+
+    def __float__(self) -> NoReturn:
+        _refuse(f"{_article(self)} has no value when the formula is compiled; use NumPy's functions, not math's")
+
+    __int__ = __index__ = __float__
+
+    def __iter__(self) -> NoReturn:
+        _refuse(f"{_article(self)} is no sequence")
+
+
+def _applied(function: Any, *arguments: Any) -> Symbol:
+    operands = []
+    for argument in arguments:
+        if isinstance(argument, (int, float, np.number)):
+            argument = Symbol(NUMBER, None, float(argument))
+        elif not isinstance(argument, Symbol):
+            _refuse(f"an operand is of type {type(argument).__name__}; take what the formula is given, and numbers")
+        operands.append(argument)
+    if all(operand.kind == NUMBER for operand in operands):
+        table, kind = ON_NUMBERS, NUMBER
+    else:
+        table, kind = ON_ELEMENTS, CONDITION if function in _COMPARISONS else ELEMENT
+        wanted = [CONDITION, ELEMENT, ELEMENT] if function is np.where else [ELEMENT] * len(operands)
+        for operand, of in zip(operands, wanted, strict=True):
+            if (operand.kind == CONDITION) != (of == CONDITION):
+                _refuse(f"numpy.{function.__name__} takes {of}s, and one operand is {_article(operand)}")
+    if function not in table:
+        names = ", ".join(sorted(known.__name__ for known in table))
+        _refuse(f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; take {names}")
+    return Symbol(kind, function, *operands)
+
+
+def _article(symbol: Symbol) -> str:
+    return f"an {symbol.kind}" if symbol.kind == ELEMENT else f"a {symbol.kind}"
+
+
+def _refuse(why: str) -> NoReturn:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    raise TypeError(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: {why}")
