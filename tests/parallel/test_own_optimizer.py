@@ -98,7 +98,9 @@ def test_norms_are_those_of_whole_variables(strategy, tmp_path):
     for step in range(1, 5):
         given = [strategy.xp.asarray(one) for one in gradients(RANK, step)]
         strategy.run(optimizer.apply_gradients, args=(list(zip(given, variables, strict=True)),))
-        totals = [sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)]
+        totals = [
+            sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(MPI.COMM_WORLD.size)], strict=True)
+        ]
         for i, total in enumerate(totals):
             value, m, v = expected[i]
             with np.errstate(invalid="ignore"):  # the norms of nothing
