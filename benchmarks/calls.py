@@ -1,15 +1,19 @@
-"""Times single calls of the library on CPU replicas, beside what would be there without it.
+"""Times single calls of the library on CPU replicas, next to the same work done without it, and counts their Python.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/calls.py
 
-Microseconds, medians over rounds in which the ways take turns, of the slowest rank. Ranks that share a core pay for
-each other's Python: take no more of them than there are cores.
+Times are microseconds on the slowest rank: medians over rounds in which the alternatives take turns. Ranks that share a
+core pay for each other's Python, so use no more ranks than cores.
 
-Beside `apply_gradients` stands the same step in a shared window by hand, with the library's own barrier: copying the
-gradients, the sum and the rule, and two barriers, which are told one by one below. What is more is our own Python.
+`apply_gradients` is compared with the same step written by hand in a shared window, with the library's own barrier. Its
+pieces (copying the gradients, the sum and the rule, two barriers) have their own rows; the rest is our own Python. The
+last lines count the calls of Python functions inside the package in a steady `run` and `apply_gradients`; unlike times,
+they are equal on every machine.
 """
 
 import argparse
+import pathlib
+import sys
 
 import numpy as np
 from by_hand import COMM, Window
@@ -25,7 +29,7 @@ NEST = {"a": 1, "b": [2, 3], "c": 4}
 
 
 def in_replica(strategy, call):
-    """A way that makes the call in a replica context."""
+    """An alternative that makes the call in a replica context."""
     way, seconds = repeated(call), []
 
     def run(calls):
@@ -69,7 +73,27 @@ def own_barrier():
     return barrier(places, COMM.Dup())
 
 
+def python_calls(call):
+    """How many Python functions inside the package one steady call enters, on this thread."""
+    package = str(pathlib.Path(hs.__file__).parent)
+    found = 0
+
+    def count(frame, event, _):
+        nonlocal found
+        found += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    for _ in range(5):  # the first calls make plans and fill caches
+        call()
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
 def time_an_update(strategy, rounds, calls):
+    """Prints the rows of an update, and returns how many Python calls a steady one makes."""
     start = list(initial(LAYERS))
     gradients = [np.full_like(value, COMM.rank) for value in start]
     with strategy.scope():
@@ -91,6 +115,11 @@ def time_an_update(strategy, rounds, calls):
     for name, seconds in medians.items():
         if name.startswith("-"):
             row(name, "", f"{1e6 * seconds:,.2f}", "", "")
+    counts = []
+    strategy.run(
+        lambda: counts.append(python_calls(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))))
+    )
+    return counts[0]
 
 
 def show(name, medians, goal):
@@ -115,7 +144,10 @@ def main():
         ours, beside = pair(strategy)
         ways = {"ours": ours} | ({"beside": beside} if beside is not None else {})
         show(name, interleaved(ways, options.rounds, options.calls, COMM), goal)
-    time_an_update(strategy, options.rounds, options.calls)
+    update = time_an_update(strategy, options.rounds, options.calls)
+    run = python_calls(lambda: strategy.run(lambda nest: nest, args=(NEST,)))
+    if COMM.rank == 0:
+        print(f"\nPython calls inside hpcstrat, steady: run {run}, apply_gradients {update}")
 
 
 if __name__ == "__main__":

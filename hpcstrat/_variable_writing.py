@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,10 @@ def as_written_value(
             "strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
     array = as_read_only(call, value, on_gpu)
+    if not is_numeric(array.dtype):
+        raise ValueError(
+            f"{call}: the value is {reprlib.repr(value)}; it must be an array, a number or a sequence of numbers"
+        )
     if array.shape != shape:
         raise ValueError(
             f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "

@@ -1,8 +1,9 @@
-"""Metrics: totals that every replica keeps for itself and that `result` brings together."""
+"""Metrics: each replica keeps its own totals, and `result` combines them."""
 
 from __future__ import annotations
 
 import functools
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,16 @@ from hpcstrat._variables import Variable
 
 
 class Metric:
-    """A total and a count over all that replicas have shown it, exact over uneven batches.
+    """A total and a count over everything that replicas have added; exact over uneven batches.
 
     Args:
-        name: a name.
+        name: the metric's name.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        # Both numbers are summed over replicas when read. A mean per replica could not be combined exactly, as replicas
+        # have batches of different sizes.
         self._sums = Variable(
             np.zeros(2),
             name=name,
@@ -41,7 +44,7 @@ class Metric:
         return self._combine(total, count)
 
     def reset_state(self) -> None:
-        """Starts anew. Collective in the cross-replica context; in a replica context for this replica only."""
+        """Resets to zero. Collective in the cross-replica context; in a replica context, for this replica only."""
         self._sums.assign(np.zeros(2))
 
     def __repr__(self) -> str:
@@ -50,8 +53,8 @@ class Metric:
     def _add(self, total: Any, count: Any) -> None:
         if _variables.state_of(self._sums).needs_aggregation_to_read():
             raise RuntimeError(
-                f"{type(self).__name__}.update_state was called in the cross-replica context, and each replica counts "
-                "for itself; call it inside the function of Strategy.run"
+                f"{type(self).__name__}.update_state was called in the cross-replica context, but each replica keeps "
+                "its own totals; call it inside the function of Strategy.run"
             )
         if _gpu.is_on_gpu(total):
             both = _gpu.array_module(total).empty(2)
@@ -66,24 +69,34 @@ class Metric:
 
 @functools.cache
 def _side_by_side() -> Any:
-    """A kernel that writes a total and a count to an array of the two, neither of which the host knows."""
+    """A kernel that joins a total and a count into an array. Both stay on the GPU, so the host need not wait."""
     return _gpu.load_cupy("a metric").ElementwiseKernel(
         "float64 total, float64 count", "float64 both", "both = i ? count : total;", "hpcstrat_metric", no_return=True
     )
 
 
+def _as_numbers(call: str, argument: str, value: Any) -> Any:
+    array = _arrays.as_array(call, value, on_gpu=True)
+    if not _arrays.is_numeric(array.dtype):
+        try:
+            array = array.astype(np.float64)  # Python objects, such as fractions
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers") from error
+    return array
+
+
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """The sum of the values and their number, each counted by its weight."""
-    values = _arrays.as_array(call, values, on_gpu=True)
-    sample_weight = None if sample_weight is None else _arrays.as_array(call, sample_weight, on_gpu=True)
+    """The weighted sum of the values, and the sum of the weights."""
+    values = _as_numbers(call, "values", values)
+    sample_weight = None if sample_weight is None else _as_numbers(call, "sample_weight", sample_weight)
     if sample_weight is None and _gpu.is_on_gpu(values):
-        return values.sum(dtype=np.float64), values.size  # cast on the way
+        return values.sum(dtype=np.float64), values.size  # one kernel that casts and sums, instead of two
     xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
     if sample_weight is None:
         return array.sum(), array.size
     weights = xp.asarray(sample_weight, np.float64)
-    # As in TensorFlow weights may lack the last dimensions of the values.
+    # As in TensorFlow, weights may lack the last dimensions of the values.
     weights = xp.broadcast_to(weights.reshape(weights.shape + (1,) * (array.ndim - weights.ndim)), array.shape)
     return (array * weights).sum(), weights.sum()
 
@@ -104,7 +117,11 @@ class Mean(Metric):
         super().__init__(name)
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, counted by weight. For a replica function; never communicates."""
+        """Adds values, an array of any shape, each with its weight. For a replica function; never communicates.
+
+        Raises:
+            TypeError: an argument is not an array of numbers.
+        """
         self._add(*_weighted(f"{type(self).__name__}.update_state", values, sample_weight))
 
 
@@ -115,7 +132,11 @@ class Sum(Metric):
         super().__init__(name)
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, each times its weight. For a replica function; never communicates."""
+        """Adds values, an array of any shape, each times its weight. For a replica function; never communicates.
+
+        Raises:
+            TypeError: an argument is not an array of numbers.
+        """
         self._add(*_weighted(f"{type(self).__name__}.update_state", values, sample_weight))
 
     def _combine(self, total: Any, count: Any) -> Any:
@@ -123,13 +144,13 @@ class Sum(Metric):
 
 
 class Accuracy(Metric):
-    """The share of predictions that equal their labels."""
+    """The fraction of predictions that equal their labels."""
 
     def __init__(self, name: str = "accuracy") -> None:
         super().__init__(name)
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds labels and predictions, arrays of one shape. For a replica function; never communicates.
+        """Adds labels and predictions, arrays of equal shapes. For a replica function; never communicates.
 
         Raises:
             ValueError: the shapes differ.
@@ -140,18 +161,19 @@ class Accuracy(Metric):
 
 
 class MeanSquaredError(Metric):
-    """The mean of the squares of the errors."""
+    """The mean of the squared errors."""
 
     def __init__(self, name: str = "mean_squared_error") -> None:
         super().__init__(name)
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds true and predicted values, arrays of one shape. For a replica function; never communicates.
+        """Adds true and predicted values, arrays of equal shapes. For a replica function; never communicates.
 
         Raises:
+            TypeError: an argument is not an array of numbers.
             ValueError: the shapes differ.
         """
         call = "MeanSquaredError.update_state"
-        true, predicted = _pair(call, y_true, y_pred)
-        errors = true.astype(np.float64) - predicted  # first, because unsigned integers have no negative differences
+        true, predicted = _pair(call, _as_numbers(call, "y_true", y_true), _as_numbers(call, "y_pred", y_pred))
+        errors = true.astype(np.float64) - predicted  # cast first: differences of unsigned integers wrap around
         self._add(*_weighted(call, errors**2, sample_weight))

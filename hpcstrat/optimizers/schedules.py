@@ -13,12 +13,19 @@ from hpcstrat import _nest
 @_nest.leaf
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down."""
+    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down.
+
+    Raises:
+        ValueError: `decay_steps` is not positive.
+    """
 
     initial_learning_rate: float
     decay_steps: int
     decay_rate: float
     staircase: bool = False
+
+    def __post_init__(self) -> None:
+        _require_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -45,6 +52,9 @@ class PolynomialDecay:
     """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
 
     With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the end.
+
+    Raises:
+        ValueError: `decay_steps` is not positive.
     """
 
     initial_learning_rate: float
@@ -52,6 +62,9 @@ class PolynomialDecay:
     end_learning_rate: float = 0.0001
     power: float = 1.0
     cycle: bool = False
+
+    def __post_init__(self) -> None:
+        _require_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -63,17 +76,24 @@ class PolynomialDecay:
 @_nest.leaf
 @dataclass(frozen=True)
 class InverseTimeDecay:
-    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part."""
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part.
+
+    Raises:
+        ValueError: `decay_steps` is not positive.
+    """
 
     initial_learning_rate: float
     decay_steps: int
     decay_rate: float
     staircase: bool = False
 
+    def __post_init__(self) -> None:
+        _require_steps(self, self.decay_steps)
+
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
-        part = step / self.decay_steps
-        return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(part) if self.staircase else part))
+        steps = step / self.decay_steps
+        return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(steps) if self.staircase else steps))
 
 
 @_nest.leaf
@@ -82,6 +102,9 @@ class CosineDecay:
     """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).
 
     With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps` steps.
+
+    Raises:
+        ValueError: `decay_steps` is not positive.
     """
 
     initial_learning_rate: float
@@ -89,6 +112,9 @@ class CosineDecay:
     alpha: float = 0.0
     warmup_target: float | None = None
     warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _require_steps(self, self.decay_steps)
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -99,3 +125,10 @@ class CosineDecay:
             start, step = self.warmup_target, step - self.warmup_steps
         cosine = 0.5 * (1 + math.cos(math.pi * min(step, self.decay_steps) / self.decay_steps))
         return start * ((1 - self.alpha) * cosine + self.alpha)
+
+
+def _require_steps(schedule: object, decay_steps: int) -> None:
+    if decay_steps <= 0:
+        raise ValueError(
+            f"{type(schedule).__name__}: decay_steps is {decay_steps}; it must be a positive number of steps"
+        )

@@ -176,3 +176,19 @@ def test_the_repr_is_the_name(strategy):
     with strategy.scope():
         metrics = [hs.metrics.Mean("loss"), hs.metrics.Accuracy()]
     assert repr(metrics) == "[Mean(name='loss'), Accuracy(name='accuracy')]"
+
+
+@pytest.mark.parametrize(
+    "kind, args, says",
+    [
+        (hs.metrics.Mean, ("x",), "Mean.update_state: values is 'x'; it must be an array of numbers"),
+        (hs.metrics.Sum, ([1.0], ["x"]), "Sum.update_state: sample_weight is"),
+        (hs.metrics.MeanSquaredError, ([1.0], [None, "x"]), "MeanSquaredError.update_state: y_pred is"),
+    ],
+    ids=["values", "weights", "predictions"],
+)
+def test_what_is_no_number_is_refused_by_the_name_of_the_call(strategy, kind, args, says):
+    metric = make(strategy, kind)
+    with pytest.raises(TypeError, match=says):
+        strategy.run(lambda: metric.update_state(*args))
+    assert metric.result() == 0

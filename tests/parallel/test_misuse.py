@@ -310,7 +310,8 @@ ACROSS = {
     ),
     "assign: large Python ints": Case(assigned("i", [0, 0, -(2**31) - 1]), ValueError, INT_RANGE),
     "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into a variable of float32"),
-    "assign: text": Case(assigned("v", ["a", "b", "c"]), ValueError, "does not go into a variable of float32"),
+    "assign: text": Case(assigned("v", ["a", "b", "c"]), ValueError, "the value is .*; it must be an array, a number"),
+    "assign: one text": Case(assigned("v", "text"), ValueError, "the value is 'text'; it must be an array, a number"),
     "assign: None": Case(assigned("v", None), ValueError, "Variable.assign of 'v'"),
     "assign: numbers to bool": Case(
         assigned("b", np.array([1, 0])), ValueError, "int64 does not go into a variable of bool"

@@ -15,6 +15,21 @@ def close(schedule, expected):
         assert schedule(step) == pytest.approx(expected(step), rel=1e-12), step
 
 
+@pytest.mark.parametrize("steps", [0, -1])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda steps: schedules.ExponentialDecay(0.1, steps, 0.9),
+        lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
+        lambda steps: schedules.PolynomialDecay(0.1, steps),
+        lambda steps: schedules.CosineDecay(0.1, steps),
+    ],
+)
+def test_decay_steps_must_be_positive(make, steps):
+    with pytest.raises(ValueError, match=rf"Decay: decay_steps is {steps}; it must be a positive number"):
+        make(steps)
+
+
 def test_exponential_decay():
     close(schedules.ExponentialDecay(0.1, 10, 0.5), lambda step: 0.1 * 0.5 ** (step / 10))
     close(schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), lambda step: 0.1 * 0.5 ** (step // 10))
