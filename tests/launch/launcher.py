@@ -160,6 +160,7 @@ class _Job:
             found = [
                 f"process {process}: {_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
                 for process in self.processes()
+                if _runs(process)
             ]
             found += [path for path in sorted(self.files) if os.path.exists(path)]
             if not found or time.monotonic() > deadline:
@@ -170,6 +171,12 @@ class _Job:
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
+
+
+def _runs(process):
+    """Not one that has ended and waits for `init` to take its status, who may look once a second only."""
+    fields = _read(process, "stat").rpartition(b")")[2].split()
+    return bool(fields) and (fields[0] != b"Z" or fields[17] != b"1")  # threads, which may outlive the first
 
 
 def _read(process, name):
