@@ -2,7 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 BEGIN = """
 import atexit, contextlib, ctypes, sys, threading, time
@@ -15,9 +15,13 @@ rank, last = hs.rank(), hs.rank() == hs.size() - 1
 """
 BEGIN_ON_HOSTS = BEGIN.replace("strategy = hs.CentralStorageStrategy()", "hs.barrier()")
 HELPERS = """
-import os, re, signal, sys
+import os, re, signal, sys, time
 
 def loop():
+    while True:
+        time.sleep(0.01)
+
+def compute():
     while True:
         pass
 
@@ -46,6 +50,8 @@ def mpirun():
 """
 ANY = "any"
 WAIT = "\nhs.barrier()\nprint('went on')\n"
+SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
+"""For ranks that wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,9 @@ class Fault:
         first: one that the first line of standard error matches; most often it shows that the cause comes first.
         prints: regular expressions; each is found on standard output. Where there is none, nothing is printed.
         status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was a fault.
-        ranks: how many there are.
+        ranks: how many there are; the program calls the last of them `last`.
         begin: the lines before.
-        env: more variables.
+        env: more variables. Without time-outs among them the job must end long before any.
         hosts: whether the ranks stand for several hosts.
         left: a pattern of what MPI itself leaves in /dev/shm.
     """
@@ -88,15 +94,15 @@ CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\
 LEFT = "left the program before the others"
 
 
-def stalled(program, waiting, missing, **others):
+def stalled(program, waiting, missing, env=SOON, **others):
     """A fault after which some ranks wait for another: a report comes first, and later the end."""
-    return Fault(program, [ENDED, waiting, missing], STALLED, **others)
+    return Fault(program, [ENDED, waiting, missing], STALLED, env=env, **others)
 
 
 def silenced(program, waiting, missing, **others):
     """The same with a rank that does not answer, which is known after two seconds."""
     env = {"HPCSTRAT_STALL_SECONDS": "3", "HPCSTRAT_TIMEOUT_SECONDS": "4"}
-    return replace(stalled(program, waiting, missing, **others), env=env)
+    return stalled(program, waiting, missing, env=env, **others)
 
 
 def waits(ranks, call, function="<module>"):

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from fault import WAIT, Fault
+from fault import SOON, WAIT, Fault
 from faults_of_broken_calls import BROKEN, CAUGHT, TWICE
 from faults_of_errors import ENDS, ERRORS, MISMATCHES
 from faults_of_the_start import EARLY
@@ -12,21 +12,28 @@ from faults_on_hosts import ON_HOSTS
 
 def harmless(program, *prints, **others):
     """What looks like a fault and is none: the job ends well, and says nothing."""
-    return Fault(textwrap.dedent(program) + WAIT, prints=[*prints, r"went on\n\Z"], status=0, **others)
+    return Fault(textwrap.dedent(program) + WAIT, prints=[*prints, r"went on\n\Z"], status=0, ranks=2, **others)
 
+
+SHORT = {"HPCSTRAT_STALL_SECONDS": "3", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
 
 HARMLESS = {
-    "an extended time-out": harmless("with hs.extend_timeout(60):\n    if last: time.sleep(5)\n    hs.barrier()"),
-    "an extended time-out of the late rank alone": harmless("if last:\n    with hs.extend_timeout(60): time.sleep(5)"),
-    "long work without a call": harmless("time.sleep(5)"),
-    "a wait that is shorter": harmless("if last: time.sleep(0.6)\nhs.barrier()\n" * 6),
+    "an extended time-out": harmless(
+        "with hs.extend_timeout(60):\n    if last: time.sleep(4)\n    hs.barrier()", env=SOON
+    ),
+    "an extended time-out of the late rank alone": harmless(
+        "if last:\n    with hs.extend_timeout(60): time.sleep(4); hs.barrier()\nelse: hs.barrier()", env=SOON
+    ),
+    "long work without a call": harmless("time.sleep(4)", env=SHORT),
+    "waits that are each shorter": harmless("if last: time.sleep(0.5)\nhs.barrier()\n" * 8, env=SHORT),
     "time-outs extended by odd lengths": harmless(
         """
         extend = hs.extend_timeout
         with extend(np.float32(9)), extend(float("inf")), extend(1e308), extend(1e308):
-            if last: time.sleep(5)
+            if last: time.sleep(4)
             hs.barrier()
-        """
+        """,
+        env=SOON,
     ),
     "a working folder that goes, and long names that are not ASCII": harmless(
         """
@@ -92,7 +99,7 @@ HARMLESS = {
             work()
         print(*found)
         """,
-        "6.0 6.0 6.0 6.0 6.0 6.0",
+        "3.0 3.0 3.0 3.0 3.0 3.0",
     ),
     "a thread makes the calls of a replica function": harmless(
         """
@@ -106,7 +113,7 @@ HARMLESS = {
             return found[0]
         print(strategy.reduce("MEAN", strategy.run(step), None))
         """,
-        "3.0",
+        "2.0",
     ),
     "a forked child that exits": harmless(
         """

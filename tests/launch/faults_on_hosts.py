@@ -7,6 +7,7 @@ from fault import (
     BARRIER,
     BEGIN_ON_HOSTS,
     LEFT,
+    SOON,
     WAIT,
     Fault,
     missing,
@@ -16,10 +17,10 @@ from fault import (
     waits,
 )
 from faults_of_errors import CLOSED_OR_LAUNCHER, ended, raised
-from faults_of_the_start import EARLY
+from faults_of_the_start import EARLY, early
 
 ON_HOSTS = {
-    "hosts: an endless loop": stalled("if last: loop()" + WAIT, BARRIER, missing("rank 2", "loop")),
+    "hosts: an endless loop": stalled("if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")),
     "hosts: an endless loop of rank 0": stalled(
         "if rank == 0: loop()" + WAIT, waits("ranks 1, 2", "barrier"), missing("rank 0", "loop")
     ),
@@ -30,14 +31,17 @@ ON_HOSTS = {
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
         [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
+        env=SOON,
     ),
-    "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
+    "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
     "hosts: SIGKILL of rank 0": ended(
         "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER + "|rank 0, or the network"
     ),
     "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
-    "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 2 {LEFT}"),
-    "hosts: an exception": raised("if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause"),
+    "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
+    "hosts: an exception": raised(
+        "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
+    ),
     "hosts: another call": Fault(
         "hs.any_rank(True) if last else hs.barrier()",
         ["ReplicaMismatchError: ", "rank 0: barrier", "rank 1: barrier", "rank 2: any_rank"],
@@ -67,10 +71,11 @@ ON_HOSTS = {name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fau
 ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
     ON_HOSTS["hosts: an endless loop"], begin=STRANGERS + BEGIN_ON_HOSTS
 )
-ON_HOSTS["hosts: an exception before the first strategy"] = replace(EARLY["early: an exception"], hosts=True, ranks=4)
-ON_HOSTS["hosts: an exception while some wait"] = replace(
-    EARLY["early: an exception"],
-    program="if rank == 2: raise ValueError('the cause')\nif rank == 3: time.sleep(1000)" + WAIT,
+ON_HOSTS["hosts: an exception before the first strategy"] = replace(EARLY["early: an exception"], hosts=True)
+ON_HOSTS["hosts: an exception while some wait"] = early(  # rank 0, and rank 1 never starts MPI
+    "if rank == 2: raise ValueError('the cause')\nif rank == 1: time.sleep(1000)",
+    "ValueError: the cause",
+    rank=2,
+    ranks=3,
     hosts=True,
-    ranks=4,
 )

@@ -18,7 +18,7 @@ import simulated_gpu
 _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
 _SETTLE_SECONDS = 3
 
 

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one machine is one cluster at a time
 ROOT = pathlib.Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 SECONDS = 90  # the time limit of a job
