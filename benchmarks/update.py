@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/update.py
 
-`apply_gradients` of CentralStorageStrategy alone, with gradients that are there already, beside PyTorch, if
-it is installed: the fused one, which is one pass over memory too, and the plain one (`foreach=False`), an operation at
-a time. PyTorch updates all elements on rank 0, with one thread, while the other ranks wait. Of ours each rank has its
-share of the elements, for which it sums up all ranks' gradients.
+`apply_gradients` of CentralStorageStrategy alone, with gradients that are there already, anywhere or in
+`optimizer.gradient_buffers`, beside PyTorch, if it is installed: the fused one, which is one pass over memory too, and
+the plain one (`foreach=False`), an operation at a time. PyTorch updates all elements on rank 0, with one thread, while
+the other ranks wait. Of ours each rank has its share of the elements, for which it sums up all ranks' gradients.
 
 The ways take turns, round by round. Printed are medians over rounds in milliseconds, of the slowest rank.
 """
@@ -37,14 +37,22 @@ def values(dtype):
     return [random.standard_normal(shape).astype(np.float32).astype(dtype) for shape in SHAPES]
 
 
-def ours(make, dtype, compiles):
-    """A way that updates variables of its own."""
+def ours(make, dtype, compiles, in_buffers=False):
+    """A way that updates variables of its own, by gradients that are anywhere or in the optimizer's buffers."""
     strategy = hs.CentralStorageStrategy(["CPU:0"] * COMM.size)
     with strategy.scope():
         variables = [hs.Variable(value) for value in values(dtype)]
         optimizer = make()
     gradients = values(dtype)
     loop = compiled.loop
+
+    def fill_buffers():
+        for gradient, buffer in zip(gradients, optimizer.gradient_buffers(variables), strict=True):
+            buffer[...] = gradient
+        gradients[:] = optimizer.gradient_buffers(variables)
+
+    if in_buffers:
+        strategy.run(fill_buffers)
 
     def step():
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
@@ -78,17 +86,26 @@ def main():
         torch.set_num_threads(1)
     count = sum(int(np.prod(shape)) for shape in SHAPES)
     print(f"An update of {count:,} elements on {COMM.size} ranks, milliseconds, medians of {rounds} rounds\n")
-    header("optimizer", "dtype", "compiled", "by NumPy", "PyTorch, fused", "PyTorch, plain", "compiled / fused")
+    header(
+        "optimizer",
+        "dtype",
+        "compiled",
+        "from buffers",
+        "by NumPy",
+        "PyTorch, fused",
+        "PyTorch, plain",
+        "compiled / fused",
+    )
     for name, (make, make_torchs) in OPTIMIZERS.items():
         for dtype in ("float32", "float16", "bfloat16"):
             ways = {"compiled": ours(make, kind(dtype), True), "NumPy": ours(make, kind(dtype), False)}
+            ways["buffers"] = ours(make, kind(dtype), True, in_buffers=True)
             if torch is not None:
                 ways["fused"] = torchs(make_torchs, dtype, fused=True)
                 ways["plain"] = torchs(make_torchs, dtype, foreach=False)
             found = interleaved(ways, rounds, 1, COMM)
-            cells = [
-                f"{1e3 * found[way]:.2f}" if way in found else "" for way in ("compiled", "NumPy", "fused", "plain")
-            ]
+            columns = ("compiled", "buffers", "NumPy", "fused", "plain")
+            cells = [f"{1e3 * found[way]:.2f}" if way in found else "" for way in columns]
             ratio = f"{found['compiled'] / found['fused']:.2f}" if torch is not None else ""
             if COMM.rank == 0:
                 row(name, dtype, *cells, ratio)

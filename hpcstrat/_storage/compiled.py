@@ -46,12 +46,14 @@ _FLAGS = (
     *("-shared", "-fPIC"),
 )
 _SECONDS = 60  # for a compiler that hangs
+# CHUNK: what a chunk is copied to stays in the fastest cache, eight arrays of it. One or two messages are read in
+# place: a loop that reads several streams at once is faster than a copy of one of them, and then the others.
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
 #include <tgmath.h>
 #define auto __auto_type
-#define CHUNK 4096
+#define CHUNK 256
 #define LANES {lanes}
 typedef {computed} number;
 {stored}
@@ -62,16 +64,19 @@ void update(const int64_t *table, int64_t chunks, int64_t messages, const double
         {begin}
         for (int64_t start = 0; start < table[0]; start += CHUNK) {{
             const int64_t count = table[0] - start < CHUNK ? table[0] - start : CHUNK;
-            read((const stored *)table[{fixed}] + start, gradients, count);
-            for (int64_t k = 1; k < messages; ++k)
-                add((const stored *)table[{fixed} + k] + start, gradients, count);
-            if (messages > 1) round_to_stored(gradients, count);
             {reads}
-            for (int64_t i = 0; i < count; ++i) {{
-                const number gradient = gradients[i];
-                {loads}
-                {body}
-                {stores}
+            const number *restrict const first = (const number *)table[{fixed}] + start;
+            if (IN_PLACE && messages == 1) {{
+                for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i]; {update} }}
+            }} else if (IN_PLACE && messages == 2) {{
+                const number *restrict const second = (const number *)table[{fixed} + 1] + start;
+                for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i] + second[i]; {update} }}
+            }} else {{
+                read((const stored *)table[{fixed}] + start, gradients, count);
+                for (int64_t k = 1; k < messages; ++k)
+                    add((const stored *)table[{fixed} + k] + start, gradients, count);
+                if (messages > 1) round_to_stored(gradients, count);
+                for (int64_t i = 0; i < count; ++i) {{ const number gradient = gradients[i]; {update} }}
             }}
             {writes}
         }}
@@ -87,6 +92,7 @@ for (int64_t i = 0; i < count; i += LANES)
 """
 _ADD_LANES = "*sums = 0; for (int64_t j = 0; j < LANES; ++j) *sums += lanes_{}[j]; ++sums;"
 _WHOLE = """
+#define IN_PLACE 1
 typedef {} stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
     memcpy(to, from, count * sizeof *to);
@@ -100,6 +106,7 @@ static inline void add(const stored *restrict from, number *restrict to, int64_t
 static inline void round_to_stored(number *numbers, int64_t count) {{}}
 """
 _SHORT = """
+#define IN_PLACE 0
 static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
     number more[CHUNK];
     read(from, more, count);
@@ -236,7 +243,7 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
     """The text of a kernel's loop; with `norms`, of one that adds up the squares of so many terms."""
     computed, stored = _STORED[dtype]
     changed = ("value", *kernel.slots)
-    is_whole = stored.startswith("\ntypedef " + computed)
+    is_whole = "IN_PLACE 1" in stored
     places = [f"(stored *)table[{i}] + start" for i in range(1, 1 + len(changed))]
     if is_whole:  # in place
         reads = [f"number *restrict const all_{name} = {place};" for name, place in zip(changed, places, strict=True)]
@@ -261,9 +268,7 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
         fixed=1 + len(changed),
         begin="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),
         reads="\n".join(reads),
-        loads="\n".join(loads),
-        body=kernel.body,
-        stores="\n".join(stores),
+        update="\n".join([*loads, kernel.body, *stores]),
         writes="\n".join(writes),
         end="\n".join(map(_ADD_LANES.format, range(norms))),
     )

@@ -157,7 +157,7 @@ def test_without_a_loop_there_is_none(tmp_path, monkeypatch, home, obstacle):
 
 @has_compiler
 def test_a_loop_that_gives_other_bits_is_not_taken(monkeypatch):
-    monkeypatch.setattr(compiled, "_SOURCE", compiled._SOURCE.replace("{body}", "{body} value += 1;"))
+    monkeypatch.setattr(compiled, "_SOURCE", compiled._SOURCE.replace("{update}", "{update} all_value[i] += 1;"))
     assert compiled.loop(RULE, np.dtype(np.float32)) is None
 
 
