@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
 from hpcstrat import _output
+from hpcstrat._edge import current_call
 from hpcstrat._group import ReplicaGroup, default_group
 
 
@@ -53,6 +55,8 @@ class InUpdate(AcrossReplicas):
         self.variables = variables
 
 
+_group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
+
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside of every strategy."""
 
@@ -90,42 +94,53 @@ def in_cross_replica_context() -> bool:
     return isinstance(context(), AcrossReplicas)
 
 
-def require_cross_replica(group: ReplicaGroup, call: str) -> None:
+def require_cross_replica(group: ReplicaGroup) -> None:
     """Refuses a call that is not made in the cross-replica context of this group, or outside of every scope.
 
     Raises:
         RuntimeError: it is not, or the strategy is closed.
     """
+    found = current.get()
+    if found is None:
+        found = _set_by_user
+    is_here = found is None or (type(found) is AcrossReplicas and found.group is group)
+    if is_here and not group.lifetime.is_closed:
+        group.communicator.require_open()
+        return
+    call = current_call()
     if group.lifetime.is_closed:
         raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
-    found = context()
-    if found is None or (type(found) is AcrossReplicas and found.group is group):
-        group.communicator.require_open(call)
-    elif isinstance(found, InUpdate):
+    if isinstance(found, InUpdate):
         raise RuntimeError(
             f"{call} was called inside an update, which one rank runs: nothing may communicate there; "
             "call it before or after"
         )
-    elif isinstance(found, InReplica):
+    if isinstance(found, InReplica):
         raise RuntimeError(
             f"{call} was called inside a replica function; call it outside of Strategy.run, or inside "
             "ReplicaContext.merge_call. For a sum over replicas there is ReplicaContext.all_reduce"
         )
-    else:
-        raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
+    raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
 
 
-def check_arguments(call: str, fn: Any, args: Any) -> None:
+def check_cross_replica(owner: Any) -> None:
+    """`require_cross_replica` of the group that a strategy, or what belongs to one, has. For `@collective`."""
+    require_cross_replica(_group_of(owner))
+
+
+def check_arguments(fn: Any, args: Any) -> None:
     """Checks what is to be called as `fn(*args)`.
 
     Raises:
         TypeError: `fn` cannot be called, or `args` is no tuple or list, whose elements would be taken for arguments.
     """
     if not callable(fn):
-        raise TypeError(f"{call}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)")
+        raise TypeError(
+            f"{current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)"
+        )
     if not isinstance(args, (tuple, list)):
         raise TypeError(
-            f"{call}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one argument x"
+            f"{current_call()}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one argument x"
         )
 
 

@@ -11,8 +11,10 @@ import numpy as np
 
 from hpcstrat import _launcher, _nest, _world
 from hpcstrat._arrays import host_copy
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect, connected
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._variables import Variable
 from hpcstrat._warnings import warn_renamed
 
@@ -38,30 +40,31 @@ def is_lead() -> bool:
     return rank() == 0
 
 
+@names_call("broadcast_object")
 def broadcast_object(obj: Any) -> Any:
     """Rank 0's object, on every rank; what the others pass is ignored. Collective: all ranks call this.
 
     Raises:
         TypeError: the object cannot be pickled.
     """
-    return connect().broadcast_obj("broadcast_object", obj)
+    return connect().broadcast_obj(obj)
 
 
+@collective("any_rank", communicator_of=lambda _: connect())
 def any_rank(flag: Any) -> bool:
     """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
-    communicator = connect()
-    with communicator.raise_together("any_rank"):
-        own = bool(flag)
+    communicator, own = connect(), bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
         message[0] = own
 
-    return any(bool(message[0]) for message in communicator.exchange(signature("any_rank"), 1, write))
+    return any(bool(message[0]) for message in communicator.exchange(signature(current_call()), 1, write))
 
 
+@names_call("barrier")
 def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this."""
-    connect().barrier("barrier")
+    connect().barrier()
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:

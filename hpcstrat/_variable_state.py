@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcstrat import _context
 from hpcstrat._context import Context, InReplica
+from hpcstrat._edge import current_call
 from hpcstrat._group import ReplicaGroup, default_group
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
@@ -20,7 +21,6 @@ class VariableState:
     """Where a variable's numbers are, and whose they are. Making one is collective.
 
     Args:
-        call: the user's name of the method.
         group: the replicas of the variable's strategy.
         is_on_read: whether each replica has a value of its own.
         initial: the value; the parameter rank's counts.
@@ -35,10 +35,10 @@ class VariableState:
 
     __slots__ = ("block", "group", "interface", "is_on_read", "plan")
 
-    def __init__(self, call: str, group: ReplicaGroup, is_on_read: bool, initial: Array) -> None:
+    def __init__(self, group: ReplicaGroup, is_on_read: bool, initial: Array) -> None:
         self.group = group
         self.is_on_read = is_on_read
-        self.block: Block = self.storage.create(call, initial)
+        self.block: Block = self.storage.create(initial)
         self.plan: Plan | None = None
         view = self.block.view
         # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere outside of a replica.
@@ -62,7 +62,7 @@ class VariableState:
             self.plan = self.storage.plan([self.block], [()])
         return self.plan
 
-    def require_strategy(self, call: str) -> None:
+    def require_strategy(self) -> None:
         """Refuses an update in the context of another strategy.
 
         Raises:
@@ -70,9 +70,9 @@ class VariableState:
         """
         context = _context.context()
         if context is not None and context.group is not self.group:
-            raise RuntimeError(self._foreign_context_message(call, context))
+            raise RuntimeError(self._foreign_context_message(context))
 
-    def require_writable(self, call: str) -> None:
+    def require_writable(self) -> None:
         """`require_strategy`, but what was made outside of every scope may be written by all ranks alike.
 
         Raises:
@@ -83,17 +83,17 @@ class VariableState:
             return
         differs = isinstance(context, InReplica) and context.group.communicator.size > 1
         if self.group is not default_group() or differs:
-            raise RuntimeError(self._foreign_context_message(call, context))
+            raise RuntimeError(self._foreign_context_message(context))
 
-    def _foreign_context_message(self, call: str, context: Context) -> str:
+    def _foreign_context_message(self, context: Context) -> str:
         if self.group is default_group():
             return (
-                f"{call}: the variable was made outside of this strategy's scope, so every process has one of its own; "
-                "make it under `with strategy.scope():`"
+                f"{current_call()}: the variable was made outside of this strategy's scope, so every process has one "
+                "of its own; make it under `with strategy.scope():`"
             )
         return (
-            f"{call}: the variable belongs to another strategy than {context.group.name}, which runs here; write it "
-            "in its own strategy's scope"
+            f"{current_call()}: the variable belongs to another strategy than {context.group.name}, which runs here; "
+            "write it in its own strategy's scope"
         )
 
 

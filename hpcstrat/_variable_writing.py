@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
+from hpcstrat._edge import current_call
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues
@@ -70,9 +71,7 @@ def as_initial_value(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[in
     return array
 
 
-def as_written_value(
-    call: str, verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
-) -> Array:
+def as_written_value(verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool) -> Array:
     """`value` as an array that can be written to a variable of this shape and dtype.
 
     Raises:
@@ -81,32 +80,33 @@ def as_written_value(
     """
     if isinstance(value, DistributedValues):
         raise ValueError(
-            f"{call}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
+            f"{current_call()}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
             "strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
-    array = as_read_only(call, value, on_gpu)
+    array = as_read_only(current_call(), value, on_gpu)
     if not is_numeric(array.dtype):
         raise ValueError(
-            f"{call}: the value is {reprlib.repr(value)}; it must be an array, a number or a sequence of numbers"
+            f"{current_call()}: the value is {reprlib.repr(value)}; it must be an array, a number or a sequence of "
+            "numbers"
         )
     if array.shape != shape:
         raise ValueError(
-            f"{call}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into a "
-            "variable, so pass an array of exactly its shape"
+            f"{current_call()}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast into "
+            "a variable, so pass an array of exactly its shape"
         )
     from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not ((integers and from_python) or _casts(array, dtype)) or (integers and not _fits(array, dtype)):
         raise ValueError(
-            f"{call}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} without "
-            f"loss; cast it first: value.astype({dtype.name!r})"
+            f"{current_call()}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} "
+            f"without loss; cast it first: value.astype({dtype.name!r})"
         )
     if dtype.kind == "b" and verb != "assign":
-        raise ValueError(f"{call}: booleans are neither added nor subtracted; use assign")
+        raise ValueError(f"{current_call()}: booleans are neither added nor subtracted; use assign")
     return array
 
 
-def shared_out(call: str, value: Array, replicas: int) -> Array:
+def shared_out(value: Array, replicas: int) -> Array:
     """Each replica's share of a value that the shares sum up to.
 
     Raises:
@@ -117,8 +117,8 @@ def shared_out(call: str, value: Array, replicas: int) -> Array:
     share = value // replicas
     if (share * replicas != value).any():
         raise ValueError(
-            f"{call}: the variable sums over {replicas} replicas, and {value!r} cannot be shared out to them in "
-            "integers; assign a multiple, or make the variable a float one"
+            f"{current_call()}: the variable sums over {replicas} replicas, and {value!r} cannot be shared out to them "
+            "in integers; assign a multiple, or make the variable a float one"
         )
     return share
 

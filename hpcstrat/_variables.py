@@ -12,6 +12,7 @@ from hpcstrat import _context, _gpu
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.reduction import check_reducible
 from hpcstrat._context import InReplica, InUpdate, require_cross_replica
+from hpcstrat._edge import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._types import FIRST_REPLICA, Array, MaybeNone, ReduceOp, parse_choice
 from hpcstrat._variable_array import ReadableAsArray
 from hpcstrat._variable_options import (
@@ -75,6 +76,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
     __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
+    @names_call("Variable")
     def __init__(
         self,
         initial_value: Any = None,
@@ -86,13 +88,13 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         shape: Sequence[int] | None = None,
     ) -> None:
         group = _context.group()
-        _require_no_update("Variable")
-        with group.communicator.raise_together("Variable"):
+        _require_no_update()
+        with group.communicator.raise_together():
             self.synchronization: VariableSynchronization = parse_choice(
-                VariableSynchronization, synchronization or "AUTO", "Variable", "synchronization"
+                VariableSynchronization, synchronization or "AUTO", current_call(), "synchronization"
             )
             self.aggregation: VariableAggregation = parse_choice(
-                VariableAggregation, aggregation or "NONE", "Variable", "aggregation"
+                VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
             )
             # Without synchronization a write would change this rank's copy only, and mirrors must stay equal.
             if self.synchronization is VariableSynchronization.NONE and group.mirrors:
@@ -104,19 +106,20 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
             initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
         self.name: str = _common_name(group.communicator, "Variable" if name is None else str(name))
-        call = f"Variable {self.name!r}"
-        group.communicator.require_equal(call, [initial])
-        self._state = VariableState(call, group, is_on_read, initial)
+        with call_named(f"Variable {self.name!r}"):
+            group.communicator.require_equal([initial])
+            self._state = VariableState(group, is_on_read, initial)
 
+    @names_call(lambda self, _: f"Variable: deepcopy of {self.name!r}")
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # One of its own with the same value, of the same strategy; as collective as making one is.
-        call, state = f"Variable: deepcopy of {self.name!r}", self._state
-        _require_no_update(call)
+        state = self._state
+        _require_no_update()
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
         other.trainable = self.trainable
-        copied = other._state = VariableState(call, state.group, state.is_on_read, state.block.view)
+        copied = other._state = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # where making one took the first replica's value
             state.storage.write(copied.block, state.block.view, RULES["assign"])
         return other
@@ -134,12 +137,15 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         """
         if not self._state.needs_aggregation_to_read():
             return self._state.block.view.copy()
-        return self._aggregated("Variable.read_value")
+        with call_named("Variable.read_value"):
+            return self._aggregated()
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value in host memory. Collective where `read_value` is."""
-        state = self._state
-        value = self._aggregated("Variable.numpy") if state.needs_aggregation_to_read() else state.block.view
+        value = self._state.block.view
+        if self._state.needs_aggregation_to_read():
+            with call_named("Variable.numpy"):
+                value = self._aggregated()
         return value.get() if _gpu.is_on_gpu(value) else value.copy()
 
     def __repr__(self) -> str:
@@ -190,80 +196,88 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         return self if read_value else None
 
     def _write(self, verb: str, value: Any) -> None:
-        call = f"Variable.{verb} of {self.name!r}"
-        state, context = self._state, _context.context()
-        if isinstance(context, InUpdate):
-            if not any(self is one for one in context.variables):
-                raise RuntimeError(
-                    f"{call}: this update may write only the variables that were passed to it; pass it too"
-                )
-            state.storage.write(state.block, self._as_written(call, verb, value), RULES[verb])
-            return
-        state.require_writable(call)
-        if state.is_on_read:
-            self._write_own(call, verb, value)
-        # The script's own level writes one value, the same on all ranks; replicas write one each, to be aggregated.
-        elif isinstance(context, InReplica) and state.group.requires_aggregation:
-            self._write_aggregated(call, verb, value)
-        else:
-            with state.group.communicator.raise_together(call):
-                new = self._as_written(call, verb, value)
-            state.group.communicator.require_equal(call, [new])
-            state.storage.update(call, state.plan_alone(), [new], FIRST_REPLICA, RULES[verb])
+        outer = enter_call(f"Variable.{verb} of {self.name!r}")
+        try:
+            state, context = self._state, _context.context()
+            if isinstance(context, InUpdate):
+                self._write_in_update(context, verb, value)
+                return
+            state.require_writable()
+            if state.is_on_read:
+                self._write_own(verb, value)
+            # The script's own level writes one value, the same on all ranks; replicas write one each, to be aggregated.
+            elif isinstance(context, InReplica) and state.group.requires_aggregation:
+                self._write_aggregated(verb, value)
+            else:
+                with state.group.communicator.raise_together():
+                    new = self._as_written(verb, value)
+                state.group.communicator.require_equal([new])
+                state.storage.update(state.plan_alone(), [new], FIRST_REPLICA, RULES[verb])
+        finally:
+            leave_call(outer)
 
-    def _write_aggregated(self, call: str, verb: str, value: Any) -> None:
+    def _write_in_update(self, update: InUpdate, verb: str, value: Any) -> None:
+        """A write in the function of `StrategyExtended.update`, by this rank alone."""
+        if not any(self is one for one in update.variables):
+            raise RuntimeError(
+                f"{current_call()}: this update may write only the variables that were passed to it; pass it too"
+            )
+        state = self._state
+        state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
+
+    def _write_aggregated(self, verb: str, value: Any) -> None:
         """A write in a replica context: the replicas' values become one first."""
-        with self._state.group.communicator.raise_together(call):
+        with self._state.group.communicator.raise_together():
             if self.aggregation is VariableAggregation.NONE:
-                raise ValueError(f"{call} in a replica context: {NO_AGGREGATION}")
+                raise ValueError(f"{current_call()} in a replica context: {NO_AGGREGATION}")
             op = OPERATIONS[self.aggregation]
             if op is not FIRST_REPLICA:
-                check_reducible(call, self.dtype, op)
-            new = self._as_written(call, verb, value)
+                check_reducible(self.dtype, op)
+            new = self._as_written(verb, value)
             if op is ReduceOp.MEAN and self.dtype.kind in "iu":
                 raise ValueError(
-                    f"{call}: the mean of the replicas' values is float64 and does not fit {self.dtype.name}; "
-                    "make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
+                    f"{current_call()}: the mean of the replicas' values is float64 and does not fit "
+                    f"{self.dtype.name}; make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
                 )
-        self._state.storage.update(call, self._state.plan_alone(), [new], op, RULES[verb])
+        self._state.storage.update(self._state.plan_alone(), [new], op, RULES[verb])
 
-    def _write_own(self, call: str, verb: str, value: Any) -> None:
+    def _write_own(self, verb: str, value: Any) -> None:
         """A write to an ON_READ variable: each replica has its own."""
         state, group = self._state, self._state.group
         if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
-            state.storage.write(state.block, self._as_written(call, verb, value), RULES[verb])
+            state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
         is_sum = self.aggregation is VariableAggregation.SUM
-        with group.communicator.raise_together(call):
+        with group.communicator.raise_together():
             if is_sum and verb != "assign":
                 raise ValueError(
-                    f"{call}: how a change is shared out over the replicas of an ON_READ variable that sums is not "
-                    "defined in the cross-replica context; use assign, or write it in a replica context"
+                    f"{current_call()}: how a change is shared out over the replicas of an ON_READ variable that sums "
+                    "is not defined in the cross-replica context; use assign, or write it in a replica context"
                 )
-            new = self._as_written(call, verb, value)
+            new = self._as_written(verb, value)
             if is_sum:
-                new = shared_out(call, new, group.communicator.size)
-        group.communicator.require_equal(call, [new])
-        with group.communicator.change(call):
-            new = group.communicator.broadcast_obj(call, _gpu.to_host(new), group.root)
+                new = shared_out(new, group.communicator.size)
+        group.communicator.require_equal([new])
+        with group.communicator.change():
+            new = group.communicator.broadcast_obj(_gpu.to_host(new), group.root)
             state.storage.write(state.block, new, RULES[verb])
 
     # ---- help
 
-    def _aggregated(self, call: str) -> Array:
+    def _aggregated(self) -> Array:
         group, array = self._state.group, self._state.block.view
         if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(f"{call} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
+            raise ValueError(f"{current_call()} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
         op = OPERATIONS[self.aggregation]
-        require_cross_replica(group, call)
+        require_cross_replica(group)
         if op is FIRST_REPLICA:
             with group.on_stream():
-                own = group.communicator.broadcast_obj(call, _gpu.to_host(array))
+                own = group.communicator.broadcast_obj(_gpu.to_host(array))
                 return group.xp.asarray(own)
-        return group.communicator.all_reduce(call, [array], op)[0]
+        return group.communicator.all_reduce([array], op)[0]
 
-    def _as_written(self, call: str, verb: str, value: Any) -> Array:
-        return as_written_value(call, verb, value, self.shape, self.dtype, self._state.group.stream is not None)
+    def _as_written(self, verb: str, value: Any) -> Array:
+        return as_written_value(verb, value, self.shape, self.dtype, self._state.group.stream is not None)
 
 
 def state_of(variable: Variable) -> VariableState:
@@ -275,11 +289,13 @@ def _common_name(communicator: Communicator, name: str) -> str:
     """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
     if communicator.size == 1 or not isinstance(_context.context(), InReplica):
         return name
-    names = communicator.all_gather_obj("Variable", name)
+    names = communicator.all_gather_obj(name)
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
 
 
-def _require_no_update(call: str) -> None:
+def _require_no_update() -> None:
     if isinstance(_context.context(), InUpdate):
-        raise RuntimeError(f"{call} was made inside an update, which one rank runs; make it under strategy.scope()")
+        raise RuntimeError(
+            f"{current_call()} was made inside an update, which one rank runs; make it under strategy.scope()"
+        )

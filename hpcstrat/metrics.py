@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _arrays, _context, _gpu, _variables
+from hpcstrat import _arrays, _context, _edge, _gpu, _variables
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
 from hpcstrat._variables import Variable
@@ -36,9 +36,9 @@ class Metric:
         """The metric over all replicas, a `float64` on the host. Collective: all ranks call this."""
         context = _context.context()
         if isinstance(context, _context.InReplica) and context.group.communicator.size > 1:
-            call = f"{type(self).__name__}.result"
             communicator = context.group.communicator
-            total, count = _gpu.to_host(communicator.all_reduce(call, [self._sums.value()], ReduceOp.SUM)[0])
+            with _edge.call_named(f"{type(self).__name__}.result"):
+                total, count = _gpu.to_host(communicator.all_reduce([self._sums.value()], ReduceOp.SUM)[0])
         else:
             total, count = self._sums.numpy()
         return self._combine(total, count)

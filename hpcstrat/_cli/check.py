@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hpcstrat import _world
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._edge import names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import group_of
 from hpcstrat._strategies.mirrored import MirroredStrategy
@@ -21,6 +22,7 @@ _SIZES = (1 << 10, 1 << 20, 1 << 25)  # bytes
 _ROUNDS = 5
 
 
+@names_call("check")
 def check() -> int:
     """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong. Collective."""
     world = _world.start()
@@ -45,21 +47,21 @@ def _timed(communicator: Communicator, call: Callable[[], bool]) -> tuple[float,
     """The best time of some rounds, of the slowest rank, and whether all were right on all ranks."""
     times, right = [], True
     for _ in range(_ROUNDS):
-        communicator.barrier("check")
+        communicator.barrier()
         begin = time.perf_counter()
         right &= call()
         times.append(time.perf_counter() - begin)
-    everyones = communicator.all_gather_obj("check", (min(times), right))
+    everyones = communicator.all_gather_obj((min(times), right))
     return max(seconds for seconds, _ in everyones), all(one for _, one in everyones)
 
 
 def _all_reduce(group: ReplicaGroup, count: int) -> bool:
     xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
-    (total,) = group.communicator.all_reduce("check", [xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
+    (total,) = group.communicator.all_reduce([xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
     return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
 
 
 def _all_gather(group: ReplicaGroup, count: int) -> bool:
     xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
-    (parts,) = group.communicator.all_gather("check", [xp.full(count, rank, np.float64)], 0)
+    (parts,) = group.communicator.all_gather([xp.full(count, rank, np.float64)], 0)
     return bool((parts == xp.repeat(xp.arange(n, dtype=np.float64), count)).all())

@@ -13,6 +13,7 @@ from rich.text import Text
 from hpcstrat._cli import inventory
 from hpcstrat._cli.inventory import RankInventory
 from hpcstrat._communicators.connection import connect
+from hpcstrat._edge import names_call
 
 _SHARED_MIB = 64
 """In /dev/shm, for the ranks of a host: what a container has by default, and too little for many ranks or NCCL."""
@@ -30,13 +31,14 @@ class Fault(NamedTuple):
     remedy: str
 
 
+@names_call("info")
 def info(as_json: bool) -> int:
     """Prints the tables on the lead; returns the exit status, 1 if something is wrong. Collective."""
     own, error, communicator = inventory.own_inventory(), "", None
     everyones, is_lead = [own], own["rank"] == 0  # as the launcher alone says
     try:
         communicator = connect()
-        everyones, is_lead = communicator.all_gather_obj("info", own), communicator.rank == 0
+        everyones, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
     except RuntimeError as problem:
         error = str(problem)
     mpirun = inventory.find_mpirun() if is_lead else (None, "")
@@ -57,7 +59,7 @@ def info(as_json: bool) -> int:
         _show(everyones, mpirun, found)
     if communicator is None:
         return 1
-    return int(communicator.broadcast_obj("info", bool(found)))
+    return int(communicator.broadcast_obj(bool(found)))
 
 
 def find_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], error: str) -> list[Fault]:

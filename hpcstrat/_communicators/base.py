@@ -15,8 +15,10 @@ from hpcstrat import _gpu, _settings, _world
 from hpcstrat._arrays import as_native
 from hpcstrat._communicators import mismatch, protocol, reduction
 from hpcstrat._communicators.call_state import CallState
+from hpcstrat._communicators.collective import Change, RaiseTogether
 from hpcstrat._communicators.mismatch import RankReport
 from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._edge import current_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
@@ -27,8 +29,8 @@ Write: TypeAlias = Callable[[Bytes], None]
 """Writes this rank's message to the first bytes of the array that it is given."""
 
 
-def _described(_: Communicator, call: str, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
-    return Details(call, sum(array.nbytes for array in arrays))
+def _described(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
+    return Details(current_call(), sum(array.nbytes for array in arrays))
 
 
 class Communicator(abc.ABC):
@@ -41,6 +43,7 @@ class Communicator(abc.ABC):
         rank: this process's index in the group.
         size: how many ranks there are.
         checks: whether values that count as one are compared; see `require_equal`.
+        calls: what this rank has called.
         watch: ends the job where ranks wait without end; `None` where there is none.
     """
 
@@ -50,14 +53,14 @@ class Communicator(abc.ABC):
     def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
         self.rank = rank
         self.size = size
-        self._calls: CallState = CallState() if calls is None else calls
+        self.calls: CallState = CallState() if calls is None else calls
         self.checks: bool = size > 1 and _settings.is_on("HPCSTRAT_CHECK")
         self.watch: Watchdog | None = None
 
     @property
     def number(self) -> int:
         """How many calls were made."""
-        return self._calls.number
+        return self.calls.number
 
     # ---- what a transport fills in
 
@@ -70,11 +73,11 @@ class Communicator(abc.ABC):
         """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
 
     @abc.abstractmethod
-    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         """`all_reduce` of arrays that are fit for it. `facts` and the arrays' forms must agree."""
 
     @abc.abstractmethod
-    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         """`all_gather` of arrays that are fit for it, but for their shapes. `facts` and the dtypes must agree."""
 
     # ---- the exchange that every call begins with
@@ -91,10 +94,10 @@ class Communicator(abc.ABC):
             RuntimeError: not all ranks are here, but in the function of an update.
         """
         self._count(agreed)
-        waiting = self._calls.waiting
+        waiting = self.calls.waiting
         waiting.depth += 1  # what `with waiting:` does, without its two calls: every step comes through here
         try:
-            own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.OK, agreed.digest, nbytes)
+            own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.OK, agreed.digest, nbytes)
             posted = self._post(own, nbytes, write)
             for record in posted:
                 if record != own:
@@ -105,13 +108,13 @@ class Communicator(abc.ABC):
                 self._disagree(posted, agreed.words(), None)
             return self._messages(protocol.message_sizes(posted), write)
         except BaseException as error:
-            self.tear(agreed.call, error)
+            self.tear(error, agreed.call)
             raise
         finally:
             waiting.depth -= 1
 
     def _count(self, agreed: CallSignature) -> None:
-        calls = self._calls
+        calls = self.calls
         if calls.barred:
             calls.refuse(agreed.call)
         if calls.thread != threading.get_ident():
@@ -121,27 +124,40 @@ class Communicator(abc.ABC):
 
     def count_storage(self) -> int:
         """The number of a new storage of these ranks: all make theirs in one order."""
-        self._calls.storages += 1
-        return self._calls.storages
+        self.calls.storages += 1
+        return self.calls.storages
 
-    def require_open(self, call: str) -> None:
-        """Refuses `call`, a method of the library that need not communicate, where no call may be made.
+    def require_open(self) -> None:
+        """Refuses a method of the library that need not communicate where no call may be made.
 
         Raises:
             RuntimeError: in a child of the rank, or the function of an update.
         """
-        if self._calls.barred:
-            self._calls.refuse(call)
+        if self.calls.barred:
+            self.calls.refuse(current_call())
 
-    def raise_together(self, call: str) -> RaiseTogether:
+    def raise_together(self) -> RaiseTogether:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
 
-        Args:
-            call: the user's name of the method, for the message on the other ranks.
+        `@collective` is such a block around the whole of a call, up to its first exchange.
         """
-        return RaiseTogether(self, call)
+        return RaiseTogether(self)
 
-    def require_equal(self, call: str, arrays: Sequence[Array]) -> None:
+    def share_error(self, error: BaseException, number: int) -> None:
+        """Has the other ranks raise an error of this one too, where they have made no call since call `number`.
+
+        Where they have, they may not come back: then the next call compares whether all ranks had an error.
+        """
+        calls = self.calls
+        if calls.torn is not None:  # the next call ends the job, and nobody is told by this one
+            return
+        if calls.number != number:  # the ranks have met: who raises now may be alone
+            if calls.number != calls.settled:
+                calls.note_fault(error)
+        elif isinstance(error, Exception):
+            self._fail(error)
+
+    def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
         """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays are equal where only one rank's is used.
 
         Collective then; otherwise it does nothing.
@@ -150,76 +166,75 @@ class Communicator(abc.ABC):
             ReplicaMismatchError: they are not.
         """
         if self.checks:
-            with self.raise_together(call):
+            with self.raise_together():
                 seen = [f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}" for array in arrays]
-            self.exchange(signature(f"{call}, HPCSTRAT_CHECK", *seen))
+            self.exchange(signature(f"{current_call()}{of}, HPCSTRAT_CHECK", *seen))
 
     def work(self) -> None:
         """Tells the watch that long work goes on, so that the ranks that wait for it wait on."""
         if self.watch is not None:
             self.watch.work()
 
-    def change(self, call: str) -> Change:
-        """A block that changes what all ranks share, or keep alike: broken off in the middle, it is not gone on with.
+    def change(self) -> Change:
+        """A block that changes what all ranks share, or keep alike; one that is broken off is not resumed."""
+        return Change(self)
 
-        Args:
-            call: the user's name of the method.
-        """
-        return Change(self, call)
-
-    def tear(self, call: str, error: BaseException) -> bool:
-        """Notes that an exception broke `call` off, unless all ranks raised with it: the next call ends the job.
+    def tear(self, error: BaseException, call: str = "") -> bool:
+        """Notes that an exception broke this call off, unless all ranks raised with it: the next call ends the job.
 
         One replica alone goes on: nobody else waits for it, or believes that the call was done.
 
         Returns:
             Whether it did.
         """
-        if self._calls.settled == self._calls.number:
+        if self.calls.settled == self.calls.number:
             return False
         if self.size > 1:
-            self._calls.tear(call, error)
+            self.calls.tear(call or current_call(), error)
         return True
 
     def settle(self) -> None:
         """Notes that all ranks raise now, after what they agreed on last."""
-        self._calls.settled = self._calls.number
+        self.calls.settled = self.calls.number
 
     def note_fault(self, error: BaseException) -> None:
         """Notes that an exception, of which the others do not know, leaves `Strategy.run` or a collective call.
 
         The program may catch it and go on only where every rank raised after the same calls; the next one compares.
         """
-        self._calls.note_fault(error)
+        self.calls.note_fault(error)
 
-    def pause(self, call: str | None) -> None:
-        """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
-        self._calls.pause(call)
+    def pause(self) -> None:
+        """From now on no call may be made, because not all ranks are in this one."""
+        self.calls.pause(current_call())
+
+    def resume(self) -> None:
+        """Calls may be made again."""
+        self.calls.pause(None)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. If they do not leave too, the job ends, non-zero."""
         self._count(signature("the end of the program"))
-        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.LEAVING, bytes(16), 0)
-        with self._calls.waiting:
+        own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.LEAVING, bytes(16), 0)
+        with self.calls.waiting:
             posted = self._post(own, 0, None)
             if any(record != own for record in posted):
                 self._disagree(posted, protocol.CallDescription("leaves the program"), None)
 
     # ---- verbs
 
-    def barrier(self, call: str) -> None:
+    def barrier(self) -> None:
         """Waits until every rank has come here. Collective."""
-        self.exchange(signature(call))
+        self.exchange(signature(current_call()))
 
     @span(COMMUNICATION, _described)
-    def all_reduce(self, call: str, arrays: Sequence[Array], op: ReduceOp, *facts: str) -> list[Array]:
+    def all_reduce(self, arrays: Sequence[Array], op: ReduceOp, *facts: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
         All of them travel together. The results are fresh, C-contiguous, where the arrays are, and bit-identical on
         every rank. `MEAN` of integers over several ranks is `float64`. Collective.
 
         Args:
-            call: the user's name of the method.
             arrays: this rank's.
             op: how they are reduced.
             *facts: what else must be equal on all ranks.
@@ -228,15 +243,15 @@ class Communicator(abc.ABC):
             TypeError: a dtype that cannot be reduced so.
             ReplicaMismatchError: shapes, dtypes, `op` or `facts` differ between ranks.
         """
-        with self.raise_together(call):
+        with self.raise_together():
             for array in arrays:
-                reduction.check_reducible(call, array.dtype, op)
+                reduction.check_reducible(array.dtype, op)
             if reduction.REDUCTIONS[op].is_mean and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
-            return self._reduce_arrays(call, (op.name, *facts), [as_native(array) for array in arrays], op)
+            return self._reduce_arrays((op.name, *facts), [as_native(array) for array in arrays], op)
 
     @span(COMMUNICATION, _described)
-    def all_gather(self, call: str, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
+    def all_gather(self, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
         Only the sizes along `axis` may differ. The results are fresh, where the arrays are, and bit-identical on every
@@ -246,56 +261,55 @@ class Communicator(abc.ABC):
             TypeError: an array of Python objects.
             ReplicaMismatchError: an array without that axis, or whose other sizes differ; every rank's shape is named.
         """
-        with self.raise_together(call):
+        with self.raise_together():
             for array in arrays:
                 if array.dtype.hasobject:
-                    raise TypeError(f"{call}: an array of dtype {array.dtype} cannot be gathered; pass numbers")
+                    raise TypeError(
+                        f"{current_call()}: an array of dtype {array.dtype} cannot be gathered; pass numbers"
+                    )
             arrays = [as_native(array) for array in arrays]
-            return self._gather_arrays(call, (f"axis={axis}", *facts), arrays, axis)
+            return self._gather_arrays((f"axis={axis}", *facts), arrays, axis)
 
-    def all_gather_obj(self, call: str, obj: Any, *facts: str) -> list[Any]:
+    def all_gather_obj(self, obj: Any, *facts: str) -> list[Any]:
         """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
 
         Args:
-            call: the user's name of the method.
             obj: this rank's.
             *facts: what must be equal on all ranks.
 
         Raises:
             TypeError: `obj` cannot be pickled.
         """
-        with self.raise_together(call):
-            message = _message(call, obj)
-            return [
-                protocol.load_object(m) for m in self.exchange(signature(call, *facts), message.nbytes, message.write)
-            ]
+        with self.raise_together():
+            message = _message(obj)
+            messages = self.exchange(signature(current_call(), *facts), message.nbytes, message.write)
+            return [protocol.load_object(one) for one in messages]
 
-    def broadcast_obj(self, call: str, obj: Any, root: int = 0) -> Any:
+    def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.
 
         Raises:
             TypeError: the object cannot be pickled.
         """
-        with self.raise_together(call):
-            message = _message(call, obj if self.rank == root else None)
-            return protocol.load_object(
-                self.exchange(signature(call, f"root={root}"), message.nbytes, message.write)[root]
-            )
+        with self.raise_together():
+            message = _message(obj if self.rank == root else None)
+            agreed = signature(current_call(), f"root={root}")
+            return protocol.load_object(self.exchange(agreed, message.nbytes, message.write)[root])
 
     # ---- where ranks disagree
 
-    def _fail(self, call: str, error: Exception) -> None:
+    def _fail(self, error: Exception) -> None:
         """Makes the other ranks raise what this rank raises already."""
         if self.size == 1:
             self.settle()
             return
-        self._calls.number += 1
-        own = protocol.pack_record(self._calls.number, self._calls.faults, protocol.FAILED, bytes(16), 0)
+        self.calls.number += 1
+        own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.FAILED, bytes(16), 0)
         try:
-            with self._calls.waiting:
-                self._disagree(self._post(own, 0, None), protocol.CallDescription(call), error)
+            with self.calls.waiting:
+                self._disagree(self._post(own, 0, None), protocol.CallDescription(current_call()), error)
         except BaseException as interruption:
-            self._calls.tear(call, interruption)
+            self.calls.tear(current_call(), interruption)
             raise
 
     def _disagree(self, posted: Sequence[memoryview], words: protocol.CallDescription, error: Exception | None) -> None:
@@ -322,8 +336,8 @@ class Communicator(abc.ABC):
     def _tell(self, own: RankReport) -> list[RankReport]:
         """`all_gather_obj` without the check that brought us here."""
         message = protocol.ObjectMessage(own)
-        self._calls.number += 1
-        record = protocol.pack_record(self._calls.number, 0, protocol.OK, bytes(16), message.nbytes)
+        self.calls.number += 1
+        record = protocol.pack_record(self.calls.number, 0, protocol.OK, bytes(16), message.nbytes)
         posted = self._post(record, message.nbytes, message.write)
         if any(other[: protocol.COMMON] != record[: protocol.COMMON] for other in posted):
             self._end_after_fault([protocol.read_record(other)[0] for other in posted], own.words)
@@ -340,8 +354,8 @@ class Communicator(abc.ABC):
 
     def _end_after_fault(self, numbers: Sequence[int], words: protocol.CallDescription) -> NoReturn:
         where = f"rank {self.rank} is in {words}, at {user_frame()}"
-        if self._calls.fault is not None:
-            lines = "".join(traceback.format_exception(self._calls.fault))
+        if self.calls.fault is not None:
+            lines = "".join(traceback.format_exception(self.calls.fault))
             _world.end_job(
                 f"{lines}hpcstrat: this exception was raised in a call on rank {self.rank} and was caught, but other "
                 f"ranks did not raise there; the ranks no longer make the same calls: {where}. What not all ranks "
@@ -361,43 +375,7 @@ class Communicator(abc.ABC):
         )
 
 
-class RaiseTogether:
-    """See `Communicator.joint`."""
-
-    __slots__ = ("_call", "_communicator", "_number")
-
-    def __init__(self, communicator: Communicator, call: str) -> None:
-        self._communicator = communicator
-        self._call = call
-
-    def __enter__(self) -> None:
-        calls = self._communicator._calls
-        if calls.barred:
-            calls.refuse(self._call)
-        self._number = calls.number
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        calls = self._communicator._calls
-        if error is None or calls.torn is not None:  # then the next call ends the job, and nobody is told by this one
-            return
-        if calls.number != self._number:  # the ranks have met: who raises now may be alone
-            if calls.number != calls.settled:
-                calls.note_fault(error)
-        elif isinstance(error, Exception):
-            self._communicator._fail(self._call, error)
-
-
-class Change(RaiseTogether):
-    """See `Communicator.change`."""
-
-    __slots__ = ()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
-        if error is not None and self._communicator._calls.number != self._number:
-            self._communicator.tear(self._call, error)
-
-
-def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
     """Checks that arrays of these shapes, one a rank, can be concatenated along `axis`.
 
     Raises:
@@ -406,20 +384,23 @@ def check_gatherable(call: str, shapes: Sequence[tuple[int, ...]], axis: int) ->
     listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
     if any(not -len(shape) <= axis < len(shape) for shape in shapes):
         raise ReplicaMismatchError(
-            f"{call}: axis {axis} does not exist in every array: the shapes are {listed}; pass an axis that all have"
+            f"{current_call()}: axis {axis} does not exist in every array: the shapes are {listed}; pass an axis that "
+            "all have"
         )
     place = axis % len(shapes[0])
     if len({(len(shape), *shape[:place], *shape[place + 1 :]) for shape in shapes}) > 1:
         raise ReplicaMismatchError(
-            f"{call}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
+            f"{current_call()}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
         )
 
 
-def _message(call: str, obj: Any) -> protocol.ObjectMessage:
+def _message(obj: Any) -> protocol.ObjectMessage:
     try:
         return protocol.ObjectMessage(obj)
     except Exception as error:
-        raise TypeError(f"{call}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled") from error
+        raise TypeError(
+            f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled"
+        ) from error
 
 
 def checksum(array: Array) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 
 from hpcstrat import _gpu, _launcher, _settings, _world
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
+from hpcstrat._edge import call_named
 from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
@@ -66,7 +67,7 @@ def _connect() -> HostCommunicator:
             communicator = HierarchicalCommunicator(world.comm, world.host_comm)
             board = connect_by_tcp(world.comm)
     if board is not None:
-        communicator.watch = Watchdog(communicator.rank, communicator._calls, board)
+        communicator.watch = Watchdog(communicator.rank, communicator.calls, board)
     elif communicator.rank == 0:
         warnings.warn(
             "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
@@ -96,7 +97,8 @@ def _check_versions(communicator: HostCommunicator) -> None:
         "HPCSTRAT_CHECK": str(int(communicator.checks)),
         "HPCSTRAT_TIMELINE": _settings.timeline() or "not set",
     }
-    everyones = communicator.all_gather_obj("connecting the ranks", own)
+    with call_named("connecting the ranks"):
+        everyones = communicator.all_gather_obj(own)
     problems = [
         f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(everyones))}"
         for name in own
@@ -126,9 +128,9 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> D
     communicator = _connected.get(gpus)
     if communicator is None:
         control = connect()
-        with control.raise_together("connecting the GPUs"):
+        with call_named("connecting the GPUs"), control.raise_together():
             stream = None if ordinal is None else _gpu.Stream(ordinal)
-            control.barrier("connecting the GPUs")
+            control.barrier()
         if nccl and stream is not None:
             from hpcstrat._communicators.nccl import NcclCommunicator
 

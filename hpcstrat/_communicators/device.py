@@ -30,7 +30,7 @@ class DeviceCommunicator(Communicator):
     """
 
     def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
-        super().__init__(control.rank, control.size, control._calls)
+        super().__init__(control.rank, control.size, control.calls)
         self._control = control
         self.watch = control.watch
         self.stream = stream

@@ -48,13 +48,13 @@ class HierarchicalCommunicator(MpiCommunicator):
         if form.nbytes <= SMALL_MESSAGE_BYTES or is_short:
             super().reduce_message(agreed, form, write, op, out)
             return
-        with self._calls.waiting:
+        with self.calls.waiting:
             self._reduce_by_hosts(agreed, form, write, op, out)
 
     def _reduce_by_hosts(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         self.exchange(agreed)
         if self._agreed_bytes < form.nbytes:
-            with self.raise_together(agreed.call):  # a host without the memory stops the others
+            with self.raise_together():  # a host without the memory stops the others
                 self._host.reserve(form.nbytes)
                 self.exchange(signature(f"{agreed.call}: memory"))
             self._agreed_bytes = form.nbytes

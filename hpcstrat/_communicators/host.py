@@ -13,6 +13,7 @@ from hpcstrat._communicators.base import Communicator, Write, check_gatherable
 from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._edge import current_call
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
@@ -32,16 +33,16 @@ class HostCommunicator(Communicator):
     def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
 
-    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        _check_on_host(call, arrays)
+    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        _check_on_host(arrays)
         form, agreed = _agreed(
-            call, facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+            current_call(), facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
         )
         out = np.empty(form.nbytes, np.uint8)
         try:
             self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
         except BaseException as error:  # a signal's, say: the others may wait for this rank's part
-            self.tear(call, error)
+            self.tear(error)
             raise
         return form.views(out)
 
@@ -49,8 +50,8 @@ class HostCommunicator(Communicator):
         for group in form.groups:
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
-        _check_on_host(call, arrays)
+    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        _check_on_host(arrays)
         form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
         shapes = pack_shapes(arrays)
         start = -(-shapes.nbytes // 16) * 16
@@ -61,18 +62,19 @@ class HostCommunicator(Communicator):
                 view[...] = array
 
         kinds = [array.dtype for array in arrays]
-        messages = self.exchange(signature(call, *facts, *kinds), start + form.nbytes, write)
+        messages = self.exchange(signature(current_call(), *facts, *kinds), start + form.nbytes, write)
         parts = [_parse(message, kinds) for message in messages]
         for i in range(len(arrays)):
-            check_gatherable(call, [part[i].shape for part in parts], axis)
+            check_gatherable([part[i].shape for part in parts], axis)
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
 
 
-def _check_on_host(call: str, arrays: Sequence[Array]) -> None:
+def _check_on_host(arrays: Sequence[Array]) -> None:
     for array in arrays:
         if not isinstance(array, np.ndarray):
             raise TypeError(
-                f"{call}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass hs.asnumpy(array)"
+                f"{current_call()}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass "
+                "hs.asnumpy(array)"
             )
 
 
@@ -115,10 +117,10 @@ class SoloCommunicator(HostCommunicator):
 
     def _count(self, agreed: CallSignature) -> None:
         # Several threads may be here at once: nobody waits for them.
-        if self._calls.barred:
-            self._calls.refuse(agreed.call)
-        self._calls.number += 1
-        self._calls.agreed = agreed
+        if self.calls.barred:
+            self.calls.refuse(agreed.call)
+        self.calls.number += 1
+        self.calls.agreed = agreed
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         return [memoryview(record)]

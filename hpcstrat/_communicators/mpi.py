@@ -89,7 +89,7 @@ class MpiCommunicator(HostCommunicator):
         if form.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(self.exchange(agreed, form.nbytes, write), form, op, out)
             return
-        with self._calls.waiting:
+        with self.calls.waiting:
             self._reduce_by_slices(agreed, form, write, op, out)
 
     def _reduce_by_slices(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:

@@ -15,6 +15,7 @@ from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.packing import PackKernel, layout
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._edge import current_call
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, ReduceOp
 
@@ -60,7 +61,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     # ---- arrays
 
-    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
             form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             with self.stream.current():
@@ -74,40 +75,37 @@ class NcclCommunicator(DeviceCommunicator):
                         PackKernel(form, group, out)(arrays)
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
-                self.exchange(signature(call, *facts, *[(array.dtype, array.shape) for array in arrays]))
+                self.exchange(signature(current_call(), *facts, *[(array.dtype, array.shape) for array in arrays]))
                 for group, part in zip(form.groups, parts, strict=True):
-                    self._all_reduce(call, part, group.of(out), op)
+                    self._all_reduce(current_call(), part, group.of(out), op)
                 return form.views(out)
 
-        return self._apart(
-            call, facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(call, facts, hosts, op)
-        )
+        return self._apart(facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(facts, hosts, op))
 
-    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
             shapes = pack_shapes(arrays).view(np.uint8)
 
             def write(message: Any) -> None:
                 message[: shapes.size] = shapes
 
-            messages = self.exchange(signature(call, *facts, *[a.dtype for a in arrays]), shapes.size, write)
+            messages = self.exchange(signature(current_call(), *facts, *[a.dtype for a in arrays]), shapes.size, write)
             everyones = [unpack_shapes(message, len(arrays))[0] for message in messages]
             for i in range(len(arrays)):
-                check_gatherable(call, [shapes[i] for shapes in everyones], axis)
+                check_gatherable([shapes[i] for shapes in everyones], axis)
             with self.stream.current():
-                with self.raise_together(call):
+                with self.raise_together():
                     arrays = [self.stream.here(array) for array in arrays]
                     parts = [_Parts.of(self.stream.xp, a, [one[i] for one in everyones]) for i, a in enumerate(arrays)]
-                    self.exchange(signature(call, "memory"))  # a rank that lacks it stops those that would wait for it
-                return self._gather(call, parts, axis)
+                    self.exchange(
+                        signature(current_call(), "memory")
+                    )  # a rank that lacks it stops those that would wait for it
+                return self._gather(parts, axis)
 
-        return self._apart(
-            call, facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(call, facts, hosts, axis)
-        )
+        return self._apart(facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(facts, hosts, axis))
 
     def _apart(
         self,
-        call: str,
         facts: Sequence[Any],
         arrays: Sequence[Array],
         move: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
@@ -120,17 +118,17 @@ class NcclCommunicator(DeviceCommunicator):
         results: list[Array] = [None] * len(arrays)
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not arrays):
-                with self.raise_together(call):  # the second way has one of its own
+                with self.raise_together():  # the second way has one of its own
                     found = way([arrays[i] for i in indices], (*facts, *places))
                 for i, result in zip(indices, found, strict=True):
                     results[i] = result
         return results
 
-    @span(COMMUNICATION, lambda self, call, parts, *_: Details(call, sum(p.own.nbytes for p in parts), self.stream))
-    def _gather(self, call: str, gathered: Sequence[_Parts], axis: int) -> list[Array]:
+    @span(COMMUNICATION, lambda self, parts, *_: Details(current_call(), sum(p.own.nbytes for p in parts), self.stream))
+    def _gather(self, gathered: Sequence[_Parts], axis: int) -> list[Array]:
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._guarded(call):
+        with self._guarded(current_call()):
             self._nccl.groupStart()
             try:
                 for own, whole, sizes, starts, _ in gathered:
@@ -155,17 +153,17 @@ class NcclCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         self._all_reduce("the sum of gradients", array, out, op)
 
-    @span(COMMUNICATION, lambda self, call, array, *_, **__: Details(call, array.nbytes, self.stream))
-    def _all_reduce(self, call: str, array: Array, out: Array, op: ReduceOp) -> None:
+    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.stream))
+    def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean and _is_short(out):
             wide = array.reshape(-1).astype(
                 np.float32
             )  # the sum of 16-bit floats may overflow where their mean does not
-            self._all_reduce(call, wide, wide, op)
+            self._all_reduce(what, wide, wide, op)
             out[...] = wide
         elif array.size:
             place, count, kind = self._parts(out)
-            with self._guarded(call):
+            with self._guarded(what):
                 self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
             self._divide(out, op)
 
@@ -213,10 +211,10 @@ class NcclCommunicator(DeviceCommunicator):
             self.stream.synchronize()
             self._forget().destroy()
 
-    def _guarded(self, call: str) -> _Guard:
+    def _guarded(self, what: str) -> _Guard:
         if self._comm is None:
-            raise RuntimeError(f"{call}: the strategy's NCCL communicator is closed; make another strategy")
-        return _Guard(self, call)
+            raise RuntimeError(f"{what}: the strategy's NCCL communicator is closed; make another strategy")
+        return _Guard(self, what)
 
     def _failure(self) -> str:
         """What NCCL says has gone wrong since the last call, if anything: a peer or the network is gone, say.
@@ -295,11 +293,11 @@ def _is_short(array: Array) -> bool:
 class _Guard:
     """Notes when NCCL is done. Makes an error of its one that says what to do, and ends the use of the communicator."""
 
-    __slots__ = ("_call", "_communicator")
+    __slots__ = ("_communicator", "_what")
 
-    def __init__(self, communicator: NcclCommunicator, call: str) -> None:
+    def __init__(self, communicator: NcclCommunicator, what: str) -> None:
         self._communicator = communicator
-        self._call = call
+        self._what = what
 
     def __enter__(self) -> None: ...
 
@@ -308,11 +306,11 @@ class _Guard:
         if error is None:
             communicator._done.record(communicator.stream.raw)
         elif not isinstance(error, Exception):
-            communicator.tear(self._call, error)
+            communicator.tear(error, self._what)
         else:  # CuPy has no name for NCCL's newer results: they are a KeyError
             communicator._abort()
             raise RuntimeError(
-                f"{self._call}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
+                f"{self._what}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
                 f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
                 "no longer connected"
             ) from error

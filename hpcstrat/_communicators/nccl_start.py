@@ -13,6 +13,7 @@ from typing import Any
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._edge import current_call, names_call
 
 MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
@@ -69,21 +70,23 @@ def why_not(shared: bool) -> str:
     return ""
 
 
+@names_call("starting NCCL")
 def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
     """NCCL's communicator. Collective; if one rank fails, or NCCL never finishes, all raise.
 
     NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
     control communicator, how it goes.
     """
-    call = "starting NCCL"
     nccl = load_nccl()
-    with control.raise_together(call):
-        facts = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
-    everyones = control.all_gather_obj(call, facts)
+    with control.raise_together():
+        own = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
+    everyones = control.all_gather_obj(own)
     versions = [version for version, _ in everyones]
     if len(set(versions)) > 1:
         listed = ", ".join(f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions))
-        raise RuntimeError(f"{call}: the ranks load different versions of NCCL: {listed}; install the same everywhere")
+        raise RuntimeError(
+            f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the same everywhere"
+        )
     outcome: list[Any] = []
 
     def connect() -> None:
@@ -102,7 +105,7 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
         pause = min(2 * pause, 0.1)
         own = outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
         state = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own if isinstance(own, str) else ""
-        states = control.all_gather_obj(call, state)
+        states = control.all_gather_obj(state)
         if not any(states):
             return own
         if any(state not in ("", "waits") for state in states):
@@ -113,7 +116,7 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
                 _skip_exit_handlers()
                 atexit.register(_skip_exit_handlers)  # those, too, that CUDA's libraries register until then
             raise RuntimeError(
-                f"{call}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
+                f"{current_call()}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
                 "If it waits without end, the GPUs often cannot reach each other's memory (PCIe access control: try "
                 "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
                 "NCCL_DEBUG=INFO shows what it does"

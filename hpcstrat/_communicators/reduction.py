@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._edge import current_call
 from hpcstrat._types import ReduceOp
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it; it has
@@ -61,7 +62,7 @@ REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
 """Whoever meets an operation looks here. What is not here raises `TypeError`, and never computes another one."""
 
 
-def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
+def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
     """Checks that values of this dtype can be reduced by `op`.
 
     Raises:
@@ -73,10 +74,11 @@ def check_reducible(call: str, dtype: np.dtype[Any], op: ReduceOp) -> None:
     if not allowed:
         names = dict.fromkeys(name for reduction in REDUCTIONS.values() for name in reduction.dtypes)
         raise TypeError(
-            f"{call}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
+            f"{current_call()}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
         )
     raise TypeError(
-        f"{call}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {', '.join(allowed)}: cast first"
+        f"{current_call()}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {', '.join(allowed)}: cast "
+        "first"
     )
 
 

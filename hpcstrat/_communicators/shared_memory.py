@@ -56,18 +56,18 @@ class _FlagBarrier:
         self._progress = comm.Iprobe
         cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
         self._yields = _YIELDS_ON_CORES if len(cores) >= comm.size else _YIELDS
-        self._calls = 0
+        self.calls = 0
 
     def __call__(self) -> None:
-        self._calls += 1
-        flags, calls = self._flags, self._calls
+        self.calls += 1
+        flags, calls = self._flags, self.calls
         flags[self._own] = calls
         for place in self._others:
             if flags[place] < calls:
                 self._wait(place)
 
     def _wait(self, place: int) -> None:
-        flags, calls, yields = self._flags, self._calls, self._yields
+        flags, calls, yields = self._flags, self.calls, self._yields
         polls = 0
         while flags[place] < calls:
             polls += 1
@@ -137,7 +137,7 @@ class SharedMemoryCommunicator(HostCommunicator):
 
     def sync(self) -> None:
         """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
-        waiting = self._calls.waiting
+        waiting = self.calls.waiting
         waiting.depth += 1
         try:
             self._barrier()
@@ -148,7 +148,7 @@ class SharedMemoryCommunicator(HostCommunicator):
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         if self._being_read:  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
             self.sync()
-        slot = self._calls.number & 1
+        slot = self.calls.number & 1
         self._own_records[slot][:] = record
         if write is not None and nbytes <= self._capacity:
             write(self._payloads[slot][self.rank] if nbytes <= PAYLOAD else self._mailboxes[self.rank])
@@ -164,7 +164,7 @@ class SharedMemoryCommunicator(HostCommunicator):
             self.sync()
             self._being_read = True
             return self._mailboxes
-        payloads = self._payloads[self._calls.number & 1]
+        payloads = self._payloads[self.calls.number & 1]
         if largest <= PAYLOAD:
             return payloads
         self._being_read = True

@@ -13,6 +13,7 @@ from hpcstrat._communicators.device import DeviceCommunicator, on_stream
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.packing import layout
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._edge import call_named
 from hpcstrat._spans import COMMUNICATION, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
@@ -29,14 +30,14 @@ class StagedCommunicator(DeviceCommunicator):
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 
-    def _reduce_arrays(self, call: str, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        return self._staged(lambda hosts: self._control._reduce_arrays(call, facts, hosts, op), arrays)
+    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        return self._staged(lambda hosts: self._control._reduce_arrays(facts, hosts, op), arrays)
 
-    def _gather_arrays(self, call: str, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         if self.size == 1:  # where the control communicator, which would check, is not asked
             for array in arrays:
-                check_gatherable(call, [array.shape], axis)
-        return self._staged(lambda hosts: self._control._gather_arrays(call, facts, hosts, axis), arrays)
+                check_gatherable([array.shape], axis)
+        return self._staged(lambda hosts: self._control._gather_arrays(facts, hosts, axis), arrays)
 
     def _staged(self, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
         """What `move` makes of host copies of the arrays; a GPU array's result goes to the GPU."""
@@ -72,7 +73,8 @@ class StagedCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         if self.size > 1:
             hosts = self._on_host(array.reshape(-1))
-            _fill(out, self._control._reduce_arrays("the sum of gradients", (op.name,), hosts, op)[0])
+            with call_named("the sum of gradients"):
+                _fill(out, self._control._reduce_arrays((op.name,), hosts, op)[0])
         elif array is not out:
             out[...] = array.reshape(-1)
 

@@ -10,6 +10,7 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import UPDATE, Details, span
 from hpcstrat._storage.plan import Plan
@@ -34,27 +35,28 @@ class Storage(abc.ABC):
     def communicator(self) -> Communicator:
         """The ranks that share the variables."""
 
-    def create(self, call: str, initial: Array) -> Block:
+    def create(self, initial: Array) -> Block:
         """A new block with the value that the parameter rank passes; the shapes and dtypes of all ranks are equal.
 
         Raises:
             MemoryError: there is no room for it.
             ReplicaMismatchError: shapes or dtypes differ.
         """
-        with self.communicator.change(call):
-            block = self._named(self._create(call, initial), call)
+        with self.communicator.change():
+            block = self._named(self._create(initial))
         if self.communicator.checks:
             self._note_change([block])
         return block
 
-    def _named(self, block: Block, call: str) -> Block:
-        block.name, block.storage = call.removeprefix("Variable "), self._number
+    def _named(self, block: Block) -> Block:
+        # The call that makes a variable is "Variable 'w'", and that of a slot "SGD: momentum of 'w'".
+        block.name, block.storage = current_call().removeprefix("Variable "), self._number
         return block
 
     @abc.abstractmethod
-    def _create(self, call: str, initial: Array) -> Block: ...
+    def _create(self, initial: Array) -> Block: ...
 
-    def create_slot(self, call: str, variable: Block, value: float) -> Block:
+    def create_slot(self, variable: Block, value: float) -> Block:
         """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
 
         It can be read and written where updates run only: on the parameter rank, or on every rank for mirrors.
@@ -62,20 +64,19 @@ class Storage(abc.ABC):
         Raises:
             MemoryError: there is no room for it.
         """
-        with self.communicator.change(call):
-            return self._named(self._create_slot(call, variable, value), call)
+        with self.communicator.change():
+            return self._named(self._create_slot(variable, value))
 
-    def _create_slot(self, call: str, variable: Block, value: float) -> Block:
-        return self._create(call, slot_values(variable, value))
+    def _create_slot(self, variable: Block, value: float) -> Block:
+        return self._create(slot_values(variable, value))
 
     @abc.abstractmethod
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
-    @span(UPDATE, lambda _, call, plan, *__, **___: Details(call, plan.form.nbytes))
+    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.form.nbytes))
     def update(
         self,
-        call: str,
         plan: Plan,
         values: Sequence[Array],
         op: Aggregation,
@@ -84,7 +85,6 @@ class Storage(abc.ABC):
         """Reduces the replicas' `values` by `op` and applies `rule` once. Afterwards every rank reads the result.
 
         Args:
-            call: the user's name of the method.
             plan: of the variables.
             values: one array a variable, of its shape; cast to its dtype.
             op: how the replicas' values become one; `FIRST_REPLICA` takes those of rank 0.
@@ -95,11 +95,11 @@ class Storage(abc.ABC):
         """
         communicator = self.communicator
         if communicator.checks:
-            self._check_unchanged(call, plan.blocks)
+            self._check_unchanged(plan.blocks)
         if self._has_torn:
             plan.require_whole()
         in_buffers = plan.are_in_buffers(values)
-        agreed = plan.signature(f"{call} from buffers" if in_buffers else call, op, rule.constants)
+        agreed = plan.signature(op, rule.constants, in_buffers)
         try:
             # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
             with np.errstate(all="ignore"):
@@ -107,21 +107,21 @@ class Storage(abc.ABC):
             if communicator.checks:
                 self._note_change(plan.blocks)
         except BaseException as error:  # a signal's, say, at any moment
-            self.tear(call, error, plan.blocks)
+            self.tear(error, plan.blocks)
             raise
 
-    def tear(self, call: str, error: BaseException, blocks: Sequence[Block]) -> None:
-        """Forbids the use of blocks that `call`, which an exception broke off, may have changed in part.
+    def tear(self, error: BaseException, blocks: Sequence[Block]) -> None:
+        """Forbids the use of blocks that this call, which an exception broke off, may have changed in part.
 
         Not where all ranks raised alike, which they do before anything changes.
         """
-        if self.communicator.tear(call, error):
+        if self.communicator.tear(error):
             self._has_torn = True
             for block in blocks:
-                block.tear(call)
+                block.tear(current_call())
 
     @abc.abstractmethod
-    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Checks that the program has not written to what this rank reads of the variables. Collective.
 
         Raises:
@@ -140,17 +140,16 @@ class Storage(abc.ABC):
         """`update`; the values are `None` where they lie in the plan's buffers."""
 
     @abc.abstractmethod
-    def make_buffers(self, call: str, plan: Plan) -> None:
+    def make_buffers(self, plan: Plan) -> None:
         """Gives a plan buffers from which the gradients of its variables need not be copied. Collective.
 
         Raises:
             MemoryError: there is no room for them.
         """
 
-    @span(UPDATE, lambda _, call, variable, slots, rows, gradient, *__, **___: Details(call, gradient.nbytes))
+    @span(UPDATE, lambda _, variable, slots, rows, gradient, *__, **___: Details(current_call(), gradient.nbytes))
     def update_rows(
         self,
-        call: str,
         variable: Block,
         slots: Sequence[Block],
         rows: Array,
@@ -160,7 +159,6 @@ class Storage(abc.ABC):
         """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
 
         Args:
-            call: the user's name of the method.
             variable: its block, of shape `(n, ...)`.
             slots: its slots' blocks.
             rows: integers of shape `(k,)`, all different and the same on every rank.
@@ -172,16 +170,16 @@ class Storage(abc.ABC):
         """
         communicator, blocks = self.communicator, (variable, *slots)
         if communicator.checks:
-            self._check_unchanged(call, [variable])
+            self._check_unchanged([variable])
         try:
-            agreed = signature(call, rows.shape, variable.held())
+            agreed = signature(current_call(), rows.shape, variable.held())
             communicator.exchange(agreed.with_numbers(tuple(rule.constants.values()), tuple(rule.constants)))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:
                 self._note_change([variable])
         except BaseException as error:
-            self.tear(call, error, blocks)
+            self.tear(error, blocks)
             raise
 
     @abc.abstractmethod
@@ -203,7 +201,7 @@ class Storage(abc.ABC):
         """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective."""
 
     @abc.abstractmethod
-    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+    def publish(self, blocks: Sequence[Block]) -> None:
         """Makes readable on every rank what the parameter rank alone wrote to these variables."""
 
     @abc.abstractmethod

@@ -7,6 +7,7 @@ from typing import final
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule, slot_values, update_rows
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
@@ -23,17 +24,17 @@ class CentralDeviceStorage(DeviceStorage):
     for nothing, unless the master copy is in host memory.
     """
 
-    def _create_slot(self, call: str, variable: Block, value: float) -> Block:
+    def _create_slot(self, variable: Block, value: float) -> Block:
         """See `Storage.create_slot`. On the other ranks the block has no numbers."""
         communicator = self._communicator
-        with communicator.raise_together(call), self._current():
+        with communicator.raise_together(), self._current():
             number = self._created + 1
             if self._is_root:
                 block = self._master.place(variable.array.shape, variable.array.dtype, number)
                 fill(block.array, slot_values(variable, value))
             else:
                 block = Block(None, None, 0, 0, number)
-            communicator.exchange(signature(call, "slot", value, variable.held()))
+            communicator.exchange(signature(current_call(), "slot", value, variable.held()))
         self._created += 1
         return block
 
@@ -90,10 +91,10 @@ class CentralDeviceStorage(DeviceStorage):
             self._communicator.broadcast_flat(new.reshape(-1), self._root)
             (variable.copy or variable).array[rows] = new
 
-    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+    def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`."""
         if blocks:
-            self._communicator.exchange(signature(call, "publish", *[block.held() for block in blocks]))
+            self._communicator.exchange(signature(current_call(), "publish", *[block.held() for block in blocks]))
             with self._current():
                 for block in blocks:
                     self._communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
+from hpcstrat._edge import call_named, current_call
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule, update_rows
@@ -52,7 +53,7 @@ class CentralHostStorage(HostStorage):
     def _segment(self) -> Segment:
         return self._communicator.segment
 
-    def _create(self, call: str, initial: Array) -> Block:
+    def _create(self, initial: Array) -> Block:
         communicator = self._communicator
         told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
         shape, dtype = initial.shape, initial.dtype
@@ -62,7 +63,9 @@ class CentralHostStorage(HostStorage):
             message[8 : 8 + told.nbytes].view(np.int64)[...] = told
 
         try:
-            messages = communicator.exchange(signature(call, (dtype, shape, self._number)), 8 + told.nbytes, tell)
+            messages = communicator.exchange(
+                signature(current_call(), (dtype, shape, self._number)), 8 + told.nbytes, tell
+            )
         except Exception:
             self._dead.extendleft(told.tolist())
             raise
@@ -70,16 +73,16 @@ class CentralHostStorage(HostStorage):
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
         nbytes = size_of(shape, dtype)
-        with communicator.raise_together(call):
+        with communicator.raise_together():
             start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
-            with communicator.raise_together(call):
+            with communicator.raise_together():
                 if communicator.rank == 0:
                     communicator.segment.commit(start, start + nbytes)
                 block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
-            communicator.exchange(signature(f"{call}: memory"))
+            communicator.exchange(signature(f"{current_call()}: memory"))
         except Exception:
             communicator.heap.free(start, nbytes)
             raise
@@ -104,17 +107,17 @@ class CentralHostStorage(HostStorage):
             communicator.segment, variables, slots, communicator.rank, communicator.size, compiles=self._compiles
         )
 
-    def make_buffers(self, call: str, plan: Plan) -> None:
+    def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
         nbytes = -(-plan.form.nbytes // LINE) * LINE
-        block = self.create(call, np.zeros((self._communicator.size, nbytes), np.uint8))
+        block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 
     def _update(
         self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
-        share = None if rule.norms is None else self._share(agreed.call, plan, rule.norms.size)
+        share = None if rule.norms is None else self._share(plan, rule.norms.size)
         if values is None:
             communicator.exchange(agreed)
             messages = plan.buffer_messages
@@ -129,12 +132,13 @@ class CentralHostStorage(HostStorage):
             plan.apply(rule, messages, self._scratch, op, values, share)
         communicator.sync()
 
-    def _share(self, call: str, plan: Plan, count: int) -> Callable[[Array], Array]:
+    def _share(self, plan: Plan, count: int) -> Callable[[Array], Array]:
         """What adds up the ranks' sums over their parts of the variables, in rank order and so alike on all of them."""
         communicator = self._communicator
         shape = (communicator.size, len(plan.blocks), count)
         if plan.sums is None:
-            plan.sums = self.create(f"{call}: norms", np.zeros(shape))
+            with call_named(f"{current_call()}: norms"):
+                plan.sums = self.create(np.zeros(shape))
         sums: Array = plan.sums.array
 
         def share(own: Array) -> Array:
@@ -151,7 +155,7 @@ class CentralHostStorage(HostStorage):
         update_rows(blocks, rows[share], gradient[share], rule)
         communicator.sync()
 
-    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+    def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. All ranks read what was written."""
         for block in blocks:
             block.checksum = None

@@ -15,6 +15,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.packing import PackKernel
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK
+from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
@@ -143,11 +144,11 @@ class DeviceStorage(Storage):
 
     # ---- variables
 
-    def _create(self, call: str, initial: Array) -> Block:
+    def _create(self, initial: Array) -> Block:
         communicator = self._communicator
-        with communicator.raise_together(call), self._current():
+        with communicator.raise_together(), self._current():
             block = self._place(initial)
-            communicator.exchange(signature(call, (initial.dtype, initial.shape, self._number)))
+            communicator.exchange(signature(current_call(), (initial.dtype, initial.shape, self._number)))
         self._created += 1
         with self._current():
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
@@ -214,21 +215,21 @@ class DeviceStorage(Storage):
 
     # ---- updates
 
-    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """See `Storage._check_unchanged`. CuPy cannot forbid writing."""
         with self._current():
             copies = [block.view for block in blocks]
-            self._communicator.require_equal(f"{call}: the copies that the ranks read", copies)
+            self._communicator.require_equal(copies, ": the copies that the ranks read")
 
     def _note_change(self, blocks: Sequence[Block]) -> None:
         """See `Storage._note_change`. The ranks' copies are compared with each other."""
 
-    def make_buffers(self, call: str, plan: Plan) -> None:
+    def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)
-        with self._communicator.raise_together(call), self._current():
+        with self._communicator.raise_together(), self._current():
             message = self._zeros(plan.form.nbytes)
-            self._communicator.exchange(plan.signature(call))
+            self._communicator.exchange(plan.signature())
             plan.take(message)
         plan.give_buffers([message], message)
 
@@ -260,7 +261,7 @@ class DeviceStorage(Storage):
             For each dtype where this rank's numbers are, one behind the other: a part of the message or, where they
             are reduced, what was passed.
         """
-        with self._communicator.raise_together(agreed.call):
+        with self._communicator.raise_together():
             sources = self._packed(plan, values, is_reduced)
             self._communicator.exchange(agreed)
         return sources

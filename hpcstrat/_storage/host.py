@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcstrat import _gpu, _settings
 from hpcstrat._communicators.base import Communicator, checksum
+from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import Storage, UpdateRule, flat, host_parts
@@ -41,16 +42,16 @@ class HostStorage(Storage):
         block.checksum = None
         flat(block.array)[start : start + part.size] = part
 
-    def _check_unchanged(self, call: str, blocks: Sequence[Block]) -> None:
+    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """See `Storage._check_unchanged`. NumPy's `at` writes to read-only arrays, too."""
-        with self.communicator.raise_together(call):
+        with self.communicator.raise_together():
             for block in blocks:
                 seen, block.checksum = block.checksum, None
                 if seen not in (None, checksum(block.array)):
                     raise RuntimeError(
-                        f"{call}: since the last update something else wrote to the memory of a variable of shape "
-                        f"{block.array.shape} and dtype {block.array.dtype.name} (HPCSTRAT_CHECK); pass functions that "
-                        "write in place, such as np.add.at, a copy: read_value() instead of value()"
+                        f"{current_call()}: since the last update something else wrote to the memory of a variable of "
+                        f"shape {block.array.shape} and dtype {block.array.dtype.name} (HPCSTRAT_CHECK); pass "
+                        "functions that write in place, such as np.add.at, a copy: read_value() instead of value()"
                     )
 
     def _note_change(self, blocks: Sequence[Block]) -> None:

@@ -35,5 +35,5 @@ class MirroredDeviceStorage(DeviceStorage):
         with self._current():
             update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
 
-    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+    def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. Every rank wrote to its own."""

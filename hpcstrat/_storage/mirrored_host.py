@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
@@ -42,12 +43,12 @@ class MirroredHostStorage(HostStorage):
     def _segment(self) -> Segment:
         return private_memory().segment
 
-    def _create(self, call: str, initial: Array) -> Block:
+    def _create(self, initial: Array) -> Block:
         communicator = self._communicator
-        with communicator.raise_together(call):
+        with communicator.raise_together():
             block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
-        agreed = signature(call, (initial.dtype, initial.shape, self._number))
+        agreed = signature(current_call(), (initial.dtype, initial.shape, self._number))
         flat = block.array.reshape(-1).view(np.uint8)
         if communicator.rank == 0:
 
@@ -64,11 +65,11 @@ class MirroredHostStorage(HostStorage):
         """See `Storage.plan`. Each rank's has all elements."""
         return Plan(private_memory().segment, variables, slots, compiles=self._compiles)
 
-    def make_buffers(self, call: str, plan: Plan) -> None:
+    def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
-        with self._communicator.raise_together(call):
+        with self._communicator.raise_together():
             message = np.zeros(plan.form.nbytes, np.uint8)
-            self._communicator.exchange(plan.signature(call))
+            self._communicator.exchange(plan.signature())
         plan.give_buffers([message], message)
 
     def _update(
@@ -105,5 +106,5 @@ class MirroredHostStorage(HostStorage):
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         update_rows(blocks, rows, gradient, rule)
 
-    def publish(self, call: str, blocks: Sequence[Block]) -> None:
+    def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`. Every rank wrote to its own."""

@@ -13,6 +13,7 @@ import numpy as np
 from hpcstrat._communicators.packing import Group, Layout, layout
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
+from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage import compiled
 from hpcstrat._storage.chunks import (
@@ -92,9 +93,13 @@ class Plan:
         self._addresses: dict[int, tuple[Array, compiled.Table, Array]] = {}
 
     def signature(
-        self, call: str, op: Aggregation = FIRST_REPLICA, constants: Mapping[str, float] = NO_CONSTANTS
+        self,
+        op: Aggregation = FIRST_REPLICA,
+        constants: Mapping[str, float] = NO_CONSTANTS,
+        in_buffers: bool = False,
     ) -> CallSignature:
         """What the ranks must agree on for an update."""
+        call = f"{current_call()} from buffers" if in_buffers else current_call()
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _nest, _world
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
+from hpcstrat._edge import current_call, enter_call, leave_call, names_call
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._spans import RUN, Details, span
 from hpcstrat._strategies import reduction
@@ -90,11 +93,12 @@ class Strategy(InputMethods, ValueMethods):
         """
         return Scope(self, self._across)
 
+    @names_call("Strategy.close")
     def close(self) -> None:
         """Closes the strategy; its variables can still be read. Collective. Closing it again does nothing."""
         group = self._group
         if not group.lifetime.is_closed:
-            group.communicator.barrier("Strategy.close")
+            group.communicator.barrier()
             group.lifetime.is_closed = True
             if isinstance(group.communicator, DeviceCommunicator):
                 disconnect_devices(group.communicator)
@@ -159,17 +163,21 @@ class Strategy(InputMethods, ValueMethods):
             [5]
         """
         del options
-        require_cross_replica(self._group, "Strategy.run")
-        stream = self._group.stream
-        if stream is None:
-            return self._run(fn, args, kwargs)
-        with stream.current():
-            return self._run(fn, args, kwargs)
+        outer = enter_call("Strategy.run")
+        try:
+            require_cross_replica(self._group)
+            stream = self._group.stream
+            if stream is None:
+                return self._run(fn, args, kwargs)
+            with stream.current():
+                return self._run(fn, args, kwargs)
+        finally:
+            leave_call(outer)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         communicator, before = self._group.communicator, _context.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
-            check_arguments("Strategy.run", fn, args)
+            check_arguments(fn, args)
             if communicator.checks:
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(one) for one in args]
@@ -205,8 +213,9 @@ class Scope:
         self._across = across
         self._entered: list[Any] = []
 
+    @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
-        require_cross_replica(self._across.group, "Strategy.scope")
+        require_cross_replica(self._across.group)
         self._entered.append((_context.current.set(self._across), creators.get()))
         return self._strategy
 
@@ -218,6 +227,9 @@ class Scope:
             )
         self._entered.pop()
         _context.current.reset(token)
+
+
+_REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
 
 
 class ReplicaContext:
@@ -253,6 +265,7 @@ class ReplicaContext:
         """The device of this replica, as a tuple of one canonical string."""
         return (str(self._group.device),)
 
+    @collective("ReplicaContext.all_reduce", _REQUIRE)
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Reduces `value` elementwise over all replicas. Collective: all replicas call this.
 
@@ -271,9 +284,9 @@ class ReplicaContext:
             ReplicaMismatchError: shapes or dtypes differ between replicas.
         """
         del options
-        self._require("all_reduce")
-        return reduction.all_reduce(self._group.communicator, "ReplicaContext.all_reduce", reduce_op, value)
+        return reduction.all_reduce(self._group.communicator, reduce_op, value)
 
+    @collective("ReplicaContext.all_gather", _REQUIRE)
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates `value` over all replicas along `axis`, in replica order. Collective: all replicas call this.
 
@@ -291,9 +304,9 @@ class ReplicaContext:
             ReplicaMismatchError: the shapes do not fit; every replica's is named.
         """
         del options
-        self._require("all_gather")
-        return reduction.all_gather(self._group.communicator, "ReplicaContext.all_gather", value, axis)
+        return reduction.all_gather(self._group.communicator, value, axis)
 
+    @names_call("ReplicaContext.merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -311,11 +324,11 @@ class ReplicaContext:
             RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
             TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
         """
-        self._require("merge_call")
-        check_arguments("ReplicaContext.merge_call", merge_fn, args)
+        self._require()
+        check_arguments(merge_fn, args)
         given = (tuple(args), dict(kwargs or {}))
         leaves, structure = _nest.flatten(given)
-        self._group.communicator.exchange(signature("ReplicaContext.merge_call", _nest.describe(structure)))
+        self._group.communicator.exchange(signature(current_call(), _nest.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
         before = _context.current.get()
         try:
@@ -336,18 +349,19 @@ class ReplicaContext:
             return np.random.default_rng(own)
         return xp.random.default_rng(int(own.generate_state(1, np.uint64)[0]))
 
-    def _require(self, method: str) -> None:
+    def _require(self) -> None:
+        """Refuses a call outside of the replica function that was given this context."""
         found = _context.context()
         # Outside of every scope each process is in the only replica of the default strategy.
         is_here = self._group is default_group() if found is None else found.owner is self
         if not is_here:
             raise RuntimeError(
-                f"ReplicaContext.{method} was called outside of its replica context; call it inside the function that "
+                f"{current_call()} was called outside of its replica context; call it inside the function that "
                 "Strategy.run runs"
             )
         if found is None and (ranks := _world.size()) > 1:
             raise RuntimeError(
-                f"ReplicaContext.{method} was called outside of Strategy.run, where each of the {ranks} ranks is "
+                f"{current_call()} was called outside of Strategy.run, where each of the {ranks} ranks is "
                 "alone; call it inside the function that strategy.run runs, or use strategy.reduce and strategy.gather"
             )
 

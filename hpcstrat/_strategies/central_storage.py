@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hpcstrat import _devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
@@ -30,10 +31,11 @@ class CentralStorageStrategy(Strategy):
             start.
     """
 
+    @names_call("CentralStorageStrategy")
     def __init__(self, compute_devices: Sequence[str] | None = None, parameter_device: str | None = None) -> None:
-        call = "CentralStorageStrategy"
-        devices, communicator = place_on_one_host(call, compute_devices)
-        with given_back_on_error(communicator), communicator.raise_together(call):
+        call = current_call()
+        devices, communicator = place_on_one_host(compute_devices)
+        with given_back_on_error(communicator), communicator.raise_together():
             parameter = devices[0] if parameter_device is None else _devices.parse(parameter_device, call)
             if parameter not in (*devices, _devices.CPU):
                 names = ", ".join(map(str, dict.fromkeys([*devices, _devices.CPU])))

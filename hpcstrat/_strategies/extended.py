@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from hpcstrat import _context, _devices, _nest
-from hpcstrat._context import AcrossReplicas, InUpdate, check_arguments, require_cross_replica
+from hpcstrat._communicators.collective import collective
+from hpcstrat._context import AcrossReplicas, InUpdate, check_arguments, check_cross_replica, require_cross_replica
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import UpdatesOn, default_group
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.transfer import from_wire, to_wire
@@ -61,13 +63,15 @@ class StrategyExtended:
 
     # ---- replicas
 
+    @names_call("StrategyExtended.call_for_each_replica")
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """`Strategy.run` by its older name."""
-        require_cross_replica(self._group, "StrategyExtended.call_for_each_replica")
+        require_cross_replica(self._group)
         return self._run(fn, args, kwargs)
 
+    @collective("StrategyExtended.reduce_to", check_cross_replica)
     def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
         """Reduces `value` elementwise over the replicas. Collective.
 
@@ -85,24 +89,23 @@ class StrategyExtended:
             ValueError: no destination, or the sum of a plain value over several replicas.
         """
         del options
-        return self._reduce("StrategyExtended.reduce_to", reduce_op, [(value, destinations)])[0]
+        return self._reduce(reduce_op, [(value, destinations)])[0]
 
+    @collective("StrategyExtended.batch_reduce_to", check_cross_replica)
     def batch_reduce_to(
         self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
     ) -> list[Any]:
         """`reduce_to` of several (value, destinations) pairs, in one message. Collective."""
         del options
-        return self._reduce("StrategyExtended.batch_reduce_to", reduce_op, list(value_destination_pairs))
+        return self._reduce(reduce_op, list(value_destination_pairs))
 
-    def _reduce(self, call: str, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        group = self._group
-        require_cross_replica(group, call)
-        with group.communicator.raise_together(call):
-            for _, destinations in pairs:
-                self._check_destinations(call, destinations)
-        totals = reduction.reduce(group.communicator, call, reduce_op, [value for value, _ in pairs], None)
+    def _reduce(self, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        for _, destinations in pairs:
+            self._check_destinations(destinations)
+        totals = reduction.reduce(self._group.communicator, reduce_op, [value for value, _ in pairs], None)
         return [self._sent(total, destinations) for total, (_, destinations) in zip(totals, pairs, strict=True)]
 
+    @collective("StrategyExtended.broadcast_to", check_cross_replica)
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The parameter rank's `tensor`, a nest of plain values, on every rank. Collective.
 
@@ -114,28 +117,25 @@ class StrategyExtended:
             RuntimeError: called inside a replica function or the scope of another strategy.
             ValueError: no destination.
         """
-        call = "StrategyExtended.broadcast_to"
         group = self._group
-        require_cross_replica(group, call)
         with group.on_stream():
-            with group.communicator.raise_together(call):
-                self._check_destinations(call, destinations)
-                packed = to_wire(call, tensor)
-                sent = group.communicator.broadcast_obj(call, packed, group.root)
-                return self._sent(from_wire(sent, group.stream), destinations)
+            self._check_destinations(destinations)
+            sent = group.communicator.broadcast_obj(to_wire(tensor), group.root)
+            return self._sent(from_wire(sent, group.stream), destinations)
 
-    def _check_destinations(self, call: str, destinations: Any) -> None:
+    def _check_destinations(self, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
         alone = self._group.communicator.size == 1
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
-                _devices.parse(one, call)
+                _devices.parse(one, current_call())
             elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
                 continue  # what a single replica returned
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
                 raise ValueError(
-                    f"{call}: destinations is {destinations!r}; pass a variable, a device string or a distributed value"
+                    f"{current_call()}: destinations is {destinations!r}; pass a variable, a device string or a "
+                    "distributed value"
                 )
 
     def _sent(self, total: Any, destinations: Any) -> Any:
@@ -146,6 +146,7 @@ class StrategyExtended:
 
     # ---- updates
 
+    @collective("StrategyExtended.update", check_cross_replica)
     def update(
         self,
         var: Variable,
@@ -172,16 +173,15 @@ class StrategyExtended:
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: what `fn` raised, on every rank.
         """
-        call = "StrategyExtended.update"
-        require_cross_replica(self._group, call)
-        with self._group.communicator.raise_together(call):
-            if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
-                raise ValueError(
-                    f"{call}: {var!r} is not a variable of this strategy; pass one made under `with strategy.scope():`"
-                )
-            check_arguments(call, fn, args)
-        return self._run_update(call, fn, (var, *args), dict(kwargs or {}), group)
+        if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
+            raise ValueError(
+                f"{current_call()}: {var!r} is not a variable of this strategy; pass one made under "
+                "`with strategy.scope():`"
+            )
+        check_arguments(fn, args)
+        return self._run_update(fn, (var, *args), dict(kwargs or {}), group)
 
+    @collective("StrategyExtended.update_non_slot", check_cross_replica)
     def update_non_slot(
         self,
         colocate_with: Any,
@@ -192,85 +192,74 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(*args, **kwargs)` on what `non_slot_devices` gave; otherwise as `update`. Collective."""
         del colocate_with
-        call = "StrategyExtended.update_non_slot"
-        require_cross_replica(self._group, call)
-        with self._group.communicator.raise_together(call):
-            check_arguments(call, fn, args)
-        return self._run_update(call, fn, tuple(args), dict(kwargs or {}), group)
+        check_arguments(fn, args)
+        return self._run_update(fn, tuple(args), dict(kwargs or {}), group)
 
     def _run_update(
-        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
     ) -> Any:
-        with self._group.communicator.change(call):
-            return self._changed(call, fn, args, kwargs, is_grouped)
+        with self._group.communicator.change():
+            return self._changed(fn, args, kwargs, is_grouped)
 
-    def _changed(
-        self, call: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
-    ) -> Any:
+    def _changed(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool) -> Any:
         group, communicator = self._group, self._group.communicator
         leaves, structure = _nest.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            with communicator.raise_together(call):
-                raise ValueError(
-                    f"{call}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
-                )
+            raise ValueError(
+                f"{current_call()}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
+            )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         # The function writes in place, and other ranks may still be reading: they must all have come here first.
-        communicator.barrier(call)
+        communicator.barrier()
         if group.updates_on is UpdatesOn.ALL_RANKS:
-            with communicator.raise_together(call):
-                results, form = self._updated(call, lambda: fn(*args, **kwargs), variables)
-                communicator.barrier(call)
+            with communicator.raise_together():
+                results, returned = self._updated(lambda: fn(*args, **kwargs), variables)
+                communicator.barrier()
         else:
             written = [
                 state.block for state in map(state_of, variables) if state.group is group and not state.is_on_read
             ]
             try:
-                result = self._updated_by_root(call, lambda: fn(*args, **kwargs), variables)
+                result = self._updated_by_root(lambda: fn(*args, **kwargs), variables)
             except Exception:
                 # All ranks raise it. What was written before it stays, and must be the same for every reader.
-                group.storage.publish(call, written)
+                group.storage.publish(written)
                 communicator.settle()
                 raise
-            group.storage.publish(call, written)
-            results, form = _nest.flatten(result)
-            results = [variables[leaf.place] if isinstance(leaf, _Reference) else leaf for leaf in results]
-        return form.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
+            group.storage.publish(written)
+            results, returned = _nest.flatten(result)
+            results = [variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results]
+        return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
-    def _updated(
-        self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]
-    ) -> tuple[list[Any], _nest.Structure]:
+    def _updated(self, fn: Callable[[], Any], variables: Sequence[Variable]) -> tuple[list[Any], _nest.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         group = self._group
         before = _context.current.get()
         try:
             _context.current.set(InUpdate(group, self._across.owner, variables))
             # One rank may run this alone, so a collective call in it would wait for ranks that never come.
-            group.communicator.pause(call)
+            group.communicator.pause()
             with group.on_stream():
                 return _nest.flatten(fn())
         finally:
-            group.communicator.pause(None)
+            group.communicator.resume()
             _context.current.set(before)
 
-    def _updated_by_root(self, call: str, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
+    def _updated_by_root(self, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
         group, communicator = self._group, self._group.communicator
         sent: list[Any] = []
-        with communicator.raise_together(call):
+        with group.on_stream(), communicator.raise_together():
             if communicator.rank == group.root:
-                results, form = self._updated(call, fn, variables)
+                results, returned = self._updated(fn, variables)
                 leaves = [
-                    _Reference(_place(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
+                    _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
                 ]
-                sent = [form.unflatten(leaves)]
-        with group.on_stream():
-            with communicator.raise_together(call):
-                packed = to_wire(call, sent)
-                sent = communicator.broadcast_obj(call, packed, group.root)
-                return from_wire(sent, group.stream)[0]
+                sent = [returned.unflatten(leaves)]
+            sent = communicator.broadcast_obj(to_wire(sent), group.root)
+            return from_wire(sent, group.stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for what belongs to several variables: the parameter device."""
@@ -317,13 +306,13 @@ class StrategyExtended:
 class _Reference:
     """Stands for a variable in a result that travels."""
 
-    __slots__ = ("place",)
+    __slots__ = ("index",)
 
-    def __init__(self, place: int) -> None:
-        self.place = place
+    def __init__(self, index: int) -> None:
+        self.index = index
 
 
-def _place(variable: Variable, variables: Sequence[Variable]) -> int:
+def _index(variable: Variable, variables: Sequence[Variable]) -> int:
     for i, one in enumerate(variables):
         if one is variable:
             return i

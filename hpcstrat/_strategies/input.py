@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hpcstrat._context import require_cross_replica
+from hpcstrat._edge import names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._warnings import warn_renamed
 from hpcstrat.data import _distributed
@@ -19,6 +20,7 @@ class InputMethods:
 
     _group: ReplicaGroup
 
+    @names_call("Strategy.experimental_distribute_dataset")
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
         """Spreads the batches of a dataset over the replicas. Collective, and so is iterating.
 
@@ -52,9 +54,10 @@ class InputMethods:
             (array([6, 7]),)
             (array([8, 9]),)
         """
-        require_cross_replica(self._group, "Strategy.experimental_distribute_dataset")
+        require_cross_replica(self._group)
         return _distributed.distribute_dataset(dataset, self._group.communicator, options, self._prefetcher(options))
 
+    @names_call("Strategy.distribute_datasets_from_function")
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -87,7 +90,7 @@ class InputMethods:
             >>> strategy.experimental_local_results(next(iterator))[0]
             array([1., 1., 1., 1.], dtype=float32)
         """
-        require_cross_replica(self._group, "Strategy.distribute_datasets_from_function")
+        require_cross_replica(self._group)
         return _distributed.distribute_from_function(
             dataset_fn, self._group.communicator, options, self._prefetcher(options), self._group.workers
         )

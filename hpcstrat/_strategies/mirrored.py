@@ -8,6 +8,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._devices import Device
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
@@ -28,15 +29,14 @@ class MirroredStrategy(Strategy):
             start.
     """
 
+    @names_call("MirroredStrategy")
     def __init__(self, devices: Sequence[str] | None = None) -> None:
-        call = "MirroredStrategy"
-        super().__init__(mirrored_group(call, *place_on_one_host(call, devices)))
+        super().__init__(mirrored_group(*place_on_one_host(devices)))
 
 
-def mirrored_group(
-    call: str, devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = ()
-) -> ReplicaGroup:
+def mirrored_group(devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = ()) -> ReplicaGroup:
     """Replicas that are placed and connected, over which variables are mirrored. Collective."""
+    call = current_call()
     with given_back_on_error(communicator):
         communicator.exchange(signature(call, *map(str, devices)))
     local = storage = replica_storage(communicator)

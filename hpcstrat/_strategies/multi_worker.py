@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpcstrat import _world
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import MirroredStrategy, mirrored_group
 from hpcstrat._strategies.placement import place_on_hosts
@@ -33,14 +34,15 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             GPUs on a host, or MPI or NCCL cannot start.
     """
 
+    @names_call("MultiWorkerMirroredStrategy")
     def __init__(self, cluster_resolver: ClusterResolver | None = None, communication_options: Any = None) -> None:
         del communication_options
-        call = "MultiWorkerMirroredStrategy"
-        devices, communicator = place_on_hosts(call)
+        call = current_call()
+        devices, communicator = place_on_hosts()
         world = _world.start()
-        group = mirrored_group(call, devices, communicator, world.hosts)
+        group = mirrored_group(devices, communicator, world.hosts)
         Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
-        with communicator.raise_together(call):
+        with communicator.raise_together():
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
                 raise TypeError(
                     f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of hpcstrat.cluster_resolver, or None"
@@ -54,7 +56,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
                         f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
                         f"{group.workers.count} hosts; omit it, or make it name every host once"
                     )
-            communicator.barrier(call)
+            communicator.barrier()
         if cluster_resolver is None:
             # The first call is collective. It is made here, so that later one rank may ask alone.
             self._resolver.cluster_spec()

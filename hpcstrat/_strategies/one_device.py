@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hpcstrat import _devices
 from hpcstrat._communicators.connection import connect
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host, replica_storage
@@ -29,16 +30,16 @@ class OneDeviceStrategy(Strategy):
         90
     """
 
+    @names_call("OneDeviceStrategy")
     def __init__(self, device: str) -> None:
-        call = "OneDeviceStrategy"
-        control = connect()
-        with control.raise_together(call):
+        call, control = current_call(), connect()
+        with control.raise_together():
             _devices.parse(device, call)
             if control.size > 1:
                 raise RuntimeError(
                     f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"
                 )
-        placed, communicator = place_on_one_host(call, [device])
+        placed, communicator = place_on_one_host([device])
         storage = replica_storage(communicator)
         super().__init__(
             ReplicaGroup(call, communicator, placed, placed[0], storage, storage, requires_aggregation=False)

@@ -12,11 +12,12 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, connect_devices, disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._edge import current_call
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 
-def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
+def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
     """Starts MPI, gives each rank its device after all checks, and connects the ranks. Collective.
 
     Returns:
@@ -29,20 +30,18 @@ def place_on_one_host(call: str, compute_devices: Sequence[str] | None) -> tuple
         RuntimeError: the ranks are on several hosts, a device is not there, there are more ranks than GPUs, or MPI or
             NCCL does not start.
     """
-    return _place(call, compute_devices, is_one_host=True)
+    return _placed(compute_devices, is_one_host=True)
 
 
-def place_on_hosts(call: str) -> tuple[list[_devices.Device], Communicator]:
+def place_on_hosts() -> tuple[list[_devices.Device], Communicator]:
     """`place_on_one_host` for ranks on any number of hosts: each gets the GPU of its number on its host, or the CPU."""
-    return _place(call, None, is_one_host=False)
+    return _placed(None, is_one_host=False)
 
 
-def _place(
-    call: str, compute_devices: Sequence[str] | None, is_one_host: bool
-) -> tuple[list[_devices.Device], Communicator]:
+def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[list[_devices.Device], Communicator]:
     _make_current_early(compute_devices)
-    control = connect()
-    with control.raise_together(call):
+    call, control = current_call(), connect()
+    with control.raise_together():
         world = _world.start()
         if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
@@ -53,8 +52,8 @@ def _place(
         named = _devices.named(compute_devices, control.size, call)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _gpu.visible()
-        everyones = control.all_gather_obj(call, (visible, _gpu.has_cupy()))
-    with control.raise_together(call):
+        everyones = control.all_gather_obj((visible, _gpu.has_cupy()))
+    with control.raise_together():
         seen = [gpus for gpus, _ in everyones]
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in everyones):
             if control.rank == 0:
@@ -74,18 +73,18 @@ def _place(
             on_host = [seen[rank] for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
             ordinal = _devices.ordinal(devices[control.rank], world.local_rank, on_host, call)
         own = "" if ordinal is None else seen[control.rank][ordinal]
-        gpus = tuple(control.all_gather_obj(call, own, *map(str, devices)))
+        gpus = tuple(control.all_gather_obj(own, *map(str, devices)))
     if not any(gpus):
         return devices, control
-    with control.raise_together(call):
+    with control.raise_together():
         _devices.check_shared(gpus, shares, call)
         problem = "" if ordinal is None else _why_no_nccl(ordinal, gpus)
-        problems = [problem for problem in control.all_gather_obj(call, problem) if problem]
+        problems = [problem for problem in control.all_gather_obj(problem) if problem]
     if not all(gpus):
         problems = ["some of them compute on the CPU; name a GPU for each"]
     if problems and control.rank == 0:
         message = f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}"
-        with control.raise_together(call):  # where warnings are errors, it is one of all ranks
+        with control.raise_together():  # where warnings are errors, it is one of all ranks
             warnings.warn(message, stacklevel=4)
     return devices, connect_devices(gpus, ordinal, nccl=control.size > 1 and not problems)
 

@@ -1,4 +1,4 @@
-"""Reducing and gathering nests of values over the replicas."""
+"""Reducing and gathering nests of values over the replicas, inside the collective methods of a strategy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_n
 from hpcstrat._communicators.base import Communicator, check_gatherable
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible
+from hpcstrat._edge import current_call
 from hpcstrat._types import Array, IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, component_of
 from hpcstrat._variables import Variable
 
 
-def as_numeric(call: str, value: Any) -> Array:
+def as_numeric(value: Any) -> Array:
     """`value`, an array of any library, a variable or a number, as an array where it is, in this machine's byte order.
 
     Raises:
@@ -25,117 +26,105 @@ def as_numeric(call: str, value: Any) -> Array:
     """
     if isinstance(value, Variable):
         value = value.value()
-    array = as_array(call, value, on_gpu=True)
+    array = as_array(current_call(), value, on_gpu=True)
     if not is_numeric(array.dtype):
-        raise TypeError(f"{call}: {value!r} is no array of numbers and does not become one; pass an array")
+        raise TypeError(f"{current_call()}: {value!r} is no array of numbers and does not become one; pass an array")
     return as_native(array)
 
 
-def convert_foreign_leaves(call: str, nest: Any) -> Any:
+def convert_foreign_leaves(nest: Any) -> Any:
     """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
     leaves, structure = _nest.flatten(nest)
     places = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
     if not places:
         return nest
     for i in places:
-        leaves[i] = from_foreign(call, leaves[i])
+        leaves[i] = from_foreign(current_call(), leaves[i])
     return structure.unflatten(leaves)
 
 
-def all_reduce(communicator: Communicator, call: str, reduce_op: ReduceOp | str, value: Any) -> Any:
+def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any) -> Any:
     """Elementwise over the replicas; `value` is a nest of this replica's values."""
-    with communicator.raise_together(call):
-        op = ReduceOp.parse(reduce_op, call)
-        leaves, structure = _nest.flatten(value)
-        return structure.unflatten(_reduce_leaves(communicator, call, op, leaves, _nest.describe(structure)))
+    op = ReduceOp.parse(reduce_op, current_call())
+    leaves, structure = _nest.flatten(value)
+    return structure.unflatten(_reduce_leaves(communicator, op, leaves, _nest.describe(structure)))
 
 
-def _reduce_leaves(
-    communicator: Communicator, call: str, op: ReduceOp, leaves: Sequence[Any], *facts: str
-) -> list[Any]:
-    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense.
-
-    It stands in a `raise_together` block.
-    """
+def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *facts: str) -> list[Any]:
+    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
     if places or not leaves:
-        arrays = [as_numeric(call, leaves[i]) for i in places]
+        arrays = [as_numeric(leaves[i]) for i in places]
         if len(places) < len(leaves):
             facts = (*facts, f"arrays at {places}")
-        for i, array in zip(places, communicator.all_reduce(call, arrays, op, *facts), strict=True):
+        for i, array in zip(places, communicator.all_reduce(arrays, op, *facts), strict=True):
             results[i] = _scalar(array)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, IndexedSlices):
-            results[i] = _reduce_slices(communicator, call, op, leaf)
+            results[i] = _reduce_slices(communicator, op, leaf)
     return results
 
 
-def _reduce_slices(communicator: Communicator, call: str, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
-    with communicator.raise_together(call):
+def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+    with communicator.raise_together():  # arrays beside the slices were reduced before
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise ValueError(f"{call}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these")
-        values, indices = as_numeric(call, slices.values), as_numeric(call, slices.indices)
-        check_reducible(call, values.dtype, op)
-    values, indices = communicator.all_gather(call, [values, indices], 0)
+            raise ValueError(
+                f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these"
+            )
+        values, indices = as_numeric(slices.values), as_numeric(slices.indices)
+        check_reducible(values.dtype, op)
+    values, indices = communicator.all_gather([values, indices], 0)
     return IndexedSlices(values / communicator.size if op is ReduceOp.MEAN else values, indices, slices.dense_shape)
 
 
-def reduce(
-    communicator: Communicator,
-    call: str,
-    reduce_op: ReduceOp | str,
-    value: Any,
-    axis: int | Sequence[int] | None,
-) -> Any:
+def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
     """See `Strategy.reduce`."""
-    with communicator.raise_together(call):
-        op = ReduceOp.parse(reduce_op, call)
-        leaves, structure = _nest.flatten(value)
-        results: list[Any] = list(leaves)
-        places: list[int] = []
-        for i, leaf in enumerate(leaves):
-            if isinstance(leaf, DistributedValues) or (communicator.size == 1 and leaf is not None):
-                places.append(i)
-            elif leaf is not None:
-                results[i] = _reduce_plain(call, op, leaf, axis)
-        if places:
-            own = [component_of(leaves[i]) for i in places]
-            # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
-            facts = [_nest.describe(structure), f"axis={axis}"]
-            if len(places) < len(leaves):
-                facts.append(f"distributed at {places}")
-            if axis is None:
-                reduced = _reduce_leaves(communicator, call, op, own, *facts)
-            else:
-                reduced = _reduce_along(communicator, call, op, own, axis, *facts)
-            for i, result in zip(places, reduced, strict=True):
-                results[i] = result
+    op = ReduceOp.parse(reduce_op, current_call())
+    leaves, structure = _nest.flatten(value)
+    results: list[Any] = list(leaves)
+    places: list[int] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, DistributedValues) or (communicator.size == 1 and leaf is not None):
+            places.append(i)
+        elif leaf is not None:
+            results[i] = _reduce_plain(op, leaf, axis)
+    if places:
+        own = [component_of(leaves[i]) for i in places]
+        # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
+        facts = [_nest.describe(structure), f"axis={axis}"]
+        if len(places) < len(leaves):
+            facts.append(f"distributed at {places}")
+        if axis is None:
+            reduced = _reduce_leaves(communicator, op, own, *facts)
         else:
-            require_alike(communicator, call, structure, op.name, f"axis={axis}")
-        return structure.unflatten(results)
+            reduced = _reduce_along(communicator, op, own, axis, *facts)
+        for i, result in zip(places, reduced, strict=True):
+            results[i] = result
+    else:
+        require_alike(communicator, structure, op.name, f"axis={axis}")
+    return structure.unflatten(results)
 
 
-def require_alike(communicator: Communicator, call: str, structure: _nest.Structure, *facts: str) -> None:
+def require_alike(communicator: Communicator, structure: _nest.Structure, *facts: str) -> None:
     """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
     if communicator.size > 1:
-        communicator.exchange(signature(call, *facts, _nest.describe(structure), "not distributed"))
+        communicator.exchange(signature(current_call(), *facts, _nest.describe(structure), "not distributed"))
 
 
 def _reduce_along(
-    communicator: Communicator, call: str, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *facts: str
+    communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *facts: str
 ) -> list[Any]:
-    """Along axes within each replica too. It stands in a `raise_together` block."""
-    inner = [_Inner(call, op, leaf, axis) for leaf in own]
+    """Along axes within each replica too."""
+    inner = [_Inner(op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        sums = communicator.all_reduce(
-            call, [part for one in inner for part in (one.total, one.count)], ReduceOp.SUM, op.name, *facts
-        )
+        totals = [array for one in inner for array in (one.total, one.count)]
+        sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *facts)
         return [
             one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
-    extremes = communicator.all_reduce(call, [one.total for one in inner], op, *facts)
-    counts = communicator.all_reduce(call, [one.count for one in inner], ReduceOp.SUM)
+    extremes = communicator.all_reduce([one.total for one in inner], op, *facts)
+    counts = communicator.all_reduce([one.count for one in inner], ReduceOp.SUM)
     return [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
 
 
@@ -147,14 +136,14 @@ class _Inner:
         count: the number of elements behind each of its own.
     """
 
-    def __init__(self, call: str, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
+    def __init__(self, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
         if isinstance(value, IndexedSlices):
-            raise ValueError(f"{call}: IndexedSlices are not reduced along axis {axis}; pass axis=None")
-        array = as_numeric(call, value)
-        check_reducible(call, array.dtype, op)
-        axes = _axes(call, axis, array.ndim)
+            raise ValueError(f"{current_call()}: IndexedSlices are not reduced along axis {axis}; pass axis=None")
+        array = as_numeric(value)
+        check_reducible(array.dtype, op)
+        axes = _axes(axis, array.ndim)
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
-        self._op, self._call, self._dtype = op, call, array.dtype
+        self._op, self._dtype = op, array.dtype
         xp = self._xp = _gpu.array_module(array)
         if op is ReduceOp.SUM or op is ReduceOp.MEAN:
             wide = accumulator(array.dtype)
@@ -182,81 +171,81 @@ class _Inner:
         if count == 0:
             if self._dtype.kind in "iub":
                 raise ValueError(
-                    f"{self._call}: {self._op.name} along an axis that has no elements on any replica; "
+                    f"{current_call()}: {self._op.name} along an axis that has no elements on any replica; "
                     "give it at least one"
                 )
             total = self._xp.full_like(total, np.nan)
         return _scalar(total)
 
 
-def _reduce_plain(call: str, op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
+def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
     """A value that is not distributed, with several replicas."""
     if op is ReduceOp.SUM:
         # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals. Anything else is ambiguous.
-        if not isinstance(value, (Variable, IndexedSlices)) and not as_numeric(call, value).any():
+        if not isinstance(value, (Variable, IndexedSlices)) and not as_numeric(value).any():
             return value
         raise ValueError(
-            f"{call}: SUM of a value that is not distributed: is it one value, or one a replica? Return it from "
-            "Strategy.run to have one a replica, or leave it as it is"
+            f"{current_call()}: SUM of a value that is not distributed: is it one value, or one a replica? Return it "
+            "from Strategy.run to have one a replica, or leave it as it is"
         )
     if isinstance(value, IndexedSlices):
         return value
-    array = as_numeric(call, value)
+    array = as_numeric(value)
     if axis is None:
         return array if is_foreign(value) else value
-    inner = _Inner(call, op, array, axis)
+    inner = _Inner(op, array, axis)
     return (
         inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
     )
 
 
-def all_gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
+def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """Concatenation over the replicas; `value` is a nest of this replica's values."""
     leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_gather_leaves(communicator, call, leaves, axis, _nest.describe(structure)))
+    return structure.unflatten(_gather_leaves(communicator, leaves, axis, _nest.describe(structure)))
 
 
-def gather(communicator: Communicator, call: str, value: Any, axis: int) -> Any:
+def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """See `Strategy.gather`."""
     leaves, structure = _nest.flatten(value)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
-    with communicator.raise_together(call):
-        for i, leaf in enumerate(leaves):
-            if i not in places and leaf is not None:
-                array = _gatherable(call, leaf, axis)
-                check_gatherable(call, [array.shape], axis)
-                leaves[i] = leaf if isinstance(leaf, Variable) else array
+    for i, leaf in enumerate(leaves):
+        if i not in places and leaf is not None:
+            array = _gatherable(leaf, axis)
+            check_gatherable([array.shape], axis)
+            leaves[i] = leaf if isinstance(leaf, Variable) else array
     if places:
         facts = [_nest.describe(structure)]
         if len(places) < len(leaves):
             facts.append(f"distributed at {places}")
-        gathered = _gather_leaves(communicator, call, [component_of(leaves[i]) for i in places], axis, *facts)
+        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in places], axis, *facts)
         for i, result in zip(places, gathered, strict=True):
             leaves[i] = result
     else:
-        require_alike(communicator, call, structure, f"axis={axis}")
+        require_alike(communicator, structure, f"axis={axis}")
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, call: str, leaves: Sequence[Any], axis: int, *facts: str) -> list[Any]:
+def _gather_leaves(communicator: Communicator, leaves: Sequence[Any], axis: int, *facts: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    with communicator.raise_together(call):
-        arrays = [_gatherable(call, leaves[i], axis) for i in places]
+    arrays = [_gatherable(leaves[i], axis) for i in places]
     results: list[Any] = list(leaves)
     if len(places) < len(leaves):
         facts = (*facts, f"arrays at {places}")
-    for i, array in zip(places, communicator.all_gather(call, arrays, axis, *facts), strict=True):
+    for i, array in zip(places, communicator.all_gather(arrays, axis, *facts), strict=True):
         results[i] = array
     return results
 
 
-def _gatherable(call: str, value: Any, axis: int) -> Array:
+def _gatherable(value: Any, axis: int) -> Array:
     if isinstance(value, IndexedSlices):
-        raise NotImplementedError(f"{call}: IndexedSlices cannot be gathered; gather their values and indices")
+        raise NotImplementedError(
+            f"{current_call()}: IndexedSlices cannot be gathered; gather their values and indices"
+        )
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"{call}: axis is {axis!r}; it must be an int")
-    return as_numeric(call, value)
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+    return as_numeric(value)
 
 
 def _scalar(array: Array) -> Any:
@@ -264,12 +253,14 @@ def _scalar(array: Array) -> Any:
     return array[()] if array.ndim == 0 else array
 
 
-def _axes(call: str, axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+def _axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
-        raise TypeError(f"{call}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
     if any(not -ndim <= a < ndim for a in axes):
-        raise ValueError(f"{call}: axis {axis} does not exist in a value of {ndim} dimensions; pass one that does")
+        raise ValueError(
+            f"{current_call()}: axis {axis} does not exist in a value of {ndim} dimensions; pass one that does"
+        )
     if len({a % ndim for a in axes}) < len(axes):
-        raise ValueError(f"{call}: axis {axis} names a dimension twice; name each once")
+        raise ValueError(f"{current_call()}: axis {axis} names a dimension twice; name each once")
     return tuple(int(a) % ndim for a in axes)

@@ -13,14 +13,13 @@ from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._edge import current_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._types import IndexedSlices
 from hpcstrat._values import DistributedValues, PerReplica, component_of, refuse
 from hpcstrat._variables import Variable
 from hpcstrat.data._checksum import of_array
-
-_CALL = "Strategy.run"
 
 # ---- arguments of replica functions
 
@@ -32,17 +31,17 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
         ReplicaMismatchError: They are not.
     """
     names = [f"args[{i}]" for i in range(len(args))] + [f"kwargs[{name!r}]" for name in kwargs]
-    with communicator.raise_together(_CALL):
-        own = {name: list(_facts(value)) for name, value in zip(names, (*args, *kwargs.values()), strict=True)}
-    everyones = communicator.all_gather_obj(_CALL, own)
+    with communicator.raise_together():
+        own = {name: list(_described(value)) for name, value in zip(names, (*args, *kwargs.values()), strict=True)}
+    everyones = communicator.all_gather_obj(own)
     for name in dict.fromkeys(name for one in everyones for name in one):
         found = [one.get(name, "nothing") for one in everyones]
         if any(one != found[0] for one in found):
             seen = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(found))
             raise ReplicaMismatchError(
-                f"{_CALL}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. What is no distributed value must be "
-                "equal on all ranks. Give what is random a seed, pass rank 0's to all by hs.broadcast_object, or, "
-                "where each replica is to have its own, make it with "
+                f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. What is no distributed "
+                "value must be equal on all ranks. Give what is random a seed, pass rank 0's to all by "
+                "hs.broadcast_object, or, where each replica is to have its own, make it with "
                 "Strategy.experimental_distribute_values_from_function or in the function"
             )
 
@@ -54,19 +53,19 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
         _failure.add_note(
             error,
-            f"{_CALL}: this replica's part of the batch has no elements: the batch had too few for all replicas. Leave "
-            "it out by Dataset.batch(..., drop_remainder=True), split batches evenly by "
+            f"{current_call()}: this replica's part of the batch has no elements: the batch had too few for all "
+            "replicas. Leave it out by Dataset.batch(..., drop_remainder=True), split batches evenly by "
             "InputOptions(even_batches=True), or write the function so that it takes arrays of first dimension 0",
         )
 
 
-def _facts(nest: Any) -> Iterator[str]:
+def _described(nest: Any) -> Iterator[str]:
     """A description of each array and number in a nest, equal where they are."""
     for leaf in _nest.flatten(nest)[0]:
         if isinstance(leaf, (bool, int, float, complex)):
             yield repr(leaf)
         elif isinstance(leaf, (np.ndarray, np.generic)) or _gpu.is_on_gpu(leaf) or _is_tensor(leaf):
-            array = host_copy(_CALL, leaf)
+            array = host_copy(current_call(), leaf)
             yield f"{array.dtype}{list(array.shape)} of checksum {of_array(array):08x}"
 
 
@@ -108,7 +107,7 @@ def check_alike(communicator: Communicator, result: Any) -> None:
     leaves, structure = _nest.flatten(result)
     nones = [i for i, leaf in enumerate(leaves) if leaf is None]
     returned = f"HPCSTRAT_CHECK: returns {_nest.describe(structure)}"
-    communicator.exchange(signature("Strategy.run", returned, *([f"None at {nones}"] if nones else [])))
+    communicator.exchange(signature(current_call(), returned, *([f"None at {nones}"] if nones else [])))
 
 
 def _apart(group: ReplicaGroup, leaf: Any) -> Any:
@@ -151,7 +150,7 @@ def _is_copied(value: Any) -> bool:
 def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
     """Whether an array of any library lies in memory of variables."""
     try:
-        array = from_foreign("Strategy.run", value)
+        array = from_foreign(current_call(), value)
     except TypeError:  # it has no values in memory
         return False
     return group.storage.has(array) or group.replica_storage.has(array)
@@ -169,7 +168,7 @@ class _FromGpu:
         self.host = host
 
 
-def to_wire(call: str, nest: Any) -> Any:
+def to_wire(nest: Any) -> Any:
     """`nest` with host copies of its arrays that are on the GPU, and other libraries' arrays as NumPy's.
 
     Raises:
@@ -178,8 +177,8 @@ def to_wire(call: str, nest: Any) -> Any:
 
     def packed(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):  # it would come as another replica's
-            refuse(call)
-        array = from_foreign(call, leaf) if is_foreign(leaf) else leaf
+            refuse(current_call())
+        array = from_foreign(current_call(), leaf) if is_foreign(leaf) else leaf
         return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
 
     return _nest.map_leaves(packed, nest)

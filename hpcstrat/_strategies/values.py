@@ -10,8 +10,10 @@ import numpy as np
 
 from hpcstrat import _context, _nest
 from hpcstrat._arrays import as_array
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.protocol import signature
-from hpcstrat._context import AcrossReplicas, require_cross_replica
+from hpcstrat._context import AcrossReplicas, check_cross_replica
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.reduction import as_numeric
@@ -27,6 +29,7 @@ class ValueMethods:
 
     _group: ReplicaGroup
 
+    @collective("Strategy.reduce", check_cross_replica)
     def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
         """Combines the replicas' values into one, the same on every rank. Collective: all ranks call this.
 
@@ -63,9 +66,9 @@ class ValueMethods:
             >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
             3.5
         """
-        require_cross_replica(self._group, "Strategy.reduce")
-        return reduction.reduce(self._group.communicator, "Strategy.reduce", reduce_op, value, axis)
+        return reduction.reduce(self._group.communicator, reduce_op, value, axis)
 
+    @collective("Strategy.gather", check_cross_replica)
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values along `axis`, in replica order. Collective: all ranks call this.
 
@@ -96,9 +99,9 @@ class ValueMethods:
             (1, 2, 3)
             (1, 2, 3)
         """
-        require_cross_replica(self._group, "Strategy.gather")
-        return reduction.gather(self._group.communicator, "Strategy.gather", value, axis)
+        return reduction.gather(self._group.communicator, value, axis)
 
+    @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """The components of this worker's replicas. Collective: all ranks call this, but in a replica function.
 
@@ -116,19 +119,18 @@ class ValueMethods:
         """
         leaves, structure = _nest.flatten(value)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
-        call = "Strategy.experimental_local_results"
         # Where this rank has nothing to send, another may: they must find out, and not wait for each other.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
-            reduction.require_alike(self._group.communicator, call, structure)
+            reduction.require_alike(self._group.communicator, structure)
         if not places:
-            return (reduction.convert_foreign_leaves(call, value),)
+            return (reduction.convert_foreign_leaves(value),)
         own = [component_of(leaves[i]) for i in places]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
-                with self._group.communicator.raise_together(call):
-                    packed = to_wire(call, own)
+                with self._group.communicator.raise_together():
+                    packed = to_wire(own)
                     at = [f"distributed at {places}"] if len(places) < len(leaves) else []
-                    everyones = self._group.communicator.all_gather_obj(call, packed, _nest.describe(structure), *at)
+                    everyones = self._group.communicator.all_gather_obj(packed, _nest.describe(structure), *at)
                     everyones = [from_wire(everyones[rank], self._group.stream) for rank in self._group.workers.peers]
         else:
             everyones = [own] * len(self._group.workers.peers)
@@ -140,6 +142,7 @@ class ValueMethods:
             results.append(structure.unflatten(nest))
         return tuple(results)
 
+    @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
         """Distributed values whose components on each replica are `value_fn(ValueContext)`, called there.
 
@@ -173,23 +176,21 @@ class ValueMethods:
             >>> strategy.experimental_local_results(computed)
             (1,)
         """
-        call = "Strategy.experimental_distribute_values_from_function"
-        require_cross_replica(self._group, call)
         communicator = self._group.communicator
-        with communicator.raise_together(call):
-            nest = value_fn(ValueContext(communicator.rank, communicator.size))
-            leaves, structure = _nest.flatten(nest)
-            leaves = [self._own_value(call, leaf) for leaf in leaves]
-            communicator.exchange(signature(call, _nest.describe(structure)))
+        nest = value_fn(ValueContext(communicator.rank, communicator.size))
+        leaves, structure = _nest.flatten(nest)
+        leaves = [self._own_value(leaf) for leaf in leaves]
+        communicator.exchange(signature(current_call(), _nest.describe(structure)))
         if communicator.size > 1:
             leaves = [PerReplica(leaf, communicator.rank, communicator.size) for leaf in leaves]
         return structure.unflatten(leaves)
 
-    def _own_value(self, call: str, value: Any) -> Any:
+    def _own_value(self, value: Any) -> Any:
         """A number as it is, anything else as an array on this replica's device."""
         if isinstance(value, (np.generic, bool, int, float, complex)):
             return value
-        array = as_array(call, value, on_gpu=True) if isinstance(value, np.ndarray) else as_numeric(call, value)
+        is_array = isinstance(value, np.ndarray)
+        array = as_array(current_call(), value, on_gpu=True) if is_array else as_numeric(value)
         if self._group.stream is None or not isinstance(array, np.ndarray):
             return array
         with self._group.stream.current():

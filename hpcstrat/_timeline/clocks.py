@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._edge import names_call
 
 _ROUNDS = 16
-_CALL = "HPCSTRAT_TIMELINE, the clocks"
 
 
 def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
@@ -27,14 +27,15 @@ def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
     return moment if first == 0 else moment + sum(difference(everyones[0], everyones[first])) // 2
 
 
+@names_call("HPCSTRAT_TIMELINE, the clocks")
 def meet(communicator: Communicator, rounds: int) -> list[list[tuple[int, int]]]:
     """When each rank came to each meeting and left it, in nanoseconds of its own clock. Collective."""
     met = []
     for _ in range(rounds):
         come = time.perf_counter_ns()
-        communicator.barrier(_CALL)
+        communicator.barrier()
         met.append((come, time.perf_counter_ns()))
-    return communicator.all_gather_obj(_CALL, met)
+    return communicator.all_gather_obj(met)
 
 
 def difference(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[int, int]:

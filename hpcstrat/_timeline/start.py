@@ -9,12 +9,11 @@ import os
 from hpcstrat import _failure, _world
 from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._edge import names_call
 from hpcstrat._spans import record_to
 from hpcstrat._timeline import clocks
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
-
-_CALL = "HPCSTRAT_TIMELINE, the file"
 
 
 def start(path: str) -> None:
@@ -28,6 +27,7 @@ def start(path: str) -> None:
     when_left.append(functools.partial(_end, path))
 
 
+@names_call("HPCSTRAT_TIMELINE, the file")
 def _begin(path: str, communicator: HostCommunicator) -> None:
     """Makes the file, and begins to note. Collective.
 
@@ -41,10 +41,10 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     # Rank 0 removes what a run before has left, then the first rank of each host makes a file, which the others find.
     turn = 0 if rank == 0 else 1 if is_first else 2
     for now in range(3):
-        with communicator.raise_together(_CALL):
+        with communicator.raise_together():
             if now == turn:
                 file = _open(part, is_first)
-            communicator.barrier(_CALL)
+            communicator.barrier()
     assert file is not None
     recorder = Recorder(rank, communicator.size, file, clocks.zero(communicator, hosts))
     if communicator.size == 1:  # nobody to wait for
@@ -69,9 +69,10 @@ def _open(path: str, is_first: bool) -> TraceFile:
         ) from error
 
 
+@names_call("HPCSTRAT_TIMELINE, the end")
 def _end(path: str, communicator: HostCommunicator) -> None:
     """Makes one file of all hosts'. Collective: all ranks have written all they had."""
-    communicator.barrier("HPCSTRAT_TIMELINE, the end")
+    communicator.barrier()
     if communicator.rank == 0:
         _join(path, max(_world.start().hosts) + 1)
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect
 from hpcstrat._communicators.protocol import CallSignature, Listed, new_signature, signature
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import UpdatesOn
 from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import CHECKPOINT, span
@@ -51,11 +53,13 @@ class Checkpoint:
             Their names and their paths in nests make the names in the file, so restore the same ones.
     """
 
+    @names_call("Checkpoint")
     def __init__(self, **objects: Any) -> None:
         self._objects = objects
-        CheckpointObjects("Checkpoint", objects)
+        CheckpointObjects(objects)
 
     @span(CHECKPOINT, "save")
+    @collective("Checkpoint.save", communicator_of=lambda _: connect())
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Writes the objects to a file, replacing the one that is there. Collective: all ranks call this.
 
@@ -77,20 +81,18 @@ class Checkpoint:
             ValueError: an optimizer's variable is missing among the objects, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
         """
-        call = "Checkpoint.save"
         communicator = connect()
-        with communicator.raise_together(call):
-            objects = CheckpointObjects(call, self._objects)
-            objects.require_cross_replica()
-            path = _checked_path(call, path)
-            if keep is not None and (not isinstance(keep, int) or keep < 1):
-                raise ValueError(
-                    f"{call}: keep is {keep!r}; it must be the number of files to keep, from 1 up, or None"
-                )
-            entries, metadata, root = objects.entries(), objects.metadata(), objects.parameter_rank()
-            communicator.exchange(_signature(call, path, f"keep={keep}", root, objects, entries))
+        objects = CheckpointObjects(self._objects)
+        objects.require_cross_replica()
+        path = _checked_path(path)
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(
+                f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, from 1 up, or None"
+            )
+        entries, metadata, root = objects.entries(), objects.metadata(), objects.parameter_rank()
+        communicator.exchange(_signature(path, f"keep={keep}", root, objects, entries))
         # ON_READ variables have a value on each rank, so all ranks gather them before one begins to write.
-        arrays = {name: _all_values(call, v) for name, v in objects.on_read.items()}
+        arrays = {name: _all_values(v) for name, v in objects.on_read.items()}
         blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
         blocks |= {name: (slot.variable, slot.block) for name, slot in objects.slots().items()}
 
@@ -105,17 +107,18 @@ class Checkpoint:
                 communicator.work()
                 yield part
 
-        with communicator.raise_together(call):
+        with communicator.raise_together():
             if communicator.rank == root:
                 try:
                     _safetensors.write(path, entries, metadata, parts, keep)
                 except OSError as error:
                     not_saved = "nothing was saved; what was there before is whole. Correct this, and save again"
-                    raise _explained(call, path, error, not_saved) from error
+                    raise _explained(path, error, not_saved) from error
             # A disk that is full on the writing rank is an error on all, and no rank goes on before the file is there.
-            communicator.exchange(signature(f"{call}: written"))
+            communicator.exchange(signature(f"{current_call()}: written"))
 
     @span(CHECKPOINT, "restore")
+    @collective("Checkpoint.restore", communicator_of=lambda _: connect())
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
         """Sets the objects to what a file holds. Collective: all ranks call this.
 
@@ -139,24 +142,22 @@ class Checkpoint:
             TypeError: an object cannot be restored, or `path` is not a path.
             ReplicaMismatchError: the ranks restore different things.
         """
-        call = "Checkpoint.restore"
         communicator = connect()
-        with communicator.raise_together(call):
-            objects = CheckpointObjects(call, self._objects)
-            objects.require_cross_replica()
-            path = _checked_path(call, path)
-            entries, root = objects.entries(), objects.parameter_rank()
-            communicator.exchange(_signature(call, path, f"partial={bool(partial)}", root, objects, entries))
+        objects = CheckpointObjects(self._objects)
+        objects.require_cross_replica()
+        path = _checked_path(path)
+        entries, root = objects.entries(), objects.parameter_rank()
+        communicator.exchange(_signature(path, f"partial={bool(partial)}", root, objects, entries))
         file = None
         try:
-            with communicator.raise_together(call):
+            with communicator.raise_together():
                 if communicator.rank == root:
-                    file = _opened(call, path, communicator)
+                    file = _opened(path, communicator)
                 header = None if file is None else (file.entries, file.metadata)
-                saved, metadata = communicator.broadcast_obj(call, header, root)
-            with communicator.raise_together(call):
-                compatibility = _require_compatible(call, path, objects, saved, metadata, partial)
-            _Restoring(call, communicator, root, objects, compatibility, metadata, file).run()
+                saved, metadata = communicator.broadcast_obj(header, root)
+            with communicator.raise_together():
+                compatibility = _require_compatible(path, objects, saved, metadata, partial)
+            _Restoring(communicator, root, objects, compatibility, metadata, file).run()
         finally:
             if file is not None:
                 file.close()
@@ -171,7 +172,6 @@ class _Restoring:
 
     def __init__(
         self,
-        call: str,
         communicator: Communicator,
         root: int,
         objects: CheckpointObjects,
@@ -179,7 +179,6 @@ class _Restoring:
         metadata: dict[str, Any],
         file: _safetensors.CheckpointFile | None,
     ) -> None:
-        self._call = call
         self._communicator = communicator
         self._root = root
         self._objects = objects
@@ -194,7 +193,7 @@ class _Restoring:
         except BaseException as error:
             # Restored in part, on one rank perhaps (Ctrl-C): the variables may not be read until they are written anew.
             for v in self._objects.variables.values():
-                storage_of(v).tear(self._call, error, [state_of(v).block])
+                storage_of(v).tear(error, [state_of(v).block])
             raise
 
     def _run(self) -> None:
@@ -221,7 +220,7 @@ class _Restoring:
                 state_of_optimizer(objects.optimizers[name]).iterations = int(self._metadata[name]["iterations"])
             elif name in objects.positions:
                 objects.positions[name]._seek(position_of(self._metadata[name]))
-        self._communicator.exchange(signature(f"{self._call}: restored"))
+        self._communicator.exchange(signature(f"{current_call()}: restored"))
 
     def _has_slots(self, optimizer: str, variable: str) -> bool:
         slots = self._objects.optimizers[optimizer].slots
@@ -242,7 +241,7 @@ class _Restoring:
         nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
         for start in range(0, nbytes, PART):
-            with communicator.raise_together(self._call):
+            with communicator.raise_together():
                 part = next(parts, None)
                 if is_everywhere:
                     part = self._shared(f"{name} from byte {start}", part, min(PART, nbytes - start))
@@ -256,7 +255,7 @@ class _Restoring:
                 yield from self._file.parts(name)
             except OSError as error:
                 part_done = "the objects are restored in part; restore them again"
-                raise _explained(self._call, self._file.path, error, part_done) from error
+                raise _explained(self._file.path, error, part_done) from error
 
     def _shared(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
         """The parameter rank's part, of `nbytes` bytes, on every rank; valid until the next call."""
@@ -266,18 +265,18 @@ class _Restoring:
             message[:nbytes] = part
 
         own = {} if part is None else {"nbytes": nbytes, "write": write}
-        return self._communicator.exchange(signature(self._call, what), **own)[self._root][:nbytes]
+        return self._communicator.exchange(signature(current_call(), what), **own)[self._root][:nbytes]
 
     def _load_on_read(self, name: str, v: Variable) -> None:
         communicator, array = self._communicator, None
-        with communicator.raise_together(self._call):
+        with communicator.raise_together():
             if self._file is not None:
                 array = np.empty(self._file.entries[name].shape, v.dtype)
                 start = 0
                 for part in self._parts(name):
                     flat(array)[start : start + part.size] = part
                     start += part.size
-            array = communicator.broadcast_obj(self._call, array, self._root)
+            array = communicator.broadcast_obj(array, self._root)
         state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float) -> None:
@@ -290,27 +289,26 @@ class _Restoring:
 
     def _publish(self, variables: list[Variable]) -> None:
         for storage in dict.fromkeys(map(storage_of, variables)):
-            storage.publish(self._call, [state_of(v).block for v in variables if storage_of(v) is storage])
+            storage.publish([state_of(v).block for v in variables if storage_of(v) is storage])
 
 
-def _all_values(call: str, v: Variable) -> np.ndarray[Any, Any]:
+def _all_values(v: Variable) -> np.ndarray[Any, Any]:
     """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
     state = state_of(v)
     with state.group.on_stream():
-        return _gpu.to_host(state.group.communicator.all_gather(call, [state.block.view[np.newaxis]], 0)[0])
+        return _gpu.to_host(state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0])
 
 
-def _opened(call: str, path: str, communicator: Communicator) -> _safetensors.CheckpointFile:
+def _opened(path: str, communicator: Communicator) -> _safetensors.CheckpointFile:
     try:
         return _safetensors.CheckpointFile(path, communicator.work)
     except OSError as error:
-        raise _explained(call, path, error, "nothing was changed; correct this, and restore again") from error
+        raise _explained(path, error, "nothing was changed; correct this, and restore again") from error
     except ValueError as error:
-        raise ValueError(f"{call}: {error}. Nothing was changed; pass another file") from error
+        raise ValueError(f"{current_call()}: {error}. Nothing was changed; pass another file") from error
 
 
 def _require_compatible(
-    call: str,
     path: str,
     objects: CheckpointObjects,
     entries: dict[str, _safetensors.Entry],
@@ -321,7 +319,7 @@ def _require_compatible(
         compatibility = objects.compatibility(entries, metadata)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{call}: what {path} says of its objects makes no sense: {error!r}; pass another file"
+            f"{current_call()}: what {path} says of its objects makes no sense: {error!r}; pass another file"
         ) from error
     problems = list(compatibility.problems)
     if not partial:
@@ -334,29 +332,29 @@ def _require_compatible(
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
         hint = "" if compatibility.problems else "\nrestore(path, partial=True) takes what both have."
         raise ValueError(
-            f"{call}: {path} does not fit the objects. Nothing was changed; pass objects like those that were saved."
-            f"{lines}{more}{hint}"
+            f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects like those that "
+            f"were saved.{lines}{more}{hint}"
         )
     return compatibility
 
 
-def _explained(call: str, path: str, error: OSError, consequence: str) -> OSError:
+def _explained(path: str, error: OSError, consequence: str) -> OSError:
     """The error with the call and the consequence, of the same class: from its `errno` OSError makes the subclass."""
-    text = f"{call} of {path}: {error.strerror or error}; {consequence}"
+    text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
     return OSError(error.errno, text) if error.errno is not None else OSError(text)
 
 
-def _checked_path(call: str, path: Any) -> str:
+def _checked_path(path: Any) -> str:
     path = os.fspath(path)
     if not isinstance(path, str) or not os.path.basename(path):
-        raise TypeError(f"{call}: path is {path!r}; it must be the name of a file")
+        raise TypeError(f"{current_call()}: path is {path!r}; it must be the name of a file")
     return path
 
 
 def _signature(
-    call: str, path: str, option: str, root: int, objects: CheckpointObjects, entries: dict[str, _safetensors.Entry]
+    path: str, option: str, root: int, objects: CheckpointObjects, entries: dict[str, _safetensors.Entry]
 ) -> CallSignature:
     """What must match on all ranks: the file, who writes or reads it, the objects and their arrays."""
     arrays = [f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())]
     others = [name for name in objects.names if name not in entries]
-    return new_signature(call, path, option, f"by rank {root}", Listed((*arrays, *others)))
+    return new_signature(current_call(), path, option, f"by rank {root}", Listed((*arrays, *others)))

@@ -10,6 +10,7 @@ import numpy as np
 import optree
 
 from hpcstrat import _context, _nest
+from hpcstrat._edge import current_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
@@ -58,7 +59,6 @@ class CheckpointObjects:
     """The objects of a checkpoint, by name: the path to each, as in `model/layers/0/w`.
 
     Args:
-        call: the user's name of the method.
         objects: nests of variables, optimizers, metrics, datasets and their iterators, by name.
 
     Attributes:
@@ -72,8 +72,7 @@ class CheckpointObjects:
         ValueError: two objects have the same name.
     """
 
-    def __init__(self, call: str, objects: Mapping[str, Any]) -> None:
-        self._call = call
+    def __init__(self, objects: Mapping[str, Any]) -> None:
         self.variables: dict[str, Variable] = {}
         self.on_read: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
@@ -82,7 +81,7 @@ class CheckpointObjects:
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self._kinds or name in self.variables or name == "__metadata__":
-                raise ValueError(f"{call}: the name {name!r} is taken; give one of its objects another")
+                raise ValueError(f"{current_call()}: the name {name!r} is taken; give one of its objects another")
             if id(leaf) in seen:  # such as weights that two layers share: saved under the first of their names
                 continue
             seen.add(id(leaf))
@@ -106,7 +105,7 @@ class CheckpointObjects:
             self._kinds[name] = _POSITION
         else:
             raise TypeError(
-                f"{self._call}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
+                f"{current_call()}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
                 "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. A number that "
                 "is to be saved goes into a variable: Variable(0, dtype=np.int64); of an object with attributes pass "
                 'those to be saved: Checkpoint(model={"w": model.w, "b": model.b})'
@@ -131,13 +130,13 @@ class CheckpointObjects:
             for v, blocks in state_of_optimizer(optimizer).slots.values():
                 if id(v) not in names:
                     raise ValueError(
-                        f"{self._call}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
+                        f"{current_call()}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
                         f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
                     )
                 for slot, block in zip(optimizer.slots, blocks, strict=True):
                     found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.slots[slot])
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
-            raise ValueError(f"{self._call}: the name {min(taken)!r} is taken by a slot; give the object another")
+            raise ValueError(f"{current_call()}: the name {min(taken)!r} is taken by a slot; give the object another")
         return found
 
     def entries(self) -> dict[str, Entry]:
@@ -206,8 +205,8 @@ class CheckpointObjects:
         roots = {group.root for group in self.groups() if group.updates_on is UpdatesOn.ROOT}
         if len(roots) > 1:
             raise ValueError(
-                f"{self._call}: the objects belong to strategies whose variables live on the ranks {sorted(roots)}, "
-                "and one rank writes; make a checkpoint for each strategy"
+                f"{current_call()}: the objects belong to strategies whose variables live on the ranks "
+                f"{sorted(roots)}, and one rank writes; make a checkpoint for each strategy"
             )
         return roots.pop() if roots else 0
 
@@ -216,12 +215,12 @@ class CheckpointObjects:
         context = _context.context()
         if isinstance(context, (_context.InReplica, _context.InUpdate)):
             raise RuntimeError(
-                f"{self._call} was called inside a replica function or an update; call it at the script's own level, "
-                "outside of Strategy.run"
+                f"{current_call()} was called inside a replica function or an update; call it at the script's own "
+                "level, outside of Strategy.run"
             )
         for group in self.groups():
             if group is not default_group():
-                _context.require_cross_replica(group, self._call)
+                _context.require_cross_replica(group)
 
 
 def storage_of(v: Variable) -> Storage:

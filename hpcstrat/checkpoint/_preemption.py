@@ -11,8 +11,10 @@ from types import FrameType
 from typing import Any, final
 
 from hpcstrat import _context
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect
 from hpcstrat._communicators.protocol import signature
+from hpcstrat._edge import current_call
 from hpcstrat.checkpoint._checkpoint import Checkpoint
 
 
@@ -68,6 +70,7 @@ class PreemptionHandler:
         """Whether this rank has received a signal, or `check` learnt of one on another. May differ between ranks."""
         return bool(self._noted)
 
+    @collective("PreemptionHandler.check", communicator_of=lambda _: connect())
     def check(self) -> None:
         """Saves and exits on all ranks if any has received a signal. Collective: all ranks call this after each step.
 
@@ -76,18 +79,18 @@ class PreemptionHandler:
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
         """
-        call = "PreemptionHandler.check"
         communicator = connect()
-        with communicator.raise_together(call):
-            if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
-                raise RuntimeError(f"{call} was called inside a replica function; call it outside of Strategy.run")
+        if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
+            raise RuntimeError(
+                f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
+            )
         noted = self._noted
 
         def write(message: Any) -> None:
             message[0] = noted
 
         # One byte a rank: the numbers of signals are less than 65.
-        numbers = [int(message[0]) for message in communicator.exchange(signature(call), 1, write)]
+        numbers = [int(message[0]) for message in communicator.exchange(signature(current_call()), 1, write)]
         if not any(numbers):
             return
         self._noted = max(numbers)

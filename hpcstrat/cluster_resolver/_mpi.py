@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 
 from hpcstrat import _gpu, _world
 from hpcstrat._communicators.connection import connect
+from hpcstrat._edge import names_call
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 from hpcstrat.cluster_resolver._resolver import ClusterResolver
 
@@ -65,10 +66,10 @@ class _Host(NamedTuple):
 
 
 @functools.cache
+@names_call("MPIClusterResolver")
 def _hosts() -> list[_Host]:
     """The hosts, in the order of their first ranks. Collective, once."""
-    call = "MPIClusterResolver"
-    everyones = connect().all_gather_obj(call, (socket.gethostname(), _gpu.visible()))
+    everyones = connect().all_gather_obj((socket.gethostname(), _gpu.visible()))
     hosts = _world.start().hosts
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}

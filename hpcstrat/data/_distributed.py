@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, final
 
 from hpcstrat import _settings
+from hpcstrat._edge import call_named
 from hpcstrat._group import Workers
 from hpcstrat.data._dataset import Dataset, node_of
 from hpcstrat.data._iterator import DistributedIterator, Distribution
@@ -59,10 +60,10 @@ class DistributedDataset(ResumableDataset):
         """
         rounds, taken = self._next_start()
         distribution = self._distribution
-        call = f"iterating over {distribution.call}"
         every = _settings.is_on("HPCSTRAT_CHECK")
         arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
-        epoch = begin_together(self._node, distribution.communicator, call, rounds, taken, distribution.workers, arrays)
+        with call_named(f"iterating over {distribution.call}"):
+            epoch = begin_together(self._node, distribution.communicator, rounds, taken, distribution.workers, arrays)
         self._is_compared = True
         iterator = DistributedIterator(distribution, epoch, taken)
         self._note_begun(iterator)

@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcstrat import _context, _nest, _settings
 from hpcstrat._context import InReplica
+from hpcstrat._edge import names_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import Workers
 from hpcstrat._spans import INPUT, span
@@ -147,15 +148,16 @@ class DistributedIterator(ResumableIterator):
         """Ends the pass and releases the pipeline. All ranks do so at the same step."""
         self._steps, self._compares, self._taken = iter(()), False, None
 
+    @names_call(lambda self: self._call)
     def _compared_step(self) -> Step:
         """The next step, after all ranks have found that they have the same. Collective."""
         try:
-            with self._communicator.raise_together(self._call):
+            with self._communicator.raise_together():
                 step = next(self._steps, _END)
                 # One exchange tells all that can differ. Without it a rank whose generator ends early would leave the
                 # others waiting in a collective of the step.
                 own = step.total, step.checksum, step.error is not None, step.is_scarce
-                everyones = self._communicator.all_gather_obj(self._call, own)
+                everyones = self._communicator.all_gather_obj(own)
         except BaseException:
             self._end()
             raise
@@ -183,10 +185,10 @@ class DistributedIterator(ResumableIterator):
     def _error_of_all(self, error: Exception | None) -> Exception | None:
         """The error of this step: this rank's own, or that of the first rank that has one. Collective."""
         try:
-            with self._communicator.raise_together(self._call):
+            with self._communicator.raise_together():
                 if error is not None:
                     raise error
-                self._communicator.all_gather_obj(self._call, None)
+                self._communicator.all_gather_obj(None)
         except Exception as found:
             return found
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from hpcstrat._edge import current_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import Workers
 from hpcstrat.data._index_ops import Skip
@@ -153,11 +154,11 @@ class InputCommunicator(Protocol):
         """The number of replicas."""
         ...
 
-    def raise_together(self, call: str) -> AbstractContextManager[Any]:
+    def raise_together(self) -> AbstractContextManager[Any]:
         """A block in which an exception on one rank, before its next collective, is raised on every rank."""
         ...
 
-    def all_gather_obj(self, call: str, obj: Any) -> list[Any]:
+    def all_gather_obj(self, obj: Any) -> list[Any]:
         """Every rank's object, in rank order. Collective."""
         ...
 
@@ -165,7 +166,6 @@ class InputCommunicator(Protocol):
 def begin_together(
     node: Node,
     communicator: InputCommunicator,
-    call: str,
     begun: Mapping[ShuffleState, int],
     taken: int,
     workers: Workers,
@@ -176,7 +176,6 @@ def begin_together(
     Args:
         node: the last node of the pipeline.
         communicator: the replicas.
-        call: the public name of the method.
         begun: the rounds with which shuffles begin, if not their next ones.
         taken: the number of elements to skip.
         workers: the workers, each with its own pipeline.
@@ -187,19 +186,19 @@ def begin_together(
     """
     if communicator.size == 1:
         return EpochPass(begun)
-    with communicator.raise_together(call):
+    with communicator.raise_together():
         shuffles = node.shuffles()
         pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
         states = [(seed, begun.get(shuffle, number)) for shuffle in shuffles for seed, number in [shuffle.state()]]
         own = pipeline, states, [] if arrays is None else arrays()
-        everyones = communicator.all_gather_obj(call, own)
+        everyones = communicator.all_gather_obj(own)
     pipelines, orders, contents = zip(*everyones, strict=True)
     if any(len(set(of_worker)) > 1 for of_worker in workers.grouped(pipelines)):
         seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
         raise ReplicaMismatchError(
-            f"{call}: every rank must make the same dataset; each replica then gets its share. {seen}"
+            f"{current_call()}: every rank must make the same dataset; each replica then gets its share. {seen}"
         )
-    _require_equal_arrays(call, contents, workers)
+    _require_equal_arrays(contents, workers)
     # Unseeded shuffles take the seed of the worker's first rank, and rounds too: a rank may have iterated on its own.
     rounds = {}
     for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
@@ -208,7 +207,7 @@ def begin_together(
     return EpochPass(rounds)
 
 
-def _require_equal_arrays(call: str, contents: Sequence[list[tuple[str, int]]], workers: Workers) -> None:
+def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Workers) -> None:
     for of_worker in workers.grouped(list(enumerate(contents))):
         for found in zip(*(content for _, content in of_worker), strict=True):
             if len(set(found)) > 1:
@@ -217,9 +216,9 @@ def _require_equal_arrays(call: str, contents: Sequence[list[tuple[str, int]]], 
                     f"rank {rank} {checksum:08x}" for rank, (_, checksum) in zip(ranks, found, strict=True)
                 )
                 raise ReplicaMismatchError(
-                    f"{call}: the ranks have different arrays in {found[0][0]}, with checksums {seen}. Every rank must "
-                    "have the same data in the same order; each replica then gets its share. Draw, shuffle and split "
-                    "with a seed that all ranks share, such as np.random.default_rng(0) or "
+                    f"{current_call()}: the ranks have different arrays in {found[0][0]}, with checksums {seen}. "
+                    "Every rank must have the same data in the same order; each replica then gets its share. Draw, "
+                    "shuffle and split with a seed that all ranks share, such as np.random.default_rng(0) or "
                     "train_test_split(..., random_state=0), or send rank 0's arrays to all: "
                     "hs.broadcast_object(arrays)"
                 )

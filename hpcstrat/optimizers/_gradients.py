@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._arrays import as_read_only
+from hpcstrat._edge import current_call
 from hpcstrat._types import Array, IndexedSlices
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable, state_of
@@ -25,7 +26,7 @@ def clipped(
         return [g * scale.astype(g.dtype) for g in gradients], [(i, v * scale.astype(v.dtype)) for i, v in rows]
 
 
-def checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
+def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
     """The indices and the values of a sparse gradient, on the variable's device and in its dtype.
 
     Raises:
@@ -33,27 +34,29 @@ def checked_slices(call: str, slices: IndexedSlices, variable: Variable) -> tupl
     """
     group = state_of(variable).group
     on_gpu = group.stream is not None
-    indices, values = (as_read_only(call, array, on_gpu) for array in (slices.indices, slices.values))
+    indices, values = (as_read_only(current_call(), array, on_gpu) for array in (slices.indices, slices.values))
     if on_gpu:
         indices, values = group.xp.asarray(indices), group.xp.asarray(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
         raise ValueError(
-            f"{call}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices of shape "
-            f"{indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape {variable.shape} "
-            f"they must be {('k', *variable.shape[1:])} and ('k',), of integers"
+            f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices "
+            f"of shape {indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape "
+            f"{variable.shape} they must be {('k', *variable.shape[1:])} and ('k',), of integers"
         )
     indices = indices.astype(np.int64)
     if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:  # negative ones are large ones there
-        raise ValueError(f"{call}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be")
+        raise ValueError(
+            f"{current_call()}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be"
+        )
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
+            f"{current_call()}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
             f"{variable.dtype.name}; cast it first"
         )
     return indices, values.astype(variable.dtype, copy=False)
 
 
-def check_pair(call: str, pair: Any) -> None:
+def check_pair(pair: Any) -> None:
     """Checks one of what `apply_gradients` takes.
 
     Raises:
@@ -64,15 +67,17 @@ def check_pair(call: str, pair: Any) -> None:
         return
     if is_pair and isinstance(pair[0], Variable):
         raise ValueError(
-            f"{call}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} comes first; pass the variable "
-            "second"
+            f"{current_call()}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} comes first; pass the "
+            "variable second"
         )
     kind = f"({', '.join(type(one).__name__ for one in pair)})" if is_pair else type(pair).__name__
-    raise ValueError(f"{call}: it takes (gradient, variable) pairs, and one is {kind}; pass zip(gradients, variables)")
+    raise ValueError(
+        f"{current_call()}: it takes (gradient, variable) pairs, and one is {kind}; pass zip(gradients, variables)"
+    )
 
 
 def sorted_pairs(
-    call: str, pairs: Sequence[tuple[Any, Variable]]
+    pairs: Sequence[tuple[Any, Variable]],
 ) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
     """The gradients that are arrays, their variables, and the pairs whose gradients are slices."""
     gradients: list[Array] = []
@@ -86,29 +91,29 @@ def sorted_pairs(
             continue
         view = state_of(variable).block.view
         if type(gradient) is not type(view) or gradient.shape != view.shape or gradient.dtype != view.dtype:
-            gradient = _as_gradient(call, gradient, variable)
+            gradient = _as_gradient(gradient, variable)
         gradients.append(gradient)
         dense.append(variable)
     return gradients, dense, sparse
 
 
-def _as_gradient(call: str, gradient: Any, variable: Variable) -> Array:
+def _as_gradient(gradient: Any, variable: Variable) -> Array:
     if isinstance(gradient, DistributedValues):
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; apply it "
-            "inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
+            f"{current_call()}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; "
+            "apply it inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     state = state_of(variable)
     view = state.block.view
-    array = as_read_only(call, gradient, state.group.stream is not None)
+    array = as_read_only(current_call(), gradient, state.group.stream is not None)
     if array.shape != view.shape:
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} has shape {array.shape} and the variable {view.shape}; "
-            "they must be equal"
+            f"{current_call()}: the gradient of {variable.name!r} has shape {array.shape} and the variable "
+            f"{view.shape}; they must be equal"
         )
     if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
         raise ValueError(
-            f"{call}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
+            f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
             f"{view.dtype.name}; cast it first"
         )
     return array if isinstance(view, np.ndarray) else state.group.xp.asarray(array)

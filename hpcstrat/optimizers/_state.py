@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import final
 
+from hpcstrat._edge import call_named
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.plan import Plan
@@ -48,10 +49,7 @@ class OptimizerState:
         new = sorted([v for v in variables if id(v) not in self.slots], key=_number_of)
         if new:
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
-            kinds = [
-                [group.storage.create_slot(f"{name}: {kind} of {v.name!r}", state_of(v).block, value) for v in new]
-                for kind, value in initial.items()
-            ]
+            kinds = [[_slot(group, f"{name}: {kind}", v, value) for v in new] for kind, value in initial.items()]
             for i, v in enumerate(new):
                 self.slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
         return [self.slots[id(v)][1] for v in variables]
@@ -83,6 +81,11 @@ class OptimizerState:
 def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
     """The key of a plan: ids of what its optimizer keeps alive, so that they are not used again."""
     return (id(group), *[id(v) for v in variables])
+
+
+def _slot(group: ReplicaGroup, kind: str, variable: Variable, value: float) -> Block:
+    with call_named(f"{kind} of {variable.name!r}"):
+        return group.storage.create_slot(state_of(variable).block, value)
 
 
 def _number_of(variable: Variable) -> int:

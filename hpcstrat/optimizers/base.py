@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from hpcstrat import _context
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import InReplica
+from hpcstrat._edge import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage, UpdateRule
@@ -171,56 +172,61 @@ class Optimizer(abc.ABC):
             ReplicaMismatchError: the replicas pass gradients of different variables, or different learning rates.
             RuntimeError: the variables belong to another strategy than the one this line runs in.
         """
-        call = f"{self.name}.apply_gradients"
-        pairs = list(grads_and_vars)
-        if not skip_gradients_aggregation and self._apply_as_before(call, pairs):
-            return
+        outer = enter_call(f"{self.name}.apply_gradients")
+        try:
+            pairs = list(grads_and_vars)
+            if skip_gradients_aggregation or not self._apply_as_before(pairs):
+                self._apply(pairs, skip_gradients_aggregation)
+        finally:
+            leave_call(outer)
+
+    def _apply(self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
         if not pairs:
-            _context.group().communicator.exchange(signature(call, "no variable"))
+            _context.group().communicator.exchange(signature(current_call(), "no variable"))
             return
         for pair in pairs:
-            check_pair(call, pair)
-        first = pairs[0][1]
-        state_of(first).require_strategy(f"{call} to {first.name!r}")
-        group = state_of(first).group
+            check_pair(pair)
+        group = _group_of(pairs[0][1], "to")
         communicator = group.communicator
-        with communicator.raise_together(call):
-            gradients, dense, sparse = sorted_pairs(call, pairs)
+        with communicator.raise_together():
+            gradients, dense, sparse = sorted_pairs(pairs)
             if not gradients and not sparse:
-                communicator.exchange(signature(call, "no gradient"))
+                communicator.exchange(signature(current_call(), "no gradient"))
                 communicator.settle()
-                raise ValueError(f"{call}: none of the {len(pairs)} variables has a gradient; pass at least one")
+                raise ValueError(
+                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at least one"
+                )
             if sparse or key(group, dense) not in self._state.plans:
-                self._check_variables(call, group, [*dense, *(v for _, v in sparse)])
+                self._check_variables(group, [*dense, *(v for _, v in sparse)])
             rule = self.update_rule(float(self._current_rate()), self._state.iterations + 1)
             if sparse and rule.norms is not None:
                 raise ValueError(
-                    f"{call}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
+                    f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
                     "IndexedSlices for its gradient; pass an array"
                 )
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
         op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
-            communicator.require_equal(call, gradients)
-        rows = [self._summed_rows(call, group, slices, v, summed) for slices, v in sparse]
+            communicator.require_equal(gradients)
+        rows = [self._summed_rows(group, slices, v, summed) for slices, v in sparse]
         if self.global_clipnorm is not None:
             if op is not FIRST_REPLICA:
-                gradients, op = communicator.all_reduce(call, gradients, op), FIRST_REPLICA
+                gradients, op = communicator.all_reduce(gradients, op), FIRST_REPLICA
             with group.on_stream():
                 gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
         try:  # all variables and the number of steps change, or none
             if dense:
                 plan = self._state.plan_of(group, dense, self.name, self.slots)
-                group.storage.update(call, plan, gradients, op, rule)
+                group.storage.update(plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
                 slots = self._state.slots_of(group, [v], self.name, self.slots)[0]
-                group.storage.update_rows(call, state_of(v).block, slots, indices, values, rule)
+                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
             self._state.iterations += 1
         except BaseException as error:
-            group.storage.tear(call, error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
+            group.storage.tear(error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
             raise
 
-    def _apply_as_before(self, call: str, pairs: Sequence[tuple[Any, Variable]]) -> bool:
+    def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """The way of nearly all steps: a replica's arrays for variables that were seen, by a rate that cannot fail.
 
         Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome is known.
@@ -240,13 +246,14 @@ class Optimizer(abc.ABC):
             return False
         rule = self.update_rule(self._constant_rate, self._state.iterations + 1)
         try:
-            group.storage.update(call, plan, gradients, ReduceOp.SUM, rule)
+            group.storage.update(plan, gradients, ReduceOp.SUM, rule)
             self._state.iterations += 1
         except BaseException as error:  # a signal's may come between the two
-            group.storage.tear(call, error, plan.blocks)
+            group.storage.tear(error, plan.blocks)
             raise
         return True
 
+    @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
         """Arrays to write the gradients of these variables to, which `apply_gradients` then need not copy.
 
@@ -266,22 +273,23 @@ class Optimizer(abc.ABC):
             MemoryError: there is no room for them, on any rank.
             ReplicaMismatchError: the replicas pass different variables.
         """
-        call = f"{self.name}.gradient_buffers"
         variables = list(variables)
         if not variables or not all(isinstance(v, Variable) for v in variables):
-            raise ValueError(f"{call}: it takes variables, at least one, and got {variables!r}; pass them in a list")
-        state_of(variables[0]).require_strategy(f"{call} of {variables[0].name!r}")
-        group = state_of(variables[0]).group
-        with group.communicator.raise_together(call):
-            self._check_variables(call, group, variables)
-            group.communicator.exchange(signature(call, *[state_of(v).block.held() for v in variables]))
+            raise ValueError(
+                f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them in a list"
+            )
+        group = _group_of(variables[0], "of")
+        with group.communicator.raise_together():
+            self._check_variables(group, variables)
+            group.communicator.exchange(signature(current_call(), *[state_of(v).block.held() for v in variables]))
         plan = self._state.plan_of(group, variables, self.name, self.slots)
         if plan.buffers is None:
-            group.storage.make_buffers(call, plan)
+            group.storage.make_buffers(plan)
         assert plan.buffers is not None
         return list(plan.buffers)
 
-    def _check_variables(self, call: str, group: ReplicaGroup, variables: Sequence[Variable]) -> None:
+    def _check_variables(self, group: ReplicaGroup, variables: Sequence[Variable]) -> None:
+        call = current_call()
         if len({id(v) for v in variables}) < len(variables):
             raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
         for v in variables:
@@ -301,15 +309,16 @@ class Optimizer(abc.ABC):
     # ---- help
 
     def _summed_rows(
-        self, call: str, group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
+        self, group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
     ) -> tuple[Array, Array]:
         """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
         communicator = group.communicator
-        with communicator.raise_together(call):
-            indices, values = checked_slices(call, slices, variable)
+        with communicator.raise_together():
+            indices, values = checked_slices(slices, variable)
         if not summed:
-            agreed = f"{call} of rows of {variable.name!r}, variable {state_of(variable).block.number}"
-            indices, values = communicator.all_gather(agreed, [indices, values], 0)
+            rows = f"rows of {variable.name!r}, variable {state_of(variable).block.number}"
+            with call_named(f"{current_call()} of {rows}"):
+                indices, values = communicator.all_gather([indices, values], 0)
         with group.on_stream():
             return sum_rows(indices, values)
 
@@ -317,6 +326,13 @@ class Optimizer(abc.ABC):
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:
     """What an optimizer keeps from step to step."""
     return optimizer._state
+
+
+def _group_of(variable: Variable, preposition: str) -> ReplicaGroup:
+    """The variable's group, which must be that of this line's context."""
+    with call_named(f"{current_call()} {preposition} {variable.name!r}"):
+        state_of(variable).require_strategy()
+    return state_of(variable).group
 
 
 def _copy(storage: Storage, source: Block, target: Block) -> None:

@@ -34,6 +34,7 @@ from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.reduction import slice_of
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._edge import call_named
 
 
 def pytest_generate_tests(metafunc):
@@ -73,7 +74,7 @@ def test_all_reduce_of_every_dtype(communicator, place, name):
         pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
     for shape, op in itertools.product([(3, 5), (33_333,)], OPERATIONS[name]):
         parts = [values(shape, kind(name), rank) for rank in range(communicator.size)]
-        (found,) = communicator.all_reduce("test", [place.xp.asarray(parts[communicator.rank])], op)
+        (found,) = communicator.all_reduce([place.xp.asarray(parts[communicator.rank])], op)
         if op is MEAN and name.startswith("complex"):  # CuPy divides complex numbers by another formula
             np.testing.assert_allclose(asnumpy(found), reduced(parts, op), 4 * np.finfo(name).eps)
             found = place.xp.asarray(reduced(parts, op))
@@ -90,10 +91,10 @@ def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place):
         parts = [np.random.default_rng([size, rank]).standard_normal(size, np.float32) for rank in range(n)]
         expected = functools.reduce(np.add, parts)
         mine = place.xp.asarray(parts[ordered.rank])
-        results = [ordered.all_reduce("test", [mine], SUM)[0] for _ in range(2)]
+        results = [ordered.all_reduce([mine], SUM)[0] for _ in range(2)]
         for found in results:
             assert found.tobytes() == expected.tobytes(), size
-        (mean,) = ordered.all_reduce("test", [mine], MEAN)
+        (mean,) = ordered.all_reduce([mine], MEAN)
         assert mean.tobytes() == (expected / np.float32(n)).tobytes(), size
         if n > 1:
             assert len(set(map(tuple, digests([*results, mean])))) == 1, size
@@ -105,7 +106,7 @@ def test_sums_are_near_and_the_same_on_every_rank(communicator, place, name):
     for size in (5, 1000, 123_457):
         parts = [np.random.default_rng([size, rank]).random(size).astype(name) for rank in range(communicator.size)]
         mine = place.xp.asarray(parts[communicator.rank])
-        found = [communicator.all_reduce("test", [mine], op)[0] for op in (SUM, MEAN)]
+        found = [communicator.all_reduce([mine], op)[0] for op in (SUM, MEAN)]
         for one, scale in zip(found, (1, communicator.size), strict=True):
             total = np.sum(parts, 0, dtype=np.float64) / scale
             np.testing.assert_allclose(asnumpy(one), total, 4 * np.finfo(name).eps)
@@ -121,7 +122,7 @@ def test_16_bit_floats_are_summed_in_float32(ordered, place, name, size):
     rank, n = ordered.rank, ordered.size
 
     def reduce(number, op):
-        return ordered.all_reduce("test", [place.xp.asarray(np.full(size, number).astype(kind(name)))], op)[0]
+        return ordered.all_reduce([place.xp.asarray(np.full(size, number).astype(kind(name)))], op)[0]
 
     largest = 60_000.0 if name == "float16" else 3e38
     mean = reduce(1.0 if n == 1 else largest / n, MEAN)
@@ -154,9 +155,9 @@ def layouts(xp, numbers):
 def test_any_layout(communicator, place, shape):
     parts = [values(shape, np.dtype(np.float64), rank) for rank in range(communicator.size)]
     for i, array in enumerate(layouts(place.xp, parts[communicator.rank])):
-        (total,) = communicator.all_reduce("test", [array], SUM)
+        (total,) = communicator.all_reduce([array], SUM)
         check(total, sum(parts), place.xp)
-        (whole,) = communicator.all_gather("test", [array], 1)
+        (whole,) = communicator.all_gather([array], 1)
         check(whole, np.concatenate(parts, 1), place.xp)
         assert total.dtype.isnative and whole.dtype.isnative, i
 
@@ -164,25 +165,25 @@ def test_any_layout(communicator, place, shape):
 def test_ranks_may_hold_different_layouts(communicator, place):
     parts = [values((4, 5, 6), np.dtype(np.int32), rank) for rank in range(communicator.size)]
     mine = list(layouts(place.xp, parts[communicator.rank]))
-    check(communicator.all_reduce("test", [mine[communicator.rank % len(mine)]], SUM)[0], sum(parts), place.xp)
+    check(communicator.all_reduce([mine[communicator.rank % len(mine)]], SUM)[0], sum(parts), place.xp)
 
 
 def test_broadcast_arrays_of_no_stride(communicator, place):
     mine = place.xp.broadcast_to(place.xp.asarray(communicator.rank + 1.0), (100, 90))
     n = communicator.size
-    check(communicator.all_reduce("test", [mine], SUM)[0], np.full((100, 90), n * (n + 1) / 2), place.xp)
+    check(communicator.all_reduce([mine], SUM)[0], np.full((100, 90), n * (n + 1) / 2), place.xp)
 
 
 def test_arrays_without_dimensions_or_elements(communicator, place):
     rank, n, xp = communicator.rank, communicator.size, place.xp
     arrays = [xp.array(2.5 * rank), xp.empty((0,), np.float32), xp.empty((3, 0, 2), np.int8), xp.array(rank, np.int64)]
-    found = communicator.all_reduce("test", arrays, SUM)
+    found = communicator.all_reduce(arrays, SUM)
     check(found[0], np.array(2.5 * n * (n - 1) / 2), xp)
     check(found[1], np.empty((0,), np.float32), xp)
     check(found[2], np.empty((3, 0, 2), np.int8), xp)
     check(found[3], np.array(n * (n - 1) // 2), xp)
-    assert communicator.all_reduce("test", [], SUM) == []
-    assert communicator.all_gather("test", [], 0) == []
+    assert communicator.all_reduce([], SUM) == []
+    assert communicator.all_gather([], 0) == []
 
 
 @pytest.mark.parametrize("op", [SUM, MEAN, MIN, MAX])
@@ -194,7 +195,7 @@ def test_many_arrays_of_many_dtypes_in_one_call(communicator, place, op):
     forms = [(shape, kind(names[(3 * i + j) % len(names)])) for i in range(6) for j, shape in enumerate(shapes)]
     everyones = [[values(*form, rank) for form in forms] for rank in range(communicator.size)]
     mine = [place.xp.asarray(one) for one in everyones[communicator.rank]]
-    found = communicator.all_reduce("test", mine, op)
+    found = communicator.all_reduce(mine, op)
     for one, *parts in zip(found, *everyones, strict=True):
         check(one, reduced(parts, op), place.xp)
 
@@ -212,25 +213,25 @@ def test_hundreds_of_arrays_in_one_call(communicator, place, count):
     mine = [place.xp.asarray(one) for one in arrays(rank)]
     mine[count // 2] = mine[count // 2].T
     everyones = [arrays(rank) for rank in range(n)]
-    for one, *parts in zip(communicator.all_reduce("test", mine, SUM), *everyones, strict=True):
+    for one, *parts in zip(communicator.all_reduce(mine, SUM), *everyones, strict=True):
         check(one, np.sum(parts, 0).T, place.xp)
     some = [one for one in mine if one.ndim == 1]
     everyones = [[one for one in whole if one.ndim == 1] for whole in everyones]
-    for one, *parts in zip(communicator.all_gather("test", some, 0), *everyones, strict=True):
+    for one, *parts in zip(communicator.all_gather(some, 0), *everyones, strict=True):
         check(one, np.concatenate(parts), place.xp)
 
 
 def test_integer_sums_keep_their_dtype_and_wrap_round(communicator, place):
-    (found,) = communicator.all_reduce("test", [place.xp.full(3, 100, np.int8)], SUM)
+    (found,) = communicator.all_reduce([place.xp.full(3, 100, np.int8)], SUM)
     expected = (100 * communicator.size + 128) % 256 - 128
     check(found, np.full(3, expected, np.int8), place.xp)
 
 
 def test_large_integers_are_exact(communicator, place):
     n, big = communicator.size, 2**53 + 1
-    (found,) = communicator.all_reduce("test", [place.xp.array([big + communicator.rank])], SUM)
+    (found,) = communicator.all_reduce([place.xp.array([big + communicator.rank])], SUM)
     assert found.tolist() == [n * big + n * (n - 1) // 2]
-    (found,) = communicator.all_reduce("test", [place.xp.array([2**64 - 1 - communicator.rank], np.uint64)], MIN)
+    (found,) = communicator.all_reduce([place.xp.array([2**64 - 1 - communicator.rank], np.uint64)], MIN)
     assert found.tolist() == [2**64 - n]
 
 
@@ -240,14 +241,14 @@ def one_nan(rank, size, xp):
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
 def test_nan_comes_through(communicator, place, op):
-    (found,) = communicator.all_reduce("test", [one_nan(communicator.rank, communicator.size, place.xp)], op)
+    (found,) = communicator.all_reduce([one_nan(communicator.rank, communicator.size, place.xp)], op)
     assert place.xp.isnan(found).all()
 
 
 @pytest.mark.parametrize("op", [MIN, MAX])
 def test_nan_wins(ordered, place, op):
     """But NCCL's minima and maxima may leave it out."""
-    (found,) = ordered.all_reduce("test", [one_nan(ordered.rank, ordered.size, place.xp)], op)
+    (found,) = ordered.all_reduce([one_nan(ordered.rank, ordered.size, place.xp)], op)
     assert place.xp.isnan(found).all()
 
 
@@ -257,7 +258,7 @@ def test_an_overflow_is_inf_and_no_exception_of_one_rank(communicator, place, si
     mine = place.xp.zeros(size, np.float32)
     mine[-1] = 3e38
     with np.errstate(all="raise"):
-        (found,) = communicator.all_reduce("test", [mine], SUM)
+        (found,) = communicator.all_reduce([mine], SUM)
     assert found[-1] == (np.inf if communicator.size > 1 else np.float32(3e38))
     assert not found[:-1].any()
 
@@ -265,12 +266,12 @@ def test_an_overflow_is_inf_and_no_exception_of_one_rank(communicator, place, si
 def test_results_are_fresh(communicator, place):
     rank, n, xp = communicator.rank, communicator.size, place.xp
     arrays = [xp.full(5, float(rank)), xp.full((100, 200), float(rank)).T]
-    first = communicator.all_reduce("test", arrays, SUM)
+    first = communicator.all_reduce(arrays, SUM)
     copies = [array.copy() for array in first]
     for array in first:
         assert array.flags.c_contiguous
         assert not any(xp.may_share_memory(array, one) for one in arrays)
-    second = communicator.all_reduce("test", [array + 1 for array in arrays], SUM)
+    second = communicator.all_reduce([array + 1 for array in arrays], SUM)
     for one, copy, other in zip(first, copies, second, strict=True):
         assert (one == copy).all()
         assert (other == copy + n).all()
@@ -294,7 +295,7 @@ def test_all_gather_of_uneven_sizes_on_every_axis(communicator, place, axis, uni
             shape = [2, 3, 4]
             shape[axis] = 0 if rank == 1 else unit * (rank + 1)
             parts.append(values(tuple(shape), kind(name), rank))
-        (found,) = communicator.all_gather("test", [place.xp.asarray(parts[communicator.rank])], axis)
+        (found,) = communicator.all_gather([place.xp.asarray(parts[communicator.rank])], axis)
         check(found, np.concatenate(parts, axis), place.xp)
         found[...] = 1  # it may be written
 
@@ -309,18 +310,18 @@ def test_all_gather_of_many_arrays(communicator, place):
             np.full((rank, 1), rank, kind("bfloat16") if has(place.xp, kind("bfloat16")) else np.float16),
         ]
 
-    found = communicator.all_gather("test", [place.xp.asarray(one) for one in arrays(communicator.rank)], 0)
+    found = communicator.all_gather([place.xp.asarray(one) for one in arrays(communicator.rank)], 0)
     for one, *parts in zip(found, *map(arrays, range(communicator.size)), strict=True):
         check(one, np.concatenate(parts), place.xp)
 
 
 def test_all_gather_of_nothing_from_everyone(communicator, place):
-    check(communicator.all_gather("test", [place.xp.empty((0, 3))], 0)[0], np.empty((0, 3)), place.xp)
+    check(communicator.all_gather([place.xp.empty((0, 3))], 0)[0], np.empty((0, 3)), place.xp)
 
 
 def test_all_gather_results_stay(communicator, place):
-    first = communicator.all_gather("test", [place.xp.full(5000, communicator.rank)], 0)[0]
-    communicator.all_gather("test", [place.xp.full(5000, 99)], 0)
+    first = communicator.all_gather([place.xp.full(5000, communicator.rank)], 0)[0]
+    communicator.all_gather([place.xp.full(5000, 99)], 0)
     assert first.tolist() == [rank for rank in range(communicator.size) for _ in range(5000)]
 
 
@@ -356,7 +357,7 @@ def check_treasure(found, rank):
 
 
 def test_objects_of_all_ranks(communicator):
-    found = communicator.all_gather_obj("test", treasure(communicator.rank))
+    found = communicator.all_gather_obj(treasure(communicator.rank))
     assert len(found) == communicator.size
     for rank, one in enumerate(found):
         check_treasure(one, rank)
@@ -366,12 +367,12 @@ def test_arrays_in_objects_are_fresh_and_may_be_written(communicator):
     mine = [np.full(shape, communicator.rank) for shape in [(), (3,), (300, 100), (30, 10)]]
     mine[2] = mine[2].T
     mine[3].flags.writeable = False
-    found = communicator.all_gather_obj("test", [*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))])
+    found = communicator.all_gather_obj([*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))])
     for arrays in found:
         for array in arrays:
             array += 1000
     assert all((array == communicator.rank).all() for array in mine)
-    communicator.all_gather_obj("test", mine)
+    communicator.all_gather_obj(mine)
     for rank, arrays in enumerate(found):
         assert [set(array.ravel().tolist()) for array in arrays] == [{1000 + rank}] * 6
 
@@ -380,16 +381,16 @@ def test_broadcast_from_every_root(communicator):
     for root in range(communicator.size):
         # What the others pass does not count, not even if it cannot travel.
         mine = treasure(root + 2) if communicator.rank == root else lambda: None
-        check_treasure(communicator.broadcast_obj("test", mine, root), root + 2)
-    assert communicator.broadcast_obj("test", communicator.rank) == 0
+        check_treasure(communicator.broadcast_obj(mine, root), root + 2)
+    assert communicator.broadcast_obj(communicator.rank) == 0
 
 
 def test_an_object_that_cannot_travel(communicator, place):
     for root in range(communicator.size):
-        with pytest.raises(TypeError, match=r"some_call: .*lambda.* cannot travel between ranks"):
-            communicator.all_gather_obj("some_call", (lambda: 0) if communicator.rank == root else np.ones(9000))
-        with pytest.raises(TypeError, match=r"some_call: .*generator.* cannot travel"):
-            communicator.broadcast_obj("some_call", (i for i in ()) if communicator.rank == root else 1, root)
+        with call_named("some_call"), pytest.raises(TypeError, match=r"some_call: .*lambda.* cannot travel between"):
+            communicator.all_gather_obj((lambda: 0) if communicator.rank == root else np.ones(9000))
+        with call_named("some_call"), pytest.raises(TypeError, match=r"some_call: .*generator.* cannot travel"):
+            communicator.broadcast_obj((i for i in ()) if communicator.rank == root else 1, root)
     works(communicator, place)
 
 
@@ -403,8 +404,8 @@ def test_mailboxes_grow_and_stay(monkeypatch):
     for size in [*range(20, 30), 30, 3000, 25, 6000, 100_000, 7]:
         parts = [values((size,), np.dtype(np.float64), rank) for rank in range(communicator.size)]
         for _ in range(3):  # records alternate
-            check(communicator.all_reduce("test", [parts[communicator.rank]], SUM)[0], sum(parts))
-        check(communicator.all_gather("test", [parts[communicator.rank]], 0)[0], np.concatenate(parts))
+            check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
+        check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))
 
 
 def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
@@ -414,10 +415,10 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
         size = [5, 3000, 20, 9000, 40_000][step % 5]
         mine = place.xp.full(size, float(step * 10 + communicator.rank))
         if step % 3 == 0:
-            (found,) = communicator.all_gather("test", [mine], 0)
+            (found,) = communicator.all_gather([mine], 0)
             assert found.tolist() == [step * 10 + rank for rank in range(n) for _ in range(size)]
         else:
-            (found,) = communicator.all_reduce("test", [mine], SUM)
+            (found,) = communicator.all_reduce([mine], SUM)
             assert set(found.tolist()) == {step * 10 * n + n * (n - 1) / 2}
 
 
@@ -431,10 +432,10 @@ def test_pieces_that_just_fit(monkeypatch, difference):
     parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
     for piece in (n * (longest + difference), longest + difference, 40_000 + difference):
         monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
-        check(communicator.all_reduce("test", [parts[communicator.rank]], SUM)[0], sum(parts))
-        check(communicator.all_gather("test", [parts[communicator.rank]], 0)[0], np.concatenate(parts))
+        check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
+        check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))
 
 
 def test_a_namespace_travels(communicator):
-    found = communicator.all_gather_obj("test", types.SimpleNamespace(rank=communicator.rank))
+    found = communicator.all_gather_obj(types.SimpleNamespace(rank=communicator.rank))
     assert [one.rank for one in found] == list(range(communicator.size))

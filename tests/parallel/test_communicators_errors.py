@@ -5,6 +5,7 @@ import pytest
 from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
 
 from hpcstrat import ReplicaMismatchError
+from hpcstrat._edge import call_named
 
 several_ranks = pytest.mark.mpi(min_size=2)  # one cannot disagree with another
 
@@ -29,6 +30,18 @@ def _closed_in_the_end():
     close_devices()
 
 
+def named(call, verb, *arguments):
+    """What a verb returns in a call of this name."""
+    with call_named(call):
+        return verb(*arguments)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_call():
+    with call_named("some_call"):
+        yield
+
+
 # ---- refusals
 
 REFUSED = {
@@ -51,25 +64,25 @@ def test_dtypes_that_are_refused(communicator, place, case):
     if array.dtype.char in "?hHFD":  # the others are no dtypes of a GPU
         array = place.xp.asarray(array)
     with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
-        communicator.all_reduce("some_call", [array], op)
+        communicator.all_reduce([array], op)
     for rank in range(communicator.size):  # one rank only
         with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
-            communicator.all_reduce("some_call", [array if communicator.rank == rank else place.xp.ones(9000)], op)
+            communicator.all_reduce([array if communicator.rank == rank else place.xp.ones(9000)], op)
     works(communicator, place)
 
 
 def test_objects_are_not_gathered_as_arrays(communicator, place):
     with pytest.raises(TypeError, match="some_call: an array of dtype object cannot be gathered"):
-        communicator.all_gather("some_call", [place.xp.ones(3), np.array([None])], 0)
+        communicator.all_gather([place.xp.ones(3), np.array([None])], 0)
     works(communicator, place)
 
 
 def test_axes_that_are_not_there(communicator, place):
     for axis in (1, -2):
         with pytest.raises(ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"):
-            communicator.all_gather("some_call", [place.xp.ones(3)], axis)
+            communicator.all_gather([place.xp.ones(3)], axis)
     with pytest.raises(ReplicaMismatchError, match="axis 0 does not exist"):
-        communicator.all_gather("some_call", [place.xp.array(1.0)], 0)
+        communicator.all_gather([place.xp.array(1.0)], 0)
     works(communicator, place)
 
 
@@ -77,43 +90,47 @@ def test_axes_that_are_not_there(communicator, place):
 
 DISAGREEMENTS = {
     "shape": (
-        lambda c, xp, odd: c.all_reduce("call", [xp.ones((3, 5 if odd else 4))], SUM),
+        lambda c, xp, odd: c.all_reduce([xp.ones((3, 5 if odd else 4))], SUM),
         "float64 of shape (3, {})",
         (4, 5),
     ),
     "dimensions": (
-        lambda c, xp, odd: c.all_reduce("call", [xp.ones((1, 3) if odd else 3)], SUM),
+        lambda c, xp, odd: c.all_reduce([xp.ones((1, 3) if odd else 3)], SUM),
         "{}",
         ("(3,)", "(1, 3)"),
     ),
-    "size": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(50_000 if odd else 3)], SUM), "({},)", (3, 50_000)),
-    "large": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(50_000 + odd)], SUM), "({},)", (50_000, 50_001)),
+    "size": (lambda c, xp, odd: c.all_reduce([xp.ones(50_000 if odd else 3)], SUM), "({},)", (3, 50_000)),
+    "large": (lambda c, xp, odd: c.all_reduce([xp.ones(50_000 + odd)], SUM), "({},)", (50_000, 50_001)),
     "dtype": (
-        lambda c, xp, odd: c.all_reduce("call", [xp.ones(3, "f4" if odd else "f8")], SUM),
+        lambda c, xp, odd: c.all_reduce([xp.ones(3, "f4" if odd else "f8")], SUM),
         "{} of shape (3,)",
         ("float64", "float32"),
     ),
-    "op": (lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)], MAX if odd else SUM), "call({}", ("SUM", "MAX")),
+    "op": (lambda c, xp, odd: c.all_reduce([xp.ones(3)], MAX if odd else SUM), "call({}", ("SUM", "MAX")),
     "count": (
-        lambda c, xp, odd: c.all_reduce("call", [xp.ones(3)] * (1 + odd), SUM),
+        lambda c, xp, odd: c.all_reduce([xp.ones(3)] * (1 + odd), SUM),
         "{}",
         (" of float64 of shape (3,), at", "(3,), float64 of"),
     ),
-    "call": (lambda c, xp, odd: c.all_reduce("odd" if odd else "even", [xp.ones(3)], SUM), "{}(SUM", ("even", "odd")),
+    "call": (
+        lambda c, xp, odd: named("odd" if odd else "even", c.all_reduce, [xp.ones(3)], SUM),
+        "{}(SUM",
+        ("even", "odd"),
+    ),
     "verb": (
-        lambda c, xp, odd: c.barrier("pause") if odd else c.all_gather("meet", [xp.ones(9000)], 0),
+        lambda c, xp, odd: named("pause", c.barrier) if odd else named("meet", c.all_gather, [xp.ones(9000)], 0),
         "{}",
         ("meet(axis=0", "pause()"),
     ),
     "object": (
-        lambda c, xp, odd: c.all_gather_obj("tell", xp.ones(9000)) if odd else c.all_reduce("call", [xp.ones(3)], SUM),
+        lambda c, xp, odd: named("tell", c.all_gather_obj, xp.ones(9000)) if odd else c.all_reduce([xp.ones(3)], SUM),
         "{}",
         ("call(SUM", "tell()"),
     ),
-    "root": (lambda c, xp, odd: c.broadcast_obj("call", 1, root=int(odd)), "call(root={})", (0, 1)),
-    "gathered axis": (lambda c, xp, odd: c.all_gather("call", [xp.ones((2, 2))], int(odd)), "axis={}", (0, 1)),
+    "root": (lambda c, xp, odd: c.broadcast_obj(1, root=int(odd)), "call(root={})", (0, 1)),
+    "gathered axis": (lambda c, xp, odd: c.all_gather([xp.ones((2, 2))], int(odd)), "axis={}", (0, 1)),
     "gathered dtype": (
-        lambda c, xp, odd: c.all_gather("call", [xp.ones(2, "f4" if odd else "f8")], 0),
+        lambda c, xp, odd: c.all_gather([xp.ones(2, "f4" if odd else "f8")], 0),
         "of {}, at",
         ("float64", "float32"),
     ),
@@ -138,7 +155,7 @@ def test_ranks_that_disagree(group, place, case):
 @several_ranks
 def test_every_rank_makes_another_call(group, place):
     with pytest.raises(ReplicaMismatchError) as caught:
-        group.barrier(f"call number {group.rank}")
+        named(f"call number {group.rank}", group.barrier)
     for rank in range(group.size):
         assert f"rank {rank}: call number {rank}()" in str(caught.value)
     works(group, place)
@@ -149,11 +166,11 @@ def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
     xp = place.xp
     for unit in (1, 5000):
         with pytest.raises(ReplicaMismatchError, match="some_call: shapes may differ along axis 0 only") as caught:
-            group.all_gather("some_call", [xp.ones((2, unit * (group.rank + 1)))], 0)
+            group.all_gather([xp.ones((2, unit * (group.rank + 1)))], 0)
         for rank in range(group.size):
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
         with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
-            group.all_gather("some_call", [xp.ones(unit) if group.rank else xp.ones((unit, 1))], 0)
+            group.all_gather([xp.ones(unit) if group.rank else xp.ones((unit, 1))], 0)
         assert f"({unit}, 1) on rank 0, ({unit},) on rank 1" in str(caught.value)
         works(group, place)
 
@@ -186,10 +203,10 @@ ERRORS = {
 def test_what_fails_on_one_rank_fails_on_all(group, place, error):
     for failing in range(group.size):
         with pytest.raises(Exception) as caught:
-            with group.raise_together("some_call"):
+            with group.raise_together():
                 if group.rank == failing:
                     raise error
-            group.all_reduce("some_call", [place.xp.ones(9000)], SUM)
+            group.all_reduce([place.xp.ones(9000)], SUM)
         if group.rank == failing:
             assert caught.value is error
         else:
@@ -203,10 +220,10 @@ def test_what_fails_on_one_rank_fails_on_all(group, place, error):
 def test_what_fails_on_several_ranks(group, place):
     for first in range(group.size):
         with pytest.raises(ValueError) as caught:
-            with group.raise_together("some_call"):
+            with group.raise_together():
                 if group.rank >= first:
                     raise ValueError(f"fault of rank {group.rank}")
-            group.all_gather_obj("some_call", np.ones(9000))
+            group.all_gather_obj(np.ones(9000))
         mine = f"fault of rank {group.rank}"
         assert str(caught.value) == (mine if group.rank >= first else f"fault of rank {first} (found by rank {first})")
     works(group, place)
@@ -215,41 +232,41 @@ def test_what_fails_on_several_ranks(group, place):
 @several_ranks
 def test_a_joint_block_around_another_and_around_a_call(group, place):
     with pytest.raises(ValueError, match="inner"):
-        with group.raise_together("outer"):
-            with group.raise_together("inner"):
+        with group.raise_together():
+            with group.raise_together():
                 if group.rank == 1:
                     raise ValueError("inner")
-            group.barrier("meet")
+            group.barrier()
     with pytest.raises(TypeError, match="int16"):
-        with group.raise_together("outer"):
-            group.all_reduce("call", [place.xp.ones(3, np.int16 if group.rank == 0 else np.int32)], SUM)
+        with group.raise_together():
+            group.all_reduce([place.xp.ones(3, np.int16 if group.rank == 0 else np.int32)], SUM)
     with pytest.raises(ReplicaMismatchError):
-        with group.raise_together("outer"):
-            group.barrier("one" if group.rank else "other")
+        with group.raise_together():
+            named("one" if group.rank else "other", group.barrier)
     works(group, place)
 
 
 @pytest.mark.mpi(min_size=3)  # one that fails and two that differ
 def test_one_rank_fails_where_another_makes_a_different_call(group, place):
     with pytest.raises(ValueError, match="mine"):
-        with group.raise_together("some_call"):
+        with group.raise_together():
             if group.rank == 1:
                 raise ValueError("mine")
-        group.barrier(f"call {group.rank}")
+        named(f"call {group.rank}", group.barrier)
     works(group, place)
 
 
 def test_a_message_for_which_there_is_no_memory(communicator, place):
     huge = place.xp.broadcast_to(place.xp.asarray(np.float32(1)), (10**14,))
     with pytest.raises(MemoryError):
-        communicator.all_reduce("some_call", [huge], SUM)
+        communicator.all_reduce([huge], SUM)
     with pytest.raises(MemoryError):
-        communicator.all_gather("some_call", [huge], 0)
+        communicator.all_gather([huge], 0)
     works(communicator, place)
     for rank in range(communicator.size):  # one rank only, and the others have something small
         mine = huge if communicator.rank == rank else place.xp.ones(3, np.float32)
         with pytest.raises((MemoryError, ReplicaMismatchError)):
-            communicator.all_reduce("some_call", [mine], SUM)
+            communicator.all_reduce([mine], SUM)
         with pytest.raises(MemoryError):
-            communicator.all_gather("some_call", [mine], 0)
+            communicator.all_gather([mine], 0)
         works(communicator, place)

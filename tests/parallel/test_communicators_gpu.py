@@ -29,6 +29,7 @@ from hpcstrat import _world
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
+from hpcstrat._edge import call_named
 
 N = COMM.size
 RANK = COMM.rank
@@ -74,14 +75,20 @@ def test_arrays_of_both_kinds_in_one_call(communicator, place):
     modules = (xp, np, xp, np)
     mine = [module.asarray(part) for module, part in zip(modules, parts[rank], strict=True)]
     for op, fn in [(SUM, np.sum), (MIN, np.min), (MAX, np.max)]:
-        found = communicator.all_reduce("test", mine, op)
+        found = communicator.all_reduce(mine, op)
         for one, module, *everyones in zip(found, modules, *parts, strict=True):
             check(one, fn(everyones, axis=0).astype(everyones[0].dtype), module)
-    for one, module, *everyones in zip(communicator.all_gather("test", mine, 1), modules, *parts, strict=True):
+    for one, module, *everyones in zip(communicator.all_gather(mine, 1), modules, *parts, strict=True):
         check(one, np.concatenate(everyones, 1), module)
-    (mean, total) = communicator.all_reduce("test", [xp.array([rank]), np.array([rank])], MEAN)
+    (mean, total) = communicator.all_reduce([xp.array([rank]), np.array([rank])], MEAN)
     for one, module in [(mean, xp), (total, np)]:
         assert isinstance(one, module.ndarray) and one.tolist() == [(communicator.size - 1) / 2]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_call():
+    with call_named("some_call"):
+        yield
 
 
 PLACES = {
@@ -99,14 +106,14 @@ def test_ranks_that_disagree_on_what_is_on_the_gpu(connected, place, case):
     for odd in range(N):
         mine = PLACES[case][connected.rank == odd](here)
         for call in (
-            lambda mine=mine: connected.all_reduce("call", mine, SUM),
-            lambda mine=mine: connected.all_gather("call", mine, 0),
+            lambda mine=mine: connected.all_reduce(mine, SUM),
+            lambda mine=mine: connected.all_gather(mine, 0),
         ):
             with pytest.raises(hs.ReplicaMismatchError, match="must make the same call") as caught:
                 call()
             for rank in range(N):
                 indices = [i for i, one in enumerate(PLACES[case][rank == odd](here)) if one is here]
-                (line,) = [one for one in str(caught.value).splitlines() if f"rank {rank}: call(" in one]
+                (line,) = [one for one in str(caught.value).splitlines() if f"rank {rank}: some_call(" in one]
                 assert f"on the GPU {indices}" in line if indices else "on the GPU" not in line
         works(connected, place)
 
@@ -117,8 +124,8 @@ def test_what_goes_through_the_host_may_be_on_any_side(monkeypatch, place):
     """As with replicas of both kinds: each result is where the rank's own array is."""
     communicator: Any = transport("staged", monkeypatch, place)
     xp = (np, place.xp)[RANK % 2]
-    check(communicator.all_reduce("test", [xp.full(3, RANK + 0.5)], SUM)[0], np.full(3, N * N / 2), xp)
-    check(communicator.all_gather("test", [xp.array([RANK])], 0)[0], np.arange(N), xp)
+    check(communicator.all_reduce([xp.full(3, RANK + 0.5)], SUM)[0], np.full(3, N * N / 2), xp)
+    check(communicator.all_gather([xp.array([RANK])], 0)[0], np.arange(N), xp)
 
 
 @several
@@ -132,8 +139,8 @@ def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
     here = place.xp.ones(3)
     for lacking in range(N):
         for call in (
-            lambda: connected.all_reduce("some_call", [here, here], SUM),
-            lambda: connected.all_gather("some_call", [here], 0),
+            lambda: connected.all_reduce([here, here], SUM),
+            lambda: connected.all_gather([here], 0),
         ):
             with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room on the GPU") as caught:
                 if connected.rank == lacking:
@@ -154,9 +161,9 @@ def test_calls_are_ordered_with_whatever_stream_is_current(communicator, place):
             array = xp.zeros(100_000)
             for _ in range(10):
                 array += communicator.rank + 1
-                (array,) = communicator.all_reduce("test", [array], MEAN)
+                (array,) = communicator.all_reduce([array], MEAN)
                 array = array * 2 - array
-            whole = communicator.all_gather("test", [array[:1000] + communicator.rank], 0)[0] + 1
+            whole = communicator.all_gather([array[:1000] + communicator.rank], 0)[0] + 1
             assert array.tolist() == [10 * (n + 1) / 2] * 100_000
             assert whole.tolist() == [10 * (n + 1) / 2 + 1 + rank for rank in range(n) for _ in range(1000)]
 
@@ -228,12 +235,12 @@ def test_a_closed_communicator(place):
     for _ in range(2):
         communicator.close()
     for call in (
-        lambda: communicator.all_reduce("some_call", [place.xp.ones(3)], SUM),
-        lambda: communicator.all_gather("some_call", [place.xp.ones(3)], 0),
+        lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
+        lambda: communicator.all_gather([place.xp.ones(3)], 0),
     ):
         with pytest.raises(RuntimeError, match="some_call: the strategy's NCCL communicator is closed; make another"):
             call()
-    assert communicator.all_gather_obj("next", RANK) == list(range(N))  # which needs no NCCL
+    assert communicator.all_gather_obj(RANK) == list(range(N))  # which needs no NCCL
 
 
 @several
@@ -253,10 +260,10 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_its_use(place, result):
     )
     text = rf"some_call: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
     with pytest.raises(RuntimeError, match=text):
-        communicator.all_reduce("some_call", [place.xp.ones(3)], SUM)
+        communicator.all_reduce([place.xp.ones(3)], SUM)
     assert ended == [RANK]
     with pytest.raises(RuntimeError, match="some_call: .* is closed"):
-        communicator.all_gather("some_call", [place.xp.ones(RANK)], 0)
+        communicator.all_gather([place.xp.ones(RANK)], 0)
     communicator._comm = real
     works(communicator, place)
     communicator.close()

@@ -455,7 +455,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
             with pytest.raises(RuntimeError, match=r"SGD\.apply_gradients, which changed it, was broken off"):
                 read()
         assert optimizer.iterations == 0
-        calls: Any = strategy._group.communicator._calls
+        calls: Any = strategy._group.communicator.calls
         if strategy.num_replicas_in_sync > 1:
             assert calls.torn.call == "SGD.apply_gradients"
             calls.torn, calls.barred = None, False  # so that the test can go on, which a program cannot

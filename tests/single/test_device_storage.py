@@ -14,9 +14,9 @@ from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 def test_buffers_may_be_passed_in_another_order():
     """Each gradient is then copied to where another one lies."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
-    blocks = [storage.create("test", np.zeros(3, np.float32)) for _ in range(3)]
+    blocks = [storage.create(np.zeros(3, np.float32)) for _ in range(3)]
     plan = storage.plan(blocks, [()] * 3)
-    storage.make_buffers("test", plan)
+    storage.make_buffers(plan)
     assert plan.buffers is not None
     rule = optimizers.SGD(1.0).update_rule(1.0, 1)
     for turn in range(3):
@@ -25,7 +25,7 @@ def test_buffers_may_be_passed_in_another_order():
         values = [plan.buffers[(i + turn) % 3] for i in range(3)]
         values[2] = values[2][::-1]  # a view
         before = [block.array.copy() for block in blocks]
-        storage.update("test", plan, values, ReduceOp.SUM, rule)
+        storage.update(plan, values, ReduceOp.SUM, rule)
         changes = [(old - block.array).tolist() for old, block in zip(before, blocks, strict=True)]
         assert changes == [[(i + turn) % 3 + 1] * 3 for i in range(3)]
 
@@ -34,12 +34,12 @@ def test_a_message_that_became_too_small_is_given_back():
     """It would live as long as the plans that used it, of which each variable that is assigned has one."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
     rule = optimizers.SGD(1.0).update_rule(1.0, 1)
-    plans = [storage.plan([storage.create("test", np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]
+    plans = [storage.plan([storage.create(np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]
     for turn in range(2):
         messages = []
         for plan in plans:
             gradient = np.ones(plan.blocks[0].array.shape, np.float32)
-            storage.update("test", plan, [gradient], ReduceOp.SUM, rule)
+            storage.update(plan, [gradient], ReduceOp.SUM, rule)
             messages.append(weakref.ref(plan.message))
             assert plan.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()

@@ -18,6 +18,7 @@ from hpcstrat._communicators.reduction import (
     reduce_flat,
     slice_of,
 )
+from hpcstrat._edge import call_named
 from hpcstrat._strategies.reduction import _Inner
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
@@ -91,10 +92,10 @@ def test_the_table_of_dtypes():
     for dtype in [*allowed, *map(np.dtype, others)]:
         for op in ReduceOp:
             if op.name in allowed.get(dtype, ()):
-                check_reducible("call", dtype, op)
+                check_reducible(dtype, op)
                 continue
-            with pytest.raises(TypeError, match="^some_call: .*cast first"):
-                check_reducible("some_call", dtype, op)
+            with call_named("some_call"), pytest.raises(TypeError, match="^some_call: .*cast first"):
+                check_reducible(dtype, op)
 
 
 def test_what_is_a_number():
@@ -125,8 +126,8 @@ def test_every_operation_is_in_the_table():
     "use",
     [
         lambda op: reduce_chunk(np.empty(2), [np.ones(2)] * 2, op),
-        lambda op: check_reducible("reduce", np.dtype(np.float32), op),
-        lambda op: _Inner("reduce", op, np.ones(2), 0),
+        lambda op: check_reducible(np.dtype(np.float32), op),
+        lambda op: _Inner(op, np.ones(2), 0),
     ],
 )
 def test_an_operation_that_is_not_in_the_table_raises(use):
@@ -140,6 +141,6 @@ def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
     out = np.empty(2)
     reduce_chunk(out, [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])], product)
     assert out.tolist() == [10, 42]
-    assert _Inner("reduce", product, np.array([2.0, 3.0, 4.0]), 0).total == 24
+    assert _Inner(product, np.array([2.0, 3.0, 4.0]), 0).total == 24
     with pytest.raises(TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"):
-        check_reducible("reduce", np.dtype(np.float32), product)
+        check_reducible(np.dtype(np.float32), product)

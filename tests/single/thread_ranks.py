@@ -4,6 +4,7 @@ import contextlib
 import threading
 from typing import Any
 
+from hpcstrat._edge import current_call
 from hpcstrat._values import select
 from hpcstrat.data._distributed import distribute_dataset
 
@@ -19,19 +20,20 @@ class Rank:
         self._table = table
 
     @contextlib.contextmanager
-    def raise_together(self, call):
+    def raise_together(self):
         before = len(self.calls)
         try:
             yield
         except Exception as error:
             if len(self.calls) == before:
-                self._exchange(call, error, None)
+                self._exchange(error, None)
             raise
 
-    def all_gather_obj(self, call, obj):
-        return self._exchange(call, None, obj)
+    def all_gather_obj(self, obj):
+        return self._exchange(None, obj)
 
-    def _exchange(self, call, error, obj):
+    def _exchange(self, error, obj):
+        call = current_call()
         self.calls.append(call)
         self._table[self.rank] = call, error, obj
         self._barrier.wait(20)

@@ -1,0 +1,89 @@
+"""One rank's error becomes all ranks': the edge of collective calls, and blocks within them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from hpcstrat._edge import current_call, enter_call, leave_call
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.base import Communicator
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def collective(
+    name: str,
+    check: Callable[[Any], None] | None = None,
+    communicator_of: Callable[[Any], Communicator] = attrgetter("_group.communicator"),
+) -> Callable[[_Function], _Function]:
+    """Makes a public method the edge of a collective call: names it, and has the ranks raise together.
+
+    What the method raises on one rank before its first exchange, all ranks raise. An error after that may be this
+    rank's alone: the next call compares, and ends the job unless all ranks had one. Where one rank may fail between
+    two exchanges, the method takes a block of `Communicator.raise_together`.
+
+    It opens no span: those of communicators and storages do, which know how many bytes travel.
+
+    Args:
+        name: the user's name of the call.
+        check: refuses objects in the wrong context, on this rank alone: elsewhere the others may not be in the call.
+        communicator_of: gives the communicator of the object whose method it is.
+    """
+
+    def decorate(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def edge(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            outer = enter_call(name)
+            try:
+                if check is not None:
+                    check(owner)
+                communicator = communicator_of(owner)
+                calls = communicator.calls
+                if calls.barred:
+                    calls.refuse(name)
+                # As `raise_together`, without the four calls of its block.
+                number = calls.number
+                try:
+                    return function(owner, *args, **kwargs)
+                except BaseException as error:
+                    communicator.share_error(error, number)
+                    raise
+            finally:
+                leave_call(outer)
+
+        return cast("_Function", edge)
+
+    return decorate
+
+
+class RaiseTogether:
+    """See `Communicator.raise_together`."""
+
+    __slots__ = ("_communicator", "_number")
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def __enter__(self) -> None:
+        calls = self._communicator.calls
+        if calls.barred:
+            calls.refuse(current_call())
+        self._number = calls.number
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is not None:
+            self._communicator.share_error(error, self._number)
+
+
+class Change(RaiseTogether):
+    """See `Communicator.change`."""
+
+    __slots__ = ()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._communicator.calls.number != self._number:
+            self._communicator.tear(error)
