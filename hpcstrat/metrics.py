@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _arrays, _context, _edge, _gpu, _variables
+from hpcstrat._storage.rule import UpdateRule
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
+from hpcstrat._variable_state import in_replica_of
+from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable
 
 
@@ -51,28 +54,38 @@ class Metric:
         return f"{type(self).__name__}(name={self.name!r})"
 
     def _add(self, total: Any, count: Any) -> None:
-        if _variables.state_of(self._sums).needs_aggregation_to_read():
+        state = _variables.state_of(self._sums)
+        is_on_gpu = _gpu.is_on_gpu(total)
+        if in_replica_of(state.group) and is_on_gpu is (state.group.stream is not None):
+            # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
+            if is_on_gpu:
+                add = _add_both()
+                state.storage.write(state.block, total, UpdateRule(lambda sums, total, *_: add(total, count, sums)))
+            else:
+                state.storage.write(state.block, np.array((total, count)), RULES["assign_add"])
+            return
+        if state.needs_aggregation_to_read():
             raise RuntimeError(
                 f"{type(self).__name__}.update_state was called in the cross-replica context, but each replica keeps "
                 "its own totals; call it inside the function of Strategy.run"
             )
-        if _gpu.is_on_gpu(total):
-            both = _gpu.array_module(total).empty(2)
-            _side_by_side()(total, count, both)
-        else:
-            both = np.array([total, count])
-        self._sums.assign_add(both)
+        self._sums.assign_add([float(total), float(count)])
 
     def _combine(self, total: Any, count: Any) -> Any:
         return total / count if count else np.float64(0.0)
 
 
 @functools.cache
-def _side_by_side() -> Any:
-    """A kernel that joins a total and a count into an array. Both stay on the GPU, so the host need not wait."""
+def _add_both() -> Any:
+    """A kernel that adds a total and a count to the sums. Both may be on the GPU: the host need not wait for them."""
     return _gpu.load_cupy("a metric").ElementwiseKernel(
-        "float64 total, float64 count", "float64 both", "both = i ? count : total;", "hpcstrat_metric", no_return=True
+        *("T total, float64 count", "float64 sums", "sums += i ? count : (double)total;", "hpcstrat_metric"),
+        no_return=True,
     )
+
+
+_SCALARS = (float, int, np.float64, np.float32)
+"""The types of most losses."""
 
 
 def _as_numbers(call: str, argument: str, value: Any) -> Any:
@@ -87,9 +100,18 @@ def _as_numbers(call: str, argument: str, value: Any) -> Any:
 
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The weighted sum of the values, and the sum of the weights."""
+    if sample_weight is None:
+        if type(values) in _SCALARS:
+            return values, 1
+        if type(values) is np.ndarray and values.dtype.kind in "fiu":
+            return np.add.reduce(values, axis=None, dtype=np.float64), values.size
+        if type(values) is np.ndarray and values.dtype.kind == "b":
+            return np.count_nonzero(values), values.size
     values = _as_numbers(call, "values", values)
     sample_weight = None if sample_weight is None else _as_numbers(call, "sample_weight", sample_weight)
     if sample_weight is None and _gpu.is_on_gpu(values):
+        if values.ndim == 0 and values.dtype.kind in "fiu":
+            return values, 1
         return values.sum(dtype=np.float64), values.size  # one kernel that casts and sums, instead of two
     xp = _gpu.array_module(values, sample_weight)
     array = xp.asarray(values, np.float64)
@@ -102,6 +124,8 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
 
 
 def _pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    if type(y_true) is np.ndarray and type(y_pred) is np.ndarray and y_true.shape == y_pred.shape:
+        return y_true, y_pred
     y_true, y_pred = (_arrays.as_array(call, values, on_gpu=True) for values in (y_true, y_pred))
     xp = _gpu.array_module(y_true, y_pred)
     true, predicted = xp.asarray(y_true), xp.asarray(y_pred)

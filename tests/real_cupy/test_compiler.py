@@ -59,7 +59,7 @@ def sources():
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))
     number = array((), np.float64)
-    texts.append(text(metrics._side_by_side(), "metric", [number, number, array(2, np.float64)]))
+    texts.append(text(metrics._add_both(), "metric", [number, number, array(2, np.float64)]))
     for itemsize in packing._WORDS:
         texts.append(packing._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]

@@ -58,7 +58,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, metrics._side_by_side)
+        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, metrics._add_both)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -66,7 +66,7 @@ def cupy():
             for optimizer in optimizers_of(dtype).values():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             rows.sum_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype))
-        metrics._side_by_side()(np.float64(1), 2, np.zeros(2))
+        metrics._add_both()(np.array(1.0), 2, np.zeros(2))
         wanted, Kernel.wanted = Kernel.wanted, None
         compile_together(wanted)
         yield module
@@ -200,7 +200,8 @@ def test_rows_are_summed_one_after_the_other(cupy, count, shape, dtype):
 
 
 @pytest.mark.parametrize("count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"])
-def test_a_total_and_a_count_come_side_by_side(cupy, count):
-    both = np.empty(2)
-    metrics._side_by_side()(np.array(-0.5), count, both)
-    assert both.tolist() == [-0.5, count]
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_a_total_and_a_count_are_added(cupy, dtype, count):
+    sums = np.array([0.5, 1])
+    metrics._add_both()(np.array(-3, dtype), count, sums)
+    assert sums.tolist() == [-2.5, 1 + count]
