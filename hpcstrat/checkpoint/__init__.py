@@ -1,4 +1,4 @@
-"""Checkpoints: what a program has learnt, in a file that no kill damages; and a last one before a job is stopped."""
+"""Checkpoints: files that survive a kill at any moment, and a last one before a job is preempted."""
 
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
 from hpcstrat.checkpoint._checkpoint import Restored as Restored

@@ -1,4 +1,4 @@
-"""Replaces a file atomically: at every moment the old or the new one is there and whole, whatever kills the program."""
+"""Replaces a file atomically: whatever kills the program, the old file or the new one is there, and whole."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 
 @contextlib.contextmanager
 def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
-    """An empty file to write to, unbuffered, which replaces `path` once all is written and on disk.
+    """An empty file to write to, unbuffered, which replaces `path` once everything is written and on disk.
 
-    Until then it is named `path.partial-` and eight random digits, so that two programs may write at once: each writes
-    a whole file, and the last one stays. Leftovers of killed programs are removed first. An exception inside leaves the
-    previous file and no other. Owner and permissions are those of the previous file.
+    Until then its name is `path.partial-` and eight random digits, so that two programs may write at once: each writes
+    a whole file, and the last one stays. Leftovers of killed programs are removed first. An exception inside leaves
+    only the previous file. Owner and permissions are those of the previous file.
 
     Args:
         path: the file; symbolic links are followed.
-        keep: the number of files to keep: `path`, and the previous ones as `path.1`, `path.2` ... Older ones are
+        keep: the number of files to keep: `path` and the previous ones, `path.1`, `path.2` ... Older files are
             removed. `None` keeps no previous file, and removes none.
 
     Raises:
@@ -39,12 +39,13 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, f"{error.filename} is a file and not a folder") from error
-    before = _regular_file(path)  # raises now what would otherwise be found after hours of writing
+    before = _regular_file(path)  # a wrong path is an error now, not after everything is written
     _remove_left(path)
     with _beside(path, before) as (partial, file):
         yield file
         # Before the rename: after a power cut the name must not lead to a file whose blocks never reached the disk.
         os.fsync(file.fileno())
+        # Without locks another program may have taken our file for a leftover, and removed it.
         if not _is_at(partial, file):
             raise OSError(errno.EBUSY, "another program is writing to it", partial)
         if keep is not None and keep > 1 and os.path.exists(path):
@@ -59,17 +60,17 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
 
 
 def followed(path: str) -> str:
-    """The path, or where it leads if it is a symbolic link."""
+    """The path, or the target of a symbolic link: a rename would replace the link itself."""
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
 def numbered(path: str) -> list[int]:
-    """The numbers of the files `path.1`, `path.2` ... that are there, in order."""
+    """The numbers of the files `path.1`, `path.2` ... that exist, in order."""
     return sorted(map(int, _named(path, _NUMBER)))
 
 
 def _named(path: str, rest: re.Pattern[str]) -> list[str]:
-    """What the pattern's group matches in each name in the folder of `path` that is its name and such a rest."""
+    """For each file in the folder named as `path` plus a `rest`, what the pattern's group matches."""
     try:
         names = os.listdir(os.path.dirname(path) or ".")
     except OSError:
@@ -83,7 +84,7 @@ def _regular_file(path: str) -> os.stat_result | None:
     """The status of the file, `None` if there is no file.
 
     Raises:
-        OSError: it is a folder, a device or a FIFO, which a rename would replace by a file.
+        OSError: it is a folder, a device or a FIFO, which a rename would replace.
     """
     try:
         found = os.stat(path)
@@ -92,25 +93,26 @@ def _regular_file(path: str) -> os.stat_result | None:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is no regular file", path)
+        raise OSError(errno.EINVAL, "it is not a regular file", path)
     return found
 
 
 @contextlib.contextmanager
 def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
-    """The name of a new file beside `path`, and the file, locked. Afterwards the name is gone.
+    """The name of a new file next to `path`, and the file, locked. Afterwards the name is gone.
 
-    The lock tells other programs that the file is in use; a kill frees it, and with it the leftover.
+    Next to it, because a rename is atomic only within one file system. The lock tells other programs that the file is
+    in use. The kernel drops it when the program is killed, which makes the file a leftover that anyone may remove.
     """
-    # With a previous file's owner and permissions only once these are set: it may be secret until then.
+    # Nobody else may read it until it has the previous file's owner and permissions: the contents may be secret.
     mode = 0o666 if like is None else 0o600
-    while True:  # again if another program removed the file as a leftover, before it was locked
+    while True:  # again if another program removed the file as a leftover before we locked it
         partial = f"{path}.partial-{secrets.token_hex(4)}"
         with open(partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
             try:
                 if not (_lock(file) and _is_at(partial, file)):
                     continue
-                if like is not None:  # if the system refuses, the file stays its owner's alone
+                if like is not None:  # if the system refuses, the file stays private
                     with contextlib.suppress(OSError):
                         os.fchown(file.fileno(), like.st_uid, like.st_gid)
                     with contextlib.suppress(OSError):
@@ -123,7 +125,7 @@ def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, Binar
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Takes the file's lock, unless another program has it; it goes when the file is closed, by a kill too."""
+    """Takes the file's lock, unless another program has it. Closing the file releases it, and so does a kill."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -137,7 +139,7 @@ def _remove_left(path: str) -> None:
     """Removes the leftovers of killed programs: the files that are not locked."""
     for digits in _named(path, _PARTIAL):
         left = f"{path}.partial-{digits}"
-        with contextlib.suppress(OSError):  # it is gone, or another user's
+        with contextlib.suppress(OSError):  # it is gone, or belongs to another user
             if stat.S_ISREG(os.lstat(left).st_mode):
                 with open(left, "r+b", buffering=0) as file:
                     if _lock(file) and _is_at(left, file):
@@ -145,10 +147,13 @@ def _remove_left(path: str) -> None:
 
 
 def _make_way(path: str, keep: int) -> None:
-    """Makes each older file one older, and links `path` as `path.1`. `path` itself stays, and is never missing."""
+    """Renames `path.1` to `path.2` and so on, and links `path` as `path.1`.
+
+    A link, not a rename: `path` must exist at every moment, also between this and the rename of the new file.
+    """
     newest = f"{path}.1"
     with contextlib.suppress(FileNotFoundError):
-        if os.path.samefile(path, newest):  # a program was killed right after this function
+        if os.path.samefile(path, newest):  # a program was killed after this and before its rename
             return
     for number in range(keep - 1, 1, -1):
         with contextlib.suppress(FileNotFoundError):
@@ -157,7 +162,7 @@ def _make_way(path: str, keep: int) -> None:
         os.unlink(newest)
     try:
         os.link(path, newest)
-    except FileExistsError:  # by another program, just now
+    except FileExistsError:  # another program has just made it
         pass
     except OSError:  # a file system without hard links
         with _beside(path, os.stat(path)) as (copy, _):
@@ -166,19 +171,19 @@ def _make_way(path: str, keep: int) -> None:
 
 
 def _is_at(path: str, file: BinaryIO) -> bool:
-    """Whether this path leads to the open file, not to another one or nowhere."""
+    """Whether `path` is still the name of the open file."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
     return False
 
 
 def _sync_folder(folder: str) -> None:
-    """Brings the names in a folder to disk, without which a power cut may undo a rename."""
+    """Writes a folder's names to disk; without it a power cut may undo a rename."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system on which that is not needed
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
             raise
     finally:
         os.close(descriptor)

@@ -27,7 +27,7 @@ from hpcstrat.optimizers.base import state_of_optimizer
 
 
 class Restored(NamedTuple):
-    """What `Checkpoint.restore` left alone; both are empty unless `partial=True`.
+    """What `Checkpoint.restore` did not restore; both are empty unless `partial=True`.
 
     Attributes:
         missing: the names of objects that are not in the file; they are unchanged.
@@ -42,15 +42,14 @@ class Restored(NamedTuple):
 class Checkpoint:
     """Objects that are saved to a file and restored from one: `Checkpoint(model=[w, b], optimizer=optimizer)`.
 
-    A checkpoint holds the values of variables; the number of steps of an optimizer, and the slots of its variables,
-    which must be among the objects too; what a metric has counted; and which elements of a dataset or an iterator come
-    next, in which order. A dataset stands for the iteration over it that is under way: after `restore`, the next
-    `for batch in dataset:` yields the rest. What a program passes to constructors, such as a learning rate, is not
-    saved.
+    A checkpoint holds the values of variables; an optimizer's number of steps, and the slots of its variables, which
+    must be among the objects too; the totals of a metric; and the position of a dataset or an iterator: which elements
+    come next, in which order. A dataset's position is that of the iteration under way: after `restore`, the next
+    `for batch in dataset:` yields the rest. Arguments of constructors, such as a learning rate, are not saved.
 
     Args:
         **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators, and nests of them.
-            Their names and their paths in nests make the names in the file, so restore the same ones.
+            Their names and their paths in nests are the names in the file, so restore with the same ones.
     """
 
     @names_call("Checkpoint")
@@ -61,24 +60,24 @@ class Checkpoint:
     @span(CHECKPOINT, "save")
     @collective("Checkpoint.save", communicator_of=lambda _: connect())
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
-        """Writes the objects to a file, replacing the one that is there. Collective: all ranks call this.
+        """Writes the objects to a file and replaces the previous one. Collective: all ranks call this.
 
-        Only the parameter rank writes, while the others wait. It writes to a file beside `path` first, so that a kill
+        Only the parameter rank writes, while the others wait. It writes to a file next to `path` first, so that a kill
         at any moment leaves the previous file whole; when this returns, the new one is on disk. Permissions stay.
-        Arrays are not copied in memory. Variables made outside every scope differ between ranks; those of the writing
-        rank are saved.
+        Arrays are not copied in memory. Variables made outside every scope may differ between ranks; those of the
+        writing rank are saved.
 
         Args:
             path: the file; symbolic links are followed, and missing folders are made.
-            keep: the number of files to keep: `path`, always the newest, and the previous ones as `path.1`, `path.2`
-                ...; older ones are removed. `None` keeps no previous file, and removes none.
+            keep: the number of files to keep: `path`, always the newest, and the previous ones, `path.1`, `path.2`
+                ...; older files are removed. `None` keeps no previous file, and removes none.
 
         Raises:
             OSError: the file system refuses on the parameter rank, or `path` is a folder, a device or a FIFO; all
                 ranks raise. The previous file is whole.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be saved, or `path` is not a path.
-            ValueError: an optimizer's variable is missing among the objects, or `keep` is not positive.
+            ValueError: an optimizer's variable is not among the objects, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
         """
         communicator = connect()
@@ -103,7 +102,7 @@ class Checkpoint:
                 v, block = blocks[name]
                 found = storage_of(v).parts(block)
             for part in found:
-                # The other ranks wait as long as the disk takes: to the watchdog each part is progress, not a stall.
+                # The other ranks wait for the disk. Every part counts as progress, so that the watchdog sees no stall.
                 communicator.work()
                 yield part
 
@@ -112,32 +111,33 @@ class Checkpoint:
                 try:
                     _safetensors.write(path, entries, metadata, parts, keep)
                 except OSError as error:
-                    not_saved = "nothing was saved; what was there before is whole. Correct this, and save again"
+                    not_saved = "nothing was saved, and the previous file is whole. Correct this, and save again"
                     raise _explained(path, error, not_saved) from error
-            # A disk that is full on the writing rank is an error on all, and no rank goes on before the file is there.
+            # A full disk is an error on all ranks, and no rank continues before the file exists: it may be killed next.
             communicator.exchange(signature(f"{current_call()}: written"))
 
     @span(CHECKPOINT, "restore")
     @collective("Checkpoint.restore", communicator_of=lambda _: connect())
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
-        """Sets the objects to what a file holds. Collective: all ranks call this.
+        """Sets the objects to the contents of a file. Collective: all ranks call this.
 
-        Only the parameter rank reads. It checks the whole file, and all ranks check that it fits the objects, before
-        anything changes. The number of ranks, the strategy and the devices may differ from those of the program that
-        saved. Slots are made for an optimizer that has none yet.
+        Only the parameter rank reads. Before anything changes, it checks the whole file, and all ranks check that the
+        file fits the objects. The number of ranks, the strategy and the devices may differ from those of the program
+        that saved. Optimizers without slots get theirs.
 
         Args:
             path: the file.
-            partial: whether to leave alone objects that are not in the file, and what else the file has.
+            partial: whether to skip objects that are not in the file, and contents of the file without an object.
 
         Returns:
-            The names of what was left alone.
+            The names of whatever was skipped.
 
         Raises:
             FileNotFoundError: there is no such file; the message names older ones.
-            OSError: it cannot be read.
-            ValueError: it is not a checkpoint, cut off, damaged, or does not fit the objects; the message says where.
-            MemoryError: there is no memory for slots.
+            OSError: the file cannot be read.
+            ValueError: the file is not a checkpoint, or truncated, damaged, or does not fit the objects; the message
+                says where.
+            MemoryError: there is not enough memory for slots.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be restored, or `path` is not a path.
             ReplicaMismatchError: the ranks restore different things.
@@ -168,7 +168,7 @@ class Checkpoint:
 
 
 class _Restoring:
-    """Sets objects to what a compatible file holds, on all ranks; only the parameter rank has the file."""
+    """Sets objects to the contents of a compatible file, on all ranks; only the parameter rank has the file."""
 
     def __init__(
         self,
@@ -187,11 +187,12 @@ class _Restoring:
         self._file = file
 
     def run(self) -> None:
-        """Makes missing slots first, which may fail for lack of memory; then writes. Collective."""
+        """Makes missing slots first, since that may fail for lack of memory; then writes. Collective."""
         try:
             self._run()
         except BaseException as error:
-            # Restored in part, on one rank perhaps (Ctrl-C): the variables may not be read until they are written anew.
+            # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Nobody may compute with
+            # such a mixture, so reading them raises until they are assigned again.
             for v in self._objects.variables.values():
                 storage_of(v).tear(error, [state_of(v).block])
             raise
@@ -232,9 +233,10 @@ class _Restoring:
         )
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
-        """Reads an array of the file into a block: on the rank that has the block, or on every rank.
+        """Reads an array of the file into a block: on the rank that owns the block, or on every rank.
 
-        In parts, so that a model that fills memory can be restored, and each part on all ranks or on none.
+        It goes part by part, so that a model that fills the memory can be restored, and an error in reading a part is
+        raised on all ranks.
         """
         communicator, is_root = self._communicator, self._file is not None
         is_everywhere = state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
@@ -249,12 +251,12 @@ class _Restoring:
                 storage_of(v).write_part(block, start, part)
 
     def _parts(self, name: str) -> Iterator[Bytes]:
-        """The array in the file, part by part; on other ranks than the parameter rank, nothing."""
+        """An array of the file, part by part; nothing on ranks without the file."""
         if self._file is not None:
             try:
                 yield from self._file.parts(name)
             except OSError as error:
-                part_done = "the objects are restored in part; restore them again"
+                part_done = "some objects are restored and some are not; restore them again"
                 raise _explained(self._file.path, error, part_done) from error
 
     def _shared(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
@@ -280,7 +282,7 @@ class _Restoring:
         state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float) -> None:
-        """Fills a slot that is not in the file: when that was written, no step had updated the variable."""
+        """Fills a slot that is not in the file: no step had updated its variable when the file was written."""
         if state_of(v).group.updates_here:
             itemsize = v.dtype.itemsize
             part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
@@ -319,7 +321,7 @@ def _require_compatible(
         compatibility = objects.compatibility(entries, metadata)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{current_call()}: what {path} says of its objects makes no sense: {error!r}; pass another file"
+            f"{current_call()}: the description of the objects in {path} makes no sense: {error!r}; pass another file"
         ) from error
     problems = list(compatibility.problems)
     if not partial:
@@ -330,7 +332,7 @@ def _require_compatible(
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-        hint = "" if compatibility.problems else "\nrestore(path, partial=True) takes what both have."
+        hint = "" if compatibility.problems else "\nrestore(path, partial=True) restores what both have."
         raise ValueError(
             f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects like those that "
             f"were saved.{lines}{more}{hint}"
@@ -339,7 +341,7 @@ def _require_compatible(
 
 
 def _explained(path: str, error: OSError, consequence: str) -> OSError:
-    """The error with the call and the consequence, of the same class: from its `errno` OSError makes the subclass."""
+    """The error with the call and the consequence, of the same class: OSError picks the subclass by `errno`."""
     text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
     return OSError(error.errno, text) if error.errno is not None else OSError(text)
 

@@ -1,4 +1,4 @@
-"""The objects of a checkpoint: what to save of each kind, and whether a file is compatible with them."""
+"""The objects of a checkpoint: what to save of each kind, and whether a file fits them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Slot(NamedTuple):
     """A slot of an optimizer.
 
     Attributes:
-        variable: the variable that it belongs to.
+        variable: its variable.
         block: its memory.
-        initial: the value that it is filled with before the first step.
+        initial: its value before the first step.
     """
 
     variable: Variable
@@ -40,13 +40,13 @@ class Slot(NamedTuple):
 
 
 class Compatibility(NamedTuple):
-    """How a file and a program's objects compatibility.
+    """How well a file fits a program's objects.
 
     Attributes:
         common: names of arrays and objects that both have.
-        missing: names that the file has not.
-        left_over: names that the program has not.
-        problems: what differs under one name, a line each.
+        missing: names that the file lacks.
+        left_over: names that the program lacks.
+        problems: for each name with different contents, a line that says how they differ.
     """
 
     common: frozenset[str]
@@ -77,12 +77,12 @@ class CheckpointObjects:
         self.on_read: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.positions: dict[str, Resumable] = {}
-        self._kinds: dict[str, str] = {}  # of all but ordinary variables
+        self._kinds: dict[str, str] = {}  # of all objects but ordinary variables
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self._kinds or name in self.variables or name == "__metadata__":
-                raise ValueError(f"{current_call()}: the name {name!r} is taken; give one of its objects another")
-            if id(leaf) in seen:  # such as weights that two layers share: saved under the first of their names
+                raise ValueError(f"{current_call()}: two objects have the name {name!r}; rename one")
+            if id(leaf) in seen:  # shared, such as the weights of two layers: saved once, under the first name
                 continue
             seen.add(id(leaf))
             self._add(name, leaf)
@@ -106,9 +106,9 @@ class CheckpointObjects:
         else:
             raise TypeError(
                 f"{current_call()}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
-                "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. A number that "
-                "is to be saved goes into a variable: Variable(0, dtype=np.int64); of an object with attributes pass "
-                'those to be saved: Checkpoint(model={"w": model.w, "b": model.b})'
+                "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. To save a "
+                "number, put it into a variable: Variable(0, dtype=np.int64); to save an object, pass its "
+                'attributes: Checkpoint(model={"w": model.w, "b": model.b})'
             )
 
     @property
@@ -122,7 +122,7 @@ class CheckpointObjects:
         """The slots that optimizers have now, by name: `optimizer/momentum/model/w`.
 
         Raises:
-            ValueError: a slot's variable is not among the objects, or its name is taken.
+            ValueError: a slot's variable is not among the objects, or an object has its name.
         """
         names = {id(v): name for name, v in self.variables.items()}
         found: dict[str, Slot] = {}
@@ -136,7 +136,7 @@ class CheckpointObjects:
                 for slot, block in zip(optimizer.slots, blocks, strict=True):
                     found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.slots[slot])
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
-            raise ValueError(f"{current_call()}: the name {min(taken)!r} is taken by a slot; give the object another")
+            raise ValueError(f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the object")
         return found
 
     def entries(self) -> dict[str, Entry]:
@@ -148,19 +148,19 @@ class CheckpointObjects:
         return found
 
     def metadata(self) -> dict[str, dict[str, Any]]:
-        """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its numbers."""
+        """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its counts."""
         found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
         for name, optimizer in self.optimizers.items():
             found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.slots)}
-        for name, one in self.positions.items():
-            found[name] |= one._position()._asdict()
+        for name, resumable in self.positions.items():
+            found[name] |= resumable._position()._asdict()
         return found
 
     # ---- restoring
 
     def compatibility(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> Compatibility:
         """Compares the objects with what a file holds."""
-        # All slots that the optimizers could have, as a program that restores has made no step and so has none.
+        # All slots that the optimizers could have: usually none exists yet, because the program has made no step.
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
@@ -168,8 +168,8 @@ class CheckpointObjects:
             for of, v in self.variables.items()
         }
         needed = self.variables.keys() | self._kinds.keys()
-        there = entries.keys() | metadata.keys()
-        common = frozenset(there & (needed | slots.keys()))
+        in_file = entries.keys() | metadata.keys()
+        common = frozenset(in_file & (needed | slots.keys()))
         problems: list[str] = []
         for name in sorted(common):
             kind, saved = self._kinds.get(name), metadata.get(name, {}).get("kind")
@@ -178,15 +178,15 @@ class CheckpointObjects:
             elif name in self.optimizers:
                 problems += _optimizer_problems(name, self.optimizers[name], metadata[name])
             elif name in self.positions:
-                misfit = self.positions[name]._incompatibility(position_of(metadata[name]))
-                problems += [] if misfit is None else [f"{name}: {misfit}"]
+                why = self.positions[name]._incompatibility(position_of(metadata[name]))
+                problems += [] if why is None else [f"{name}: {why}"]
             elif name in self.on_read:
                 problems += _on_read_problems(name, self.on_read[name], entries.get(name))
             elif entries.get(name) != (
                 wanted := _entry(self.variables[name] if name in self.variables else slots[name])
             ):
                 problems.append(f"{name} is {wanted} here and {entries.get(name)} in the file")
-        missing, left_over = tuple(sorted(needed - there)), tuple(sorted(there - needed - slots.keys()))
+        missing, left_over = tuple(sorted(needed - in_file)), tuple(sorted(in_file - needed - slots.keys()))
         return Compatibility(common, missing, left_over, tuple(problems))
 
     # ---- ranks
@@ -197,7 +197,7 @@ class CheckpointObjects:
         return list(dict.fromkeys(state_of(v).group for _, v in everything))
 
     def parameter_rank(self) -> int:
-        """The rank that writes: the one with all optimizers' slots.
+        """The rank that writes: the one that has all optimizers' slots.
 
         Raises:
             ValueError: the slots lie on different ranks.
@@ -206,17 +206,17 @@ class CheckpointObjects:
         if len(roots) > 1:
             raise ValueError(
                 f"{current_call()}: the objects belong to strategies whose variables live on the ranks "
-                f"{sorted(roots)}, and one rank writes; make a checkpoint for each strategy"
+                f"{sorted(roots)}, but one rank writes the file; make a checkpoint for each strategy"
             )
         return roots.pop() if roots else 0
 
     def require_cross_replica(self) -> None:
-        """Raises RuntimeError unless called at the script's own level, for all strategies of the variables."""
+        """Raises RuntimeError unless called at the top level of the script, for all strategies of the variables."""
         context = _context.context()
         if isinstance(context, (_context.InReplica, _context.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function or an update; call it at the script's own "
-                "level, outside of Strategy.run"
+                f"{current_call()} was called inside a replica function or an update; call it at the top level of the "
+                "script, outside Strategy.run"
             )
         for group in self.groups():
             if group is not default_group():
@@ -229,7 +229,7 @@ def storage_of(v: Variable) -> Storage:
 
 
 def position_of(metadata: Mapping[str, Any]) -> Position:
-    """The position that was saved."""
+    """The saved position."""
     shuffles = tuple([(_count(seed), _count(number)) for seed, number in metadata["shuffles"]])
     return Position(
         str(metadata["pipeline"]), shuffles, None if metadata["taken"] is None else _count(metadata["taken"])
@@ -237,11 +237,11 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
 
 
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
-    """This replica's share of the values, of shape `(n, ...)`, that n replicas had of an ON_READ variable.
+    """This replica's share of an ON_READ variable's saved values, of shape `(n, ...)` for n replicas.
 
-    With n replicas each gets its own value back. With another number, what reading the variable returned must not
-    change: the first replica gets the sum of a SUM variable and the others zeros, because dividing it would round; all
-    get the mean of a MEAN variable, or the first value.
+    With n replicas again, each gets its own value back. With another number, reading the variable must still return
+    what it did: of a SUM variable the first replica gets the sum and the others zeros, because dividing the sum would
+    round; of a MEAN variable all get the mean; otherwise all get the first value.
     """
     communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
@@ -257,7 +257,7 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first `most` names, and the number of the others."""
+    """The first `most` names, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -283,21 +283,21 @@ def _optimizer_problems(name: str, optimizer: Optimizer, metadata: Mapping[str, 
 
 def _on_read_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
     if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
-        return [f"{name} is {_entry(v)} on each replica here and {entry} for all of them in the file"]
+        return [f"{name} is {_entry(v)} on each replica here and {entry} for all replicas in the file"]
     replicas = state_of(v).group.communicator.size
     integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
     if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):
         return [
             f"{name} has the values of {entry.shape[0]} replicas in the file, which its aggregation, "
-            f"{v.aggregation.name} of {v.dtype.name}, cannot bring to {replicas}"
+            f"{v.aggregation.name} of {v.dtype.name}, cannot convert to {replicas}"
         ]
     return []
 
 
 def _count(number: Any) -> int:
-    """A count in a file, checked, because anybody may have written the file."""
+    """A count from a file, checked: anyone may have written the file."""
     if type(number) is not int or not 0 <= number < 2**64:
-        raise ValueError(f"{number!r} is no count")
+        raise ValueError(f"{number!r} is not a count")
     return number
 
 

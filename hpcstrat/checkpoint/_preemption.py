@@ -1,4 +1,4 @@
-"""Leaves in time when the job is about to be stopped: with a last checkpoint, and a status that asks for a restart."""
+"""When a job is about to be stopped: saves a last checkpoint and exits with a status that asks for a restart."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpcstrat.checkpoint._checkpoint import Checkpoint
 
 @final
 class PreemptionHandler:
-    """Records signals that announce the end of the job; at the next step boundary all ranks save and exit.
+    """Records signals that announce the end of the job; at the end of the step all ranks save and exit.
 
     Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call `handler.check()` after
-    each step. A signal to any one rank is enough. While the ranks save and exit, further signals change nothing. The
+    each step. A signal to any rank is enough. While the ranks save and exit, further signals have no effect. The
     end of the `with` block, or `close`, restores the previous handlers.
 
     Args:
@@ -49,7 +49,9 @@ class PreemptionHandler:
     ) -> None:
         call = "PreemptionHandler"
         if not 1 <= exit_status <= 255:
-            raise ValueError(f"{call}: exit_status is {exit_status}; it must be from 1 to 255, to tell of an early end")
+            raise ValueError(
+                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, so that it does not look like success"
+            )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
                 f"{call} was made in the thread {threading.current_thread().name!r}; make it in the main one"
@@ -58,9 +60,10 @@ class PreemptionHandler:
         self._path = path
         self._keep = keep
         self._exit_status = exit_status
-        self._noted = 0  # the number of the signal that came, or 0
+        # The handler only takes a note: it may run in the middle of a collective call, where nothing can be saved.
+        self._noted = 0  # the number of the received signal, or 0
         self._leaves = False
-        self._previous: dict[signal.Signals, Any] = {one: signal.signal(one, self._note) for one in signals}
+        self._previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._note) for number in signals}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
@@ -89,30 +92,31 @@ class PreemptionHandler:
         def write(message: Any) -> None:
             message[0] = noted
 
-        # One byte a rank: the numbers of signals are less than 65.
+        # One byte per rank: signal numbers are at most 64.
         numbers = [int(message[0]) for message in communicator.exchange(signature(current_call()), 1, write)]
         if not any(numbers):
             return
         self._noted = max(numbers)
         self._checkpoint.save(self._path, self._keep)
         if communicator.rank == 0:
-            name = {one.value: one.name for one in signal.Signals}.get(self._noted, f"signal {self._noted}")
+            name = {known.value: known.name for known in signal.Signals}.get(self._noted, f"signal {self._noted}")
             print(
-                f"hpcstrat: {name} came; the checkpoint {os.fspath(self._path)} is saved, and the job exits with "
+                f"hpcstrat: received {name}; the checkpoint {os.fspath(self._path)} is saved, and the job exits with "
                 f"status {self._exit_status}",
                 file=sys.stderr,
                 flush=True,
             )
         self._leaves = True
-        for one in self._previous:  # Python removes its handlers before the process ends: a signal then would kill it
-            signal.signal(one, signal.SIG_IGN)
+        # Python removes its handlers before the process ends; a signal after that would kill it, and change the status.
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:
-        """Restores the previous handlers; not while the ranks exit, when signals are ignored."""
+        """Restores the previous handlers, except while the ranks exit: signals are ignored then."""
         if not self._leaves:
-            for one, previous in self._previous.items():
-                signal.signal(one, signal.SIG_DFL if previous is None else previous)
+            for number, previous in self._previous.items():
+                signal.signal(number, signal.SIG_DFL if previous is None else previous)
             self._previous = {}
 
     def __enter__(self) -> PreemptionHandler:

@@ -1,7 +1,7 @@
 """The format of a checkpoint: a safetensors file whose header begins with the file's size and checksum.
 
-Its content is text and numbers, so reading it cannot run code, as unpickling does. Any reader of safetensors opens it.
-We write it ourselves because the safetensors package takes arrays that are all in memory, and knows no checksum.
+It holds text and numbers, so reading it cannot run code as unpickling can. Any safetensors reader opens it. We write it
+ourselves because the safetensors package needs all arrays in memory at once, and has no checksum.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._atomic_file import followed, numbered, replacing
 
 _VERSION = 1
-_LENGTH_BYTES = 8  # of the number that a safetensors file begins with, the length of its header
-_LARGEST_HEADER = 100_000_000  # what readers of safetensors take
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
+_LARGEST_HEADER = 100_000_000  # the limit of safetensors readers
 _HEAD = '{{"__metadata__":{{"hpcstrat":"{version}","bytes":"{nbytes:020}","crc32":"{checksum:08x}"'
 _HEAD_PATTERN = re.compile(
     rb'\{"__metadata__":\{"hpcstrat":"(?P<version>\d{1,9})","bytes":"(?P<nbytes>\d{20})","crc32":"(?P<checksum>[0-9a-f]{8})"'
 )
-# The names of safetensors. Other dtypes are stored as bytes: complex64 too, whose name older readers do not know.
+# The dtype names of safetensors. Other dtypes are stored as bytes; so is complex64, whose name older readers refuse.
 _NAMES = {
     **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32"},
     **{"uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
@@ -41,7 +41,7 @@ _SIZES = {name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize for dtype
 
 
 class Entry(NamedTuple):
-    """An array without its numbers.
+    """An array without its contents.
 
     Attributes:
         dtype: NumPy's name of the dtype.
@@ -74,15 +74,15 @@ def write(
     Args:
         path: the file.
         entries: the arrays, by name.
-        metadata: whatever JSON can hold except fractions, by name.
-        parts: returns the bytes of the array of a name, part after part, in this machine's byte order.
+        metadata: JSON values without floats, by name.
+        parts: returns the bytes of an array, part by part, in this machine's byte order.
         keep: see `replacing`.
 
     Raises:
         OSError: the file system's error.
         ValueError: there are too many arrays for the format.
     """
-    # Large elements first, so that every array starts at a multiple of its element's size.
+    # Large elements first, so that every array is aligned to its element size, and readers can map it.
     names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
     header = _header([(name, entries[name]) for name in names], metadata)
     with replacing(path, keep) as file:
@@ -91,13 +91,14 @@ def write(
             checksum = zlib.crc32(view, checksum)
             while view:
                 view = view[file.write(view) :]
-        # Arrays are read once, while they are written, so the checksum is known only now. It was counted as zeros.
+        # Arrays are read only once, while they are written, so the checksum is known only now. Its own eight digits
+        # count as zeros.
         file.seek(header.index(b'"crc32":"') + len(b'"crc32":"'))
         file.write(b"%08x" % checksum)
 
 
 def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any]) -> bytes:
-    """The length of the header and the header, with a checksum of 0."""
+    """The length of the header and the header itself, with a checksum of 0."""
     described, others, offset = {}, {}, 0
     for name, entry in entries:
         kind, shape = _NAMES.get(entry.dtype), entry.shape
@@ -114,8 +115,8 @@ def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any]) -> by
     length += padding
     if length > _LARGEST_HEADER:
         raise ValueError(
-            f"Checkpoint.save: there are {len(entries)} arrays, whose names and shapes make a header of {length} "
-            f"bytes; it must not have more than {_LARGEST_HEADER}, so make several checkpoints"
+            f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of {length} bytes, and "
+            f"the format allows {_LARGEST_HEADER}; make several checkpoints"
         )
     head = _HEAD.format(version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0).encode()
     return length.to_bytes(_LENGTH_BYTES, "little") + head + rest + b" " * padding
@@ -134,12 +135,12 @@ class CheckpointFile:
 
     Attributes:
         entries: the arrays, by name.
-        metadata: what was written besides them.
+        metadata: what was written besides the arrays.
 
     Raises:
         FileNotFoundError: there is no such file; the message names older ones.
-        OSError: it cannot be read.
-        ValueError: it is not a checkpoint, of a newer format, cut off or damaged.
+        OSError: the file cannot be read.
+        ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
     """
 
     def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
@@ -150,7 +151,7 @@ class CheckpointFile:
         self._starts: dict[str, int] = {}
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
-            # O_NONBLOCK: a FIFO is refused, and not waited for.
+            # O_NONBLOCK: opening a FIFO must not wait for a writer; it is refused below.
             self._file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except FileNotFoundError as error:
             raise FileNotFoundError(errno.ENOENT, f"there is no such file{_what_else(path, '; ')}", path) from error
@@ -159,7 +160,9 @@ class CheckpointFile:
             try:
                 self._parse(header)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-                raise ValueError(f"{path} is no checkpoint of hpcstrat, though it looks like one: {error!r}") from error
+                raise ValueError(
+                    f"{path} is not a checkpoint of hpcstrat, though it begins like one: {error!r}"
+                ) from error
         except BaseException:
             self.close()
             raise
@@ -178,7 +181,7 @@ class CheckpointFile:
         """The bytes of an array, at most `PART` at once; each part is valid until the next.
 
         Raises:
-            OSError: they cannot be read.
+            OSError: the file cannot be read.
         """
         self._file.seek(self._starts[name])
         return self._read(self.entries[name].nbytes)
@@ -197,40 +200,44 @@ class CheckpointFile:
             yield part
 
     def _checked_header(self) -> bytes:
-        """The header of a file that is whole."""
+        """The header, after a check of the whole file.
+
+        The checksum comes first. Whatever is read after it can be trusted to be what some program wrote, but not that
+        the program was this one: `_parse` still checks every number before it is used.
+        """
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{self.path} is no checkpoint of hpcstrat: it is no regular file")
-        there = status.st_size
+            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file")
+        actual = status.st_size
         start = self._file.read(_LENGTH_BYTES + 256)
         head = _HEAD_PATTERN.match(start, _LENGTH_BYTES)
         if head is None:
             raise ValueError(
-                f"{self.path} is no checkpoint of hpcstrat: it does not begin like one"
+                f"{self.path} is not a checkpoint of hpcstrat: it does not begin like one"
                 f"{_what_else(self.path, '. Before it ')}"
             )
         if int(head["version"]) != _VERSION:
             raise ValueError(
-                f"{self.path} is of format {int(head['version'])}, and this version of hpcstrat reads {_VERSION}; "
+                f"{self.path} has format {int(head['version'])}, but this version of hpcstrat reads format {_VERSION}; "
                 "restore it with the version that wrote it"
             )
         length, nbytes = int.from_bytes(start[:_LENGTH_BYTES], "little"), int(head["nbytes"])
-        if nbytes != there:
-            what = "is cut off" if there < nbytes else "has something behind its end"
+        if nbytes != actual:
+            what = "is cut off" if actual < nbytes else "has data after its end"
             raise ValueError(
-                f"{self.path} {what}: it has {there} bytes and should have {nbytes}"
+                f"{self.path} {what}: it has {actual} bytes and should have {nbytes}"
                 f"{_what_else(self.path, '. Before it ')}"
             )
         checksum = zlib.crc32(start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :])
-        for part in self._read(there - len(start)):
+        for part in self._read(actual - len(start)):
             checksum = zlib.crc32(part.data, checksum)
         if checksum != int(head["checksum"], 16):
             raise ValueError(
                 f"{self.path} is damaged: its checksum is {checksum:08x} and should be {head['checksum'].decode()}"
                 f"{_what_else(self.path, '. Before it ')}"
             )
-        if length > min(there - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise ValueError(f"{self.path} is no checkpoint of hpcstrat: its header would have {length} bytes")
+        if length > min(actual - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes")
         self._file.seek(_LENGTH_BYTES)
         return b"".join(part.tobytes() for part in self._read(length))
 
@@ -242,15 +249,15 @@ class CheckpointFile:
         if not isinstance(self.metadata, dict):
             raise ValueError("its metadata have no names")
         end = start = _LENGTH_BYTES + len(header)
-        for name, one in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-            shape = tuple(one["shape"])
+        for name, fields in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
+            shape = tuple(fields["shape"])
             if not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{name} has shape {shape}")
             if name in others:
                 entry = Entry(str(others[name]), shape[-1], shape[:-1])
             else:
-                entry = Entry(_DTYPES[one["dtype"]], _SIZES[one["dtype"]], shape)
-            if one["data_offsets"] != [end - start, end - start + entry.nbytes]:
+                entry = Entry(_DTYPES[fields["dtype"]], _SIZES[fields["dtype"]], shape)
+            if fields["data_offsets"] != [end - start, end - start + entry.nbytes]:
                 raise ValueError(f"{name} is not where it should be")
             self.entries[name] = entry
             self._starts[name] = end
@@ -260,21 +267,21 @@ class CheckpointFile:
 
 
 def _parsed(text: str | bytes) -> Any:
-    return json.loads(text, object_pairs_hook=_without_twins, parse_float=_refused, parse_constant=_refused)
+    return json.loads(text, object_pairs_hook=_without_duplicates, parse_float=_refused, parse_constant=_refused)
 
 
 def _refused(number: str) -> NoReturn:
-    raise ValueError(f"{number} is no whole number")
+    raise ValueError(f"{number} is not an integer")
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found := dict(pairs)) < len(pairs):
         raise ValueError("a name occurs twice")
     return found
 
 
 def _what_else(path: str, begin: str) -> str:
-    """The older checkpoints that there are, for the end of a message."""
+    """The older checkpoints that exist, for the end of a message."""
     path = followed(path)
     names = ", ".join(f"{path}.{number}" for number in numbered(path))
     return f"{begin}there is {names}" if names else ""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
 Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
-"""The addresses of tasks 0, 1, ..., or an address for each of some numbers (as text too, as in JSON)."""
+"""The addresses of tasks 0, 1, ..., or a mapping from task numbers, which may be text as in JSON, to addresses."""
 
 
 @final
@@ -15,11 +15,11 @@ class ClusterSpec:
 
     Args:
         cluster: for each job its tasks' addresses, usually `"host:port"`, as a list, or as a dict from their numbers
-            where not all are known; or another `ClusterSpec`.
+            if not all are known; or another `ClusterSpec`.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: a task's number is not one, or is negative.
+        TypeError: `cluster` is something else.
+        ValueError: a task's number is negative, or not a number.
 
     Examples:
         >>> spec = ClusterSpec({"worker": ["n1:8888", "n2:8888"], "ps": {3: "n9:8888"}})
@@ -49,7 +49,7 @@ class ClusterSpec:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """For each job the list of its tasks' addresses, or a dict from their numbers where some are missing."""
+        """For each job the list of its tasks' addresses, or a dict from their numbers if some are missing."""
         found: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
             numbers = sorted(tasks)
@@ -63,7 +63,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
-        """How many tasks of the job are known.
+        """The number of the job's known tasks.
 
         Raises:
             ValueError: there is no such job.
@@ -71,7 +71,7 @@ class ClusterSpec:
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The numbers of the job's tasks that are known, ascending.
+        """The numbers of the job's known tasks, ascending.
 
         Raises:
             ValueError: there is no such job.
@@ -93,7 +93,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of the job's tasks, each at its number; `None` where one is not known.
+        """The addresses of the job's tasks by number; `None` for unknown ones.
 
         Raises:
             ValueError: there is no such job.
@@ -111,7 +111,7 @@ class ClusterSpec:
 
 
 def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
-    """The tasks of a job by number, after all checks."""
+    """The checked tasks of a job, by number."""
     if not isinstance(job, str):
         raise TypeError(f"ClusterSpec: the name of a job is {job!r}; it must be a string")
     if isinstance(tasks, list | tuple):

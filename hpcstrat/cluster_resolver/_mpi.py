@@ -17,12 +17,12 @@ from hpcstrat.cluster_resolver._resolver import ClusterResolver
 class MPIClusterResolver(ClusterResolver):
     """The hosts that `mpirun` or `srun` started the ranks on, one task each: a worker is a host.
 
-    It needs no variables and no arguments. An address is the host's name, without a port: nothing listens there. If a
-    single rank runs, with or without MPI, the cluster is this host.
+    It needs no variables and no arguments. An address is the host's name, without a port, because nothing listens
+    there. With a single rank, with or without MPI, the cluster is this host.
 
-    Making a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or `num_accelerators` is
-    collective: all ranks make it, MPI starts unless it runs already, and a start that fails is a RuntimeError. Later
-    uses do not communicate.
+    Constructing a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or `num_accelerators`
+    is collective: all ranks take part, and MPI starts unless it runs already; if it cannot, a RuntimeError follows.
+    Later uses do not communicate.
 
     Attributes:
         task_type: always `"worker"`, unless set.
@@ -33,29 +33,28 @@ class MPIClusterResolver(ClusterResolver):
         super().__init__(task_type="worker")
 
     def cluster_spec(self) -> ClusterSpec:
-        """The job `"worker"`, with the name of each host. Collective when first asked.
+        """The job `"worker"`, with the name of each host. Collective on first use.
 
         Raises:
-            RuntimeError: MPI does not start.
+            RuntimeError: MPI cannot start.
         """
         return ClusterSpec({"worker": [host.name for host in _hosts()]})
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`. Collective when first asked.
+        """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`. Collective on first use.
 
         Raises:
             ValueError: there is no such task.
-            RuntimeError: MPI does not start.
+            RuntimeError: MPI cannot start.
         """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._or_own(task_type, task_id)
         self.cluster_spec().task_address(str(task_type), task_id or 0)
         return {"GPU": _hosts()[task_id or 0].gpus}
 
     def _find_task_id(self) -> int:
-        _hosts()  # for the connection that it makes
+        _hosts()  # connects the ranks, which tells each its host
         world = _world.start()
         return world.hosts[world.rank]
 

@@ -1,4 +1,4 @@
-"""The interface of cluster resolvers, and the two that are made of what the program passes."""
+"""The interface of cluster resolvers, and the two that the program fills itself."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ClusterResolver(abc.ABC):
         """The jobs and the addresses of their tasks, as they are now."""
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task, with the protocol before it; empty if neither you nor the resolver names a task.
+        """The address of a task, after its protocol; empty if neither the caller nor the resolver names a task.
 
         Args:
             task_type: the task's job; by default this process's.
@@ -43,8 +43,7 @@ class ClusterResolver(abc.ABC):
         Raises:
             ValueError: there is no such task.
         """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._or_own(task_type, task_id)
         if task_type is None or task_id is None:
             return ""
         return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
@@ -62,7 +61,7 @@ class ClusterResolver(abc.ABC):
             config_proto: unused; TensorFlow has it.
         """
         is_other = task_type not in (None, self.task_type) or task_id not in (None, self.task_id)
-        found: dict[str, int] = defaultdict(int)  # as TensorFlow's, so that found["GPU"] is 0 without GPUs
+        found: dict[str, int] = defaultdict(int)  # as in TensorFlow: found["GPU"] is 0 without GPUs
         gpus = 0 if is_other else visible_gpus()
         if gpus:
             found["GPU"] = gpus
@@ -70,11 +69,11 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """Where the program runs; empty for nowhere special."""
+        """Where the program runs, such as `"google"` in TensorFlow; empty here."""
         return ""
 
-    # A subclass whose answers depend on something that may change overrides `_find_...`, not the properties: what the
-    # user passed or set then comes first everywhere.
+    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties, so that the values
+    # that the user passed or set take precedence everywhere.
 
     @property
     def task_type(self) -> str | None:
@@ -112,17 +111,21 @@ class ClusterResolver(abc.ABC):
     def _find_rpc_layer(self) -> str | None:
         return None
 
+    def _or_own(self, task_type: str | None, task_id: int | None) -> tuple[str | None, int | None]:
+        """The task, completed by this process's own."""
+        return self.task_type if task_type is None else task_type, self.task_id if task_id is None else task_id
+
 
 @final
 class SimpleClusterResolver(ClusterResolver):
-    """Returns what it was given.
+    """Returns the cluster that the program passes.
 
     Args:
         cluster_spec: the jobs and their tasks.
-        master: what `master` returns unless a task is asked for.
+        master: the result of `master` if it is not asked for a task.
         task_type: the name of this process's job.
         task_id: this process's index in it.
-        environment: where the program runs.
+        environment: the value of `environment`.
         num_accelerators: the number of devices of each kind that each task has, such as `{"GPU": 8}`.
         rpc_layer: the protocol that `master` puts before addresses.
 
@@ -160,11 +163,11 @@ class SimpleClusterResolver(ClusterResolver):
         self._num_accelerators = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster that was given."""
+        """The cluster passed to the constructor."""
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task if both its job and index are given, else the master that was given."""
+        """The address of a task if both its job and index are given, else the constructor's `master`."""
         if task_type is None or task_id is None:
             return url(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -172,27 +175,27 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The devices that were given, the same for every task; empty without them."""
+        """The devices passed to the constructor, the same for every task; empty by default."""
         return dict(self._num_accelerators)
 
     @property
     def environment(self) -> str:
-        """Where the program runs, as it was given."""
+        """Where the program runs, as passed to the constructor."""
         return self._environment
 
 
 @final
 class UnionResolver(ClusterResolver):
-    """The tasks of several resolvers together; everything else is what the first of them says.
+    """The tasks of several resolvers together; everything else comes from the first resolver.
 
     Args:
-        *resolvers: at least one.
+        *resolvers: one or more resolvers.
         rpc_layer: the protocol for `master`, instead of the first resolver's.
         task_type: the name of this process's job, instead of the first resolver's.
         task_id: this process's index in it, instead of the first resolver's. (0 counts; TensorFlow ignores it.)
 
     Raises:
-        TypeError: one of them is not a `ClusterResolver`.
+        TypeError: an argument is not a `ClusterResolver`.
         ValueError: there is no resolver.
     """
 
@@ -209,21 +212,21 @@ class UnionResolver(ClusterResolver):
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(
-                    f"UnionResolver: {resolver!r} is no ClusterResolver; pass one of hpcstrat.cluster_resolver"
+                    f"UnionResolver: {resolver!r} is not a ClusterResolver; pass one of hpcstrat.cluster_resolver"
                 )
         self._resolvers = resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """All jobs. The tasks of a job that several resolvers have follow each other, or keep their indices.
+        """All jobs. If several resolvers have a job, its tasks are concatenated; numbered tasks keep their numbers.
 
         Raises:
-            KeyError: a resolver gives only some indices of the job, and two give the same one.
+            KeyError: a resolver gives only some indices of the job, and two resolvers give the same index.
         """
         lists: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
                 lists.setdefault(job, []).append(tasks)
-        return ClusterSpec({job: _merged(job, parts) for job, parts in lists.items()})
+        return ClusterSpec({job: _merged(job, tasks) for job, tasks in lists.items()})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The address of a task if both its job and index are given, else the first resolver's master.
@@ -237,12 +240,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """What the first resolver says."""
+        """The first resolver's answer."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str | None:
-        """What the first resolver says."""
+        """The first resolver's answer."""
         return self._resolvers[0].environment
 
     def _find_task_type(self) -> str | None:
@@ -256,7 +259,7 @@ class UnionResolver(ClusterResolver):
 
 
 def url(address: str, rpc_layer: str | None) -> str:
-    """The address with the protocol before it, if there is a protocol."""
+    """The address, after the protocol if there is one."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -268,16 +271,18 @@ def visible_gpus() -> int:
     return len(_gpu.visible())
 
 
-def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
-    """The parts one after the other where all are lists; else by index."""
-    together = [task for part in parts if isinstance(part, list) for task in part]
-    if all(isinstance(part, list) for part in parts):
-        return together
+def _merged(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """The tasks one after the other if all are lists; else by index."""
+    dense = [tasks for tasks in lists if isinstance(tasks, list)]
+    if len(dense) == len(lists):
+        return [task for tasks in dense for task in tasks]
     merged: dict[int, str] = {}
-    for part in parts:
-        numbered = dict(enumerate(part)) if isinstance(part, list) else part
+    for tasks in lists:
+        numbered = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
         twice = sorted(merged.keys() & numbered.keys())
         if twice:
-            raise KeyError(f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; number them apart")
+            raise KeyError(
+                f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; give them different numbers"
+            )
         merged.update(numbered)
     return merged

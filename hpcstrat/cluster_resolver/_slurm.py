@@ -1,4 +1,4 @@
-"""A cluster from what Slurm tells each task of a step."""
+"""A cluster from the variables that Slurm sets for each task of a step."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
 class SlurmClusterResolver(ClusterResolver):
     """Reads the variables that `srun` sets for each task of a step. Needs no Slurm command, and starts no MPI.
 
-    As in TensorFlow, tasks are numbered by the *names* of their nodes in the order of text (`n10` comes before `n9`),
-    each node's first has the port `port_base` and the next the following ones, and the jobs take their tasks in the
-    order of their names. Where the node list is not in that order, a task's address is not that of the node on which
-    it runs.
+    As in TensorFlow, tasks are numbered by the *names* of their nodes in alphabetical order (`n10` before `n9`); a
+    node's tasks have the ports `port_base`, `port_base + 1` and so on; and jobs take their tasks in the order of their
+    names. If the node list has another order, a task's address is not that of the node on which it runs.
 
-    Unlike TensorFlow's it says which task this is from the start, and it never changes `CUDA_VISIBLE_DEVICES`: a
-    strategy gives each rank its GPU among those that are visible, and the GPUs of the host's other ranks stay visible,
-    so that they can reach each other directly. TensorFlow's also counts from 0 whatever Slurm allowed the task.
+    Unlike TensorFlow's resolver, it knows from the start which task this is, and it never changes
+    `CUDA_VISIBLE_DEVICES`: a strategy gives each rank its GPU among the visible ones, and the GPUs of the host's other
+    ranks must stay visible for direct transfers between GPUs. TensorFlow's also counts GPUs from 0, whatever Slurm
+    allowed the task.
 
-    Used variables: `SLURM_PROCID`, and where the arguments do not say it `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST`,
+    It reads `SLURM_PROCID` and, unless arguments replace them, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST`,
     `SLURM_STEP_TASKS_PER_NODE` and `CUDA_VISIBLE_DEVICES`.
 
     Args:
         jobs: the number of tasks of each job; by default all are workers.
         port_base: the port of the first task of each node.
-        gpus_per_node: by default as many as are visible. Where that is fewer than the node has tasks, the launcher
-            shows each task its own, or they share them: then all that are visible are the task's.
-        gpus_per_task: by default the node's, evenly, by the node with most tasks.
-        tasks_per_node: one number for all nodes, or one for each by the node's name; by default what Slurm says.
-        auto_set_gpu: does nothing here; in TensorFlow it lets the resolver set `CUDA_VISIBLE_DEVICES`.
+        gpus_per_node: by default the number of visible GPUs. If the node has more tasks than that, the launcher shows
+            each task its own GPUs, or tasks share them: all visible GPUs then count as the task's.
+        gpus_per_task: by default the node's GPUs, divided by the tasks of the node with most tasks.
+        tasks_per_node: one number for all nodes, or a number for each node name; by default Slurm's.
+        auto_set_gpu: ignored; in TensorFlow it lets the resolver set `CUDA_VISIBLE_DEVICES`.
         rpc_layer: the protocol that `master` puts before addresses.
 
     Raises:
-        RuntimeError: a variable is missing or is not what Slurm writes, the jobs have another number of tasks than the
-            nodes run, or the tasks need more GPUs than there are.
+        RuntimeError: a variable is missing or not as Slurm writes it, the jobs and the nodes have different numbers of
+            tasks, or the tasks need more GPUs than a node has.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SlurmClusterResolver(ClusterResolver):
         _check_tasks(self._jobs, self._tasks_per_node, rank)
         most_tasks = max(self._tasks_per_node.values())
         self._gpus_per_task = _gpus_per_task(gpus_per_node, gpus_per_task, most_tasks)
-        super().__init__(*_place(self._jobs, rank), rpc_layer)
+        super().__init__(*_task_of(self._jobs, rank), rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
         """The jobs, with the addresses of their tasks."""
@@ -85,7 +85,7 @@ class SlurmClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs of each task, all alike: `{"GPU": 1}`."""
+        """The number of GPUs of a task, equal for all tasks: `{"GPU": 1}`."""
         return {"GPU": self._gpus_per_task}
 
 
@@ -93,8 +93,8 @@ def _variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise RuntimeError(
-            f"SlurmClusterResolver: {name} is not set, so this is no step of Slurm; start the program by "
-            "`srun python train.py`, or take MPIClusterResolver"
+            f"SlurmClusterResolver: {name} is not set, so this is not a Slurm step; start the program with "
+            "`srun python train.py`, or use MPIClusterResolver"
         )
     return value
 
@@ -102,9 +102,7 @@ def _variable(name: str) -> str:
 def _number(name: str) -> int:
     value = _variable(name)
     if not value.isdecimal():
-        raise RuntimeError(
-            f"SlurmClusterResolver: {name} is {value!r}; srun sets it to a number from 0 up, as it must be"
-        )
+        raise RuntimeError(f"SlurmClusterResolver: {name} is {value!r}; it must be a number from 0 up, as srun sets it")
     return int(value)
 
 
@@ -118,12 +116,12 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
             return dict.fromkeys(nodes, int(given))
         tasks = expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
     except ValueError as error:
-        raise RuntimeError(f"SlurmClusterResolver: {error}; start the program by `srun`, which sets it") from error
+        raise RuntimeError(f"SlurmClusterResolver: {error}; start the program with `srun`, which sets it") from error
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
             f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes)}), and "
             f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks))}); start the "
-            "program by `srun`, which sets both, or pass tasks_per_node"
+            "program with `srun`, which sets both, or pass tasks_per_node"
         )
     return dict(zip(dict.fromkeys(nodes), tasks, strict=True))
 
@@ -133,12 +131,12 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
     if wanted != there or not there:
         raise RuntimeError(
             f"SlurmClusterResolver: the jobs have {wanted} tasks ({jobs}), and the nodes run {there} "
-            f"({tasks_per_node}); start as many as the jobs have by `srun --ntasks={wanted}`"
+            f"({tasks_per_node}); start as many as the jobs have with `srun --ntasks={wanted}`"
         )
     if rank >= there:
         raise RuntimeError(
             f"SlurmClusterResolver: SLURM_PROCID is {rank}, and there are {there} tasks, from 0 up; "
-            "start the program by `srun`, which sets both"
+            "start the program with `srun`, which sets both"
         )
 
 
@@ -156,14 +154,14 @@ def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) 
         is_too_many = most_tasks * per_task > per_node
     if is_too_many:
         raise RuntimeError(
-            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {max(per_task, 1)} GPUs, and has {per_node}; "
-            "start fewer by `srun --ntasks-per-node`, or pass gpus_per_node and gpus_per_task"
+            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {max(per_task, 1)} GPUs, but has {per_node}; "
+            "start fewer with `srun --ntasks-per-node`, or pass gpus_per_node and gpus_per_task"
         )
     return per_task
 
 
-def _place(jobs: dict[str, int], rank: int) -> tuple[str, int]:
-    """The job of the task of this rank, and its index in it."""
+def _task_of(jobs: dict[str, int], rank: int) -> tuple[str, int]:
+    """The job of this rank's task, and its index in the job."""
     for job, tasks in sorted(jobs.items()):
         if rank < tasks:
             return job, rank
@@ -174,14 +172,14 @@ def _place(jobs: dict[str, int], rank: int) -> tuple[str, int]:
 def expand_nodes(nodes: str) -> list[str]:
     """The names of the nodes, in Slurm's order, as `scontrol show hostnames` gives them.
 
-    A name may have several ranges and text behind them, which TensorFlow refuses. Then the last range varies fastest,
-    and of the others the first.
+    A name may have several ranges, and text after them, which TensorFlow refuses. The last range varies fastest, then
+    the first, the second and so on.
 
     Args:
-        nodes: for instance `"n[1-2],gpu[08-10]-ib0"`.
+        nodes: a list such as `"n[1-2],gpu[08-10]-ib0"`.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: `nodes` is not such a list.
 
     >>> expand_nodes("n[1-2],p[0,07]x[3-4]y")
     ['n1', 'n2', 'p0x3y', 'p0x4y', 'p07x3y', 'p07x4y']
@@ -190,7 +188,7 @@ def expand_nodes(nodes: str) -> list[str]:
     for name in re.findall(r"(?:\[[^\]]*\]|[^,])+", nodes):
         pieces = list(_PIECE.finditer(name))
         if "".join(piece[0] for piece in pieces) != name:
-            raise ValueError(f"{nodes!r} is no list of Slurm's nodes: {name!r} is not like n1 or n[1-3,7]")
+            raise ValueError(f"{nodes!r} is not a Slurm node list: {name!r} is not like n1 or n[1-3,7]")
         choices = [_numbers(nodes, piece["ranges"]) if piece["ranges"] else [piece["text"]] for piece in pieces]
         if len(choices) > 1 and not pieces[-1]["ranges"]:
             [end] = choices.pop()
@@ -201,12 +199,12 @@ def expand_nodes(nodes: str) -> list[str]:
 
 
 def _numbers(nodes: str, ranges: str) -> list[str]:
-    """The numbers of `1-3,07`, each as long as the first of its range."""
+    """The numbers of `1-3,07`, padded with zeros to the width of their range's first number."""
     found: list[str] = []
-    for part in ranges.split(","):
-        match = _RANGE.fullmatch(part)
+    for text in ranges.split(","):
+        match = _RANGE.fullmatch(text)
         first, last = (match["first"], match["last"] or match["first"]) if match else ("1", "0")
         if int(last) < int(first):
-            raise ValueError(f"{nodes!r} is no list of Slurm's nodes: {part!r} is not like 7 or 1-3")
+            raise ValueError(f"{nodes!r} is not a Slurm node list: {text!r} is not like 7 or 1-3")
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

@@ -15,15 +15,15 @@ class TFConfigClusterResolver(ClusterResolver):
     """Reads the environment variable `TF_CONFIG`, in JSON, on every use.
 
     A value is, for instance, `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
-    `"rpc_layer"` and `"session_master"` are known too. Without the variable the cluster is empty.
+    `"rpc_layer"` and `"session_master"` are read too. Without the variable the cluster is empty.
 
     Args:
         task_type: the name of this process's job, instead of the variable's.
         task_id: this process's index in it, instead of the variable's.
         rpc_layer: the protocol that `master` puts before addresses, instead of the variable's.
-        environment: what `environment` returns.
+        environment: the value of `environment`.
 
-    Whatever reads the variable raises `ValueError` if it is not a JSON object, or a part is of the wrong type.
+    Every method that reads the variable raises `ValueError` if it is not a JSON object, or a member has a wrong type.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TFConfigClusterResolver(ClusterResolver):
         """The variable's `"session_master"`, else the address of the task; empty if the cluster has a single task.
 
         Raises:
-            ValueError: there is no such task, or neither you nor the variable says which task.
+            ValueError: there is no such task, or neither the caller nor the variable names a task.
         """
         session_master = _config().get("session_master")
         if session_master is not None:
@@ -56,8 +56,7 @@ class TFConfigClusterResolver(ClusterResolver):
         spec = self.cluster_spec()
         if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._or_own(task_type, task_id)
         if task_type is None or task_id is None:
             raise ValueError(
                 'TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "task": {"type": '
@@ -67,7 +66,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """What was given."""
+        """As passed to the constructor."""
         return self._environment
 
     def _find_task_type(self) -> str | None:
@@ -90,7 +89,7 @@ def _config() -> dict[str, Any]:
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG is no JSON ({error}): {text!r}. Correct it, or unset it") from error
+        raise ValueError(f"TF_CONFIG is not JSON ({error}): {text!r}. Correct it, or unset it") from error
     if not isinstance(config, dict):
         raise ValueError(
             f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r}'

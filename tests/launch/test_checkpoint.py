@@ -142,7 +142,7 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
     )
     name = "CentralStorageStrategy" if ranks == 3 else "MirroredStrategy"
     undisturbed = well(launch(program, ranks, name, tmp_path / "not there", ""))
-    begun = r"hpcstrat: SIG\w+ came; the checkpoint \S*/saved is saved, and the job exits with status 75\n"
+    begun = r"hpcstrat: received SIG\w+; the checkpoint \S*/saved is saved, and the job exits with status 75\n"
     for steps in (4, 10) if how != "many" else (4,):
         result = launch(program, ranks, name, tmp_path / "saved", how)
         assert result.status == 75

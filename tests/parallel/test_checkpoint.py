@@ -339,7 +339,7 @@ def test_damaged_and_foreign_files_are_refused(saved, path):
     for content, match in [
         (whole[:-1], "is cut off"),
         (whole[:-1] + bytes([whole[-1] ^ 1]), "is damaged: its checksum is"),
-        (b"", "is no checkpoint of hpcstrat"),
+        (b"", "is not a checkpoint of hpcstrat"),
     ]:
         written(path, content)
         refused(saved, saved.checkpoint, path, f"Checkpoint.restore: .*{match}.*Nothing was changed")
@@ -378,9 +378,9 @@ def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, m
         make(path)
     MPI.COMM_WORLD.Barrier()
     refused(
-        saved, saved.checkpoint, path, r"Checkpoint\.restore: .*: it is no regular file\. Nothing was changed; pass"
+        saved, saved.checkpoint, path, r"Checkpoint\.restore: .*: it is not a regular file\. Nothing was changed; pass"
     )
-    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: it is no regular file; nothing was saved"):
+    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: it is not a regular file; nothing was saved"):
         saved.checkpoint.save(path)
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
 
@@ -423,7 +423,7 @@ def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monk
 
     monkeypatch.setattr(CheckpointFile, "parts", parts)
     with pytest.raises(
-        OSError, match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; the objects are .* again"
+        OSError, match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; some objects are restored .* again"
     ):
         saved.checkpoint.restore(path)
     monkeypatch.undo()
@@ -462,14 +462,14 @@ def test_misuse(strategy, saved, path):
     for thing in (3, None, "text", np.zeros(3), lambda: 0, strategy):
         with pytest.raises(TypeError, match=r"Checkpoint: a/0 is .* which cannot be saved"):
             Checkpoint(a=[thing])
-    with pytest.raises(TypeError, match=r'pass those to be saved: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'):
+    with pytest.raises(TypeError, match=r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'):
         Checkpoint(model=saved)  # has variables, and what cannot be saved beside them
     Checkpoint(model={"w": saved.w, "b": saved.b}).save(path)
-    with pytest.raises(ValueError, match=r"Checkpoint: the name 'a/b' is taken"):
+    with pytest.raises(ValueError, match=r"Checkpoint: two objects have the name 'a/b'"):
         Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
     with pytest.raises(ValueError, match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not"):
         Checkpoint(optimizer=saved.optimizer, w=saved.w).save(path)
-    with pytest.raises(ValueError, match=r"the name 'optimizer/momentum/w' is taken by a slot"):
+    with pytest.raises(ValueError, match=r"an object and a slot have the name 'optimizer/momentum/w'"):
         named = {"optimizer/momentum/w": saved.steps}
         Checkpoint(optimizer=saved.optimizer, w=saved.w, b=saved.b, **named).save(path)
 

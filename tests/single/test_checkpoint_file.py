@@ -126,10 +126,10 @@ def test_any_other_length_is_found(small):
     whole = small.read_bytes()
     for length in range(len(whole)):
         small.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match="is cut off: it has|is no checkpoint"):
+        with pytest.raises(ValueError, match="is cut off: it has|is not a checkpoint"):
             CheckpointFile(os.fspath(small))
     small.write_bytes(whole + b"\0")
-    with pytest.raises(ValueError, match=f"behind its end: it has {len(whole) + 1} bytes and should have {len(whole)}"):
+    with pytest.raises(ValueError, match=f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}"):
         CheckpointFile(os.fspath(small))
 
 
@@ -138,7 +138,7 @@ def test_a_file_that_is_something_else_is_refused(tmp_path):
     safetensors.numpy.save_file(SMALL, path)
     for content in (b"", b"text\n" * 100, pickle.dumps(SMALL), path.read_bytes(), bytes(1000)):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="is no checkpoint of hpcstrat: it does not begin like one"):
+        with pytest.raises(ValueError, match="is not a checkpoint of hpcstrat: it does not begin like one"):
             CheckpointFile(os.fspath(path))
 
 
@@ -209,13 +209,13 @@ def test_a_file_by_hand_is_read(tmp_path):
 )
 def test_a_file_that_lies_is_refused(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ValueError, match="is no checkpoint of hpcstrat"):
+    with pytest.raises(ValueError, match="is not a checkpoint of hpcstrat"):
         CheckpointFile(os.fspath(tmp_path / "file"))
 
 
 def test_a_newer_format_is_told(tmp_path):
     (tmp_path / "file").write_bytes(sealed(header_of([]), version=2))
-    with pytest.raises(ValueError, match="is of format 2, and this version of hpcstrat reads 1"):
+    with pytest.raises(ValueError, match="has format 2, but this version of hpcstrat reads format 1"):
         CheckpointFile(os.fspath(tmp_path / "file"))
 
 
@@ -304,12 +304,12 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(tmp_path):
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("fifo", "socket", "link", "null"):
         before = (tmp_path / name).stat()
-        with pytest.raises(OSError, match="it is no regular file"):
+        with pytest.raises(OSError, match="it is not a regular file"):
             write(tmp_path / name, numbered(0), keep=2)
         assert (tmp_path / name).stat().st_ino == before.st_ino
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "null", "socket"]
     for name in ("fifo", "link", "null"):
-        with pytest.raises(ValueError, match="is no checkpoint of hpcstrat: it is no regular file"):
+        with pytest.raises(ValueError, match="is not a checkpoint of hpcstrat: it is not a regular file"):
             CheckpointFile(os.fspath(tmp_path / name))
 
 

@@ -292,7 +292,7 @@ def test_what_is_no_union_is_an_error():
         UnionResolver(A, B, C).cluster_spec()
     with pytest.raises(ValueError, match="at least one"):
         UnionResolver()
-    with pytest.raises(TypeError, match="1 is no ClusterResolver"):
+    with pytest.raises(TypeError, match="1 is not a ClusterResolver"):
         UnionResolver(1)  # pyright: ignore[reportArgumentType]
 
 
@@ -347,7 +347,7 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
 @pytest.mark.parametrize(
     ("text", "ask", "message"),
     [
-        ('{"cluster"', "cluster_spec", "TF_CONFIG is no JSON"),
+        ('{"cluster"', "cluster_spec", "TF_CONFIG is not JSON"),
         ("[1]", "cluster_spec", "TF_CONFIG must be an object"),
         (WORKERS + "}", "master", "TF_CONFIG does not say which task this is"),
         (WORKERS + ', "task": {"type": "worker", "index": 7}}', "master", "No task with index 7 in job 'worker'"),
@@ -404,19 +404,19 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
 @pytest.mark.parametrize(
     ("variables", "arguments", "message"),
     [
-        ({"SLURM_PROCID": None}, {}, "SLURM_PROCID is not set, so this is no step of Slurm"),
+        ({"SLURM_PROCID": None}, {}, "SLURM_PROCID is not set, so this is not a Slurm step"),
         ({"SLURM_STEP_NUM_TASKS": None}, {}, "SLURM_STEP_NUM_TASKS is not set"),
         ({"SLURM_STEP_NODELIST": None}, {"tasks_per_node": 2}, "SLURM_STEP_NODELIST is not set"),
         ({"SLURM_STEP_TASKS_PER_NODE": None}, {}, "SLURM_STEP_TASKS_PER_NODE is not set"),
-        ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID is 'x'; srun sets it to a number"),
+        ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID is 'x'; it must be a number"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID is 5, and there are 4 tasks"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "'n\\[1-' is no list of Slurm's nodes"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "'n\\[1-' is not a Slurm node list"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "'2\\(x\\)' is no list of numbers of tasks"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, "names 2 nodes \\(n1, n2\\), and .* tasks of 1 \\(4\\)"),
         ({}, {"jobs": {"worker": 5}}, "the jobs have 5 tasks .* and the nodes run 4 .*--ntasks=5"),
         ({}, {"jobs": {}, "tasks_per_node": {}}, "the nodes run 0"),
-        ({}, {"gpus_per_node": 1, "gpus_per_task": 1}, "a node runs 2 tasks of 1 GPUs, and has 1"),
-        ({}, {"gpus_per_node": 1}, "a node runs 2 tasks of 1 GPUs, and has 1"),
+        ({}, {"gpus_per_node": 1, "gpus_per_task": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
+        ({}, {"gpus_per_node": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
     ],
 )
 def test_a_wrong_step_is_an_error(step, monkeypatch, variables, arguments, message):
@@ -436,7 +436,7 @@ def test_a_list_of_nodes_is_slurms(nodes, expected):
 
 @pytest.mark.parametrize("nodes", ["n[1-3", "n]1", "n[a-b]", "n[3-1]", "n[]", "n[1,,2]", "n[-3]", "n[1[2]]", "a b"])
 def test_what_is_no_list_of_nodes_is_an_error(nodes):
-    with pytest.raises(ValueError, match="is no list of Slurm's nodes"):
+    with pytest.raises(ValueError, match="is not a Slurm node list"):
         expand_nodes(nodes)
 
 

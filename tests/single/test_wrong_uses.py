@@ -223,7 +223,7 @@ def test_two_resolvers_with_one_task():
     with pytest.raises(KeyError) as caught:
         union.master("worker", 1)
     (text,) = caught.value.args  # which Python shows in quotes
-    assert text == "UnionResolver: two resolvers give task 1 of job 'worker'; number them apart"
+    assert text == "UnionResolver: two resolvers give task 1 of job 'worker'; give them different numbers"
 
 
 def test_the_end_of_the_data_is_pythons():
