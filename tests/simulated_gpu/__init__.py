@@ -29,10 +29,14 @@ def enter():
 
 
 def environment():
-    """Variables with which a program finds both."""
+    """Variables with which a program finds both. None takes one away."""
     paths = [os.fspath(_HERE), os.fspath(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     folders = [os.fspath(_driver().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
-    return {"PYTHONPATH": os.pathsep.join(paths), "LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    return {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LD_LIBRARY_PATH": os.pathsep.join(folders),
+        "CUDA_VISIBLE_DEVICES": None,  # by which tests in this process may hide the GPUs
+    }
 
 
 @functools.cache
