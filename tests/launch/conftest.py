@@ -12,6 +12,12 @@ from hpcstrat import _gpu
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "timeout" not in item.keywords:  # several jobs, on a machine that may do other work too
+            item.add_marker(pytest.mark.timeout(300))
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Starts programs under mpirun: `launch(source, ranks)`."""

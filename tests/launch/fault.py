@@ -48,6 +48,11 @@ def mpirun():
             return process
         process = parent
 """
+# What all ranks raise is rank 0's to print: on a busy machine too, though it comes later.
+RANK_0_FIRST = """
+import hpcstrat._failure
+hpcstrat._failure._LEAD_DELAY = 30
+"""
 ANY = "any"
 WAIT = "\nhs.barrier()\nprint('went on')\n"
 SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
@@ -84,7 +89,8 @@ class Fault:
 
     @property
     def source(self):
-        return HELPERS + self.begin + textwrap.dedent(self.program)
+        first = RANK_0_FIRST if r"\[rank 0\]" in self.first else ""
+        return HELPERS + first + self.begin + textwrap.dedent(self.program)
 
 
 HERE = r"\S*program_\w+\.py:\d+ in "

@@ -19,7 +19,7 @@ _MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all o
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LOOK_SECONDS = 0.1
-_SETTLE_SECONDS = 3
+_SETTLE_SECONDS = 20
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Launcher:
         print(launched.stdout, launched.stderr, sep="\n")
         return launched
 
-    def run(self, program, ranks=None, *arguments, timeout=30, env=None, options=(), gpus=False):
+    def run(self, program, ranks=None, *arguments, timeout=90, env=None, options=(), gpus=False):
         """Runs a program on so many ranks, or without `mpirun` where `ranks` is None.
 
         Args:

@@ -55,7 +55,7 @@ def test_program(launch, block, gpus):
     for ranks in [int(block.says["ranks"])] if "ranks" in block.says else RANKS:
         if ranks not in numbers:
             continue
-        result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 30)
+        result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 90)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         expected = block.expects(ranks)
         if expected is not None:

@@ -9,7 +9,7 @@ import pytest
 
 START = """
     import os, signal, sys, threading, time
-    from hpcstrat import _world
+    from hpcstrat import _failure, _world
 
     world = _world.start()
     last = world.rank == world.size - 1
@@ -71,7 +71,7 @@ def test_standard_output_before_the_error_is_not_lost(launch):
 
 
 def test_an_error_of_all_ranks_reads_as_one(launch):
-    result = launch(START + "    raise ValueError('everywhere')", 3)
+    result = launch(START + "    _failure._LEAD_DELAY = 30\n    raise ValueError('everywhere')", 3)
     assert result.status != 0
     assert "ValueError: everywhere" in result.tagged(0)
 
@@ -80,8 +80,7 @@ def test_the_cause_is_reported_before_its_consequence(launch):
     result = launch(
         START
         + """
-    from hpcstrat import _failure
-
+    _failure._CONSEQUENCE_DELAY = 30
     world.comm.Barrier()
     if last:
         time.sleep(0.3)
@@ -204,7 +203,7 @@ def test_too_little_shared_memory(launch, tmp_path):
         ["unshare", "-m", "sh", "-c", f"{mount} && exec {mpirun}"],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=90,
         check=False,
     )
     assert result.returncode not in (0, 7)

@@ -133,7 +133,7 @@ class Bench:
 
     def leftovers(self):
         """Temporary files, and processes that are still there when they have had some seconds to go."""
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + 20
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
         return [*os.listdir(self.temporary), *self._processes()]

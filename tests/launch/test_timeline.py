@@ -70,7 +70,7 @@ def check_gpu(tracks):
 
 
 def test_who_is_waited_for_is_seen_and_said(launch):
-    job = launch(PROGRAM, 3, env={"HPCSTRAT_TIMELINE": "trace.json"})
+    job = launch(PROGRAM.replace("sleep(0.05)", "sleep(0.3)"), 3, env={"HPCSTRAT_TIMELINE": "trace.json"})
     assert job.status == 0, job.stderr
     path = str(launch.folder / "trace.json")
     waits = [rank.shares["waiting"] for rank in share_out(read(path))]
