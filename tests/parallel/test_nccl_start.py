@@ -1,0 +1,122 @@
+"""NCCL that is missing, too old, of two versions, or does not connect: every rank raises, and says why."""
+
+import threading
+import types
+
+import pytest
+from mpi4py import MPI
+
+from hpcstrat import _gpu
+from hpcstrat._communicators import nccl_start
+from hpcstrat._communicators.mpi import MpiCommunicator
+
+COMM = MPI.COMM_WORLD
+RANK, N = COMM.rank, COMM.size
+
+pytestmark = pytest.mark.parametrize("place", ["GPU"], indirect=True)
+several = pytest.mark.mpi(min_size=2)
+
+
+class Connected:
+    """What NCCL's communicator is to those who start it."""
+
+    def __init__(self):
+        self.is_aborted = False
+
+    def abort(self):
+        self.is_aborted = True
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A function that makes a module the one that is loaded."""
+
+    def use(version=23007, available=True, connect=lambda: Connected()):
+        module = types.SimpleNamespace(
+            available=available,
+            get_version=lambda: version,
+            get_unique_id=lambda: (1, 2),
+            NcclCommunicator=lambda size, identity, rank: connect(),
+        )
+        monkeypatch.setattr(nccl_start, "load_nccl", lambda: module)
+
+    return use
+
+
+@pytest.fixture
+def start(place):
+    """Starts what is loaded, on this rank's GPU."""
+    control = MpiCommunicator(COMM.Dup())
+    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    return lambda: nccl_start.start(control, stream)
+
+
+@pytest.mark.parametrize(
+    ("version", "available", "shared", "enabled", "reason"),
+    [
+        (23007, True, True, "1", ""),
+        (21000, True, False, "", ""),
+        (0, False, False, "", "CuPy finds no NCCL"),
+        (20906, True, False, "", "NCCL is 2.9.6, and hpcstrat needs 2.10.0 or later"),
+        (22907, True, True, "1", "several ranks share a GPU, which takes NCCL 2.30.0 or later, but this is 2.29.7"),
+        (23007, True, True, "", "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
+    ],
+)
+def test_why_it_cannot_be_used(place, nccl, monkeypatch, version, available, shared, enabled, reason):
+    nccl(version, available)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    found = nccl_start.why_not(shared)
+    assert found.startswith(reason) and bool(found) is bool(reason)
+
+
+def test_it_is_connected(place, nccl, start):
+    mine = Connected()
+    nccl(connect=lambda: mine)
+    assert start() is mine and not mine.is_aborted
+
+
+@several
+def test_versions_that_differ(place, nccl, start):
+    nccl(23007 if RANK else 22803)
+    with pytest.raises(RuntimeError, match=r"different versions of NCCL: 2\.28\.3 on rank 0, 2\.30\.7 on rank 1"):
+        start()
+
+
+@several
+def test_one_rank_fails_to_connect(place, nccl, start):
+    """The others are connected, to nobody: they give that up."""
+    mine = Connected()
+
+    def connect():
+        if RANK == N - 1:
+            raise OSError("no such device")
+        return mine
+
+    nccl(connect=connect)
+    with pytest.raises(RuntimeError, match=f"does not connect the {N} ranks") as caught:
+        start()
+    assert f"\n  rank {N - 1}: OSError: no such device\n" in str(caught.value)
+    assert "\n  rank 0: connected\n" in str(caught.value)
+    assert mine.is_aborted is (RANK < N - 1)
+
+
+@several
+def test_one_rank_waits_too_long(place, nccl, start, monkeypatch):
+    """Its thread is left behind, inside NCCL: so the process must not take NCCL apart at its end."""
+    skipped, registered, release = [], [], threading.Event()
+    monkeypatch.setattr(nccl_start, "START_SECONDS", 0.1)
+    monkeypatch.setattr(nccl_start, "_skip_exit_handlers", lambda: skipped.append(RANK))
+    monkeypatch.setattr(nccl_start.atexit, "register", registered.append)
+    mine = Connected()
+
+    def connect():
+        if RANK == 0:
+            release.wait()
+        return mine
+
+    nccl(connect=connect)
+    with pytest.raises(RuntimeError, match="\n  rank 0: waits too long\n  rank 1: connected\n"):
+        start()
+    release.set()
+    assert mine.is_aborted is (RANK > 0)
+    assert skipped == [0][: RANK == 0] and len(registered) == (RANK == 0)
