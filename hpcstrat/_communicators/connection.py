@@ -9,19 +9,17 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from hpcstrat import _gpu, _launcher, _settings, _world
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
+from hpcstrat._communicators.transports import DeviceTransport, connect_host
 from hpcstrat._edge import call_named
-from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
-
-if TYPE_CHECKING:
-    from hpcstrat._communicators.device import DeviceCommunicator
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
 """Called when all ranks are connected; they may make calls."""
@@ -54,20 +52,9 @@ def _connect() -> HostCommunicator:
         world = _world.start()
         if world.comm is None or world.size == 1:
             return SoloCommunicator()
-        board: StatusChannel | None
-        if world.local_size == world.size:
-            from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-
-            communicator: HostCommunicator = SharedMemoryCommunicator(world.comm)
-            board = share_memory_channel(world.comm, communicator.notes)
-        else:
-            from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-            from hpcstrat._watchdog.channels import connect_by_tcp
-
-            communicator = HierarchicalCommunicator(world.comm, world.host_comm)
-            board = connect_by_tcp(world.comm)
-    if board is not None:
-        communicator.watch = Watchdog(communicator.rank, communicator.calls, board)
+        communicator, channel = connect_host(world)
+    if channel is not None:
+        communicator.watch = Watchdog(communicator.rank, communicator.calls, channel)
     elif communicator.rank == 0:
         warnings.warn(
             "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
@@ -111,7 +98,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         )
 
 
-def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> DeviceCommunicator:
+def connect_devices(gpus: tuple[str, ...], ordinal: int | None, transport: DeviceTransport) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
     Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
@@ -120,10 +107,10 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> D
     Args:
         gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
         ordinal: CUDA's number of this rank's GPU; `None` where it computes on the CPU.
-        nccl: whether NCCL moves what is on the GPUs.
+        transport: moves what is on the GPUs.
 
     Raises:
-        RuntimeError: NCCL does not start, on any rank.
+        RuntimeError: the transport does not start, on any rank.
     """
     communicator = _connected.get(gpus)
     if communicator is None:
@@ -131,15 +118,7 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, nccl: bool) -> D
         with call_named("connecting the GPUs"), control.raise_together():
             stream = None if ordinal is None else _gpu.Stream(ordinal)
             control.barrier()
-        if nccl and stream is not None:
-            from hpcstrat._communicators.nccl import NcclCommunicator
-
-            communicator = NcclCommunicator(control, stream)
-        else:
-            from hpcstrat._communicators.staged import StagedCommunicator
-
-            communicator = StagedCommunicator(control, stream)
-        _connected[gpus] = communicator
+        communicator = _connected[gpus] = transport.connect(control, stream)
         _users[communicator] = 0
     _users[communicator] += 1
     return communicator
@@ -158,6 +137,17 @@ def disconnect_devices(communicator: DeviceCommunicator) -> None:
         for gpus in [gpus for gpus, other in _connected.items() if other is communicator]:
             del _connected[gpus]
         communicator.close()
+
+
+@contextlib.contextmanager
+def given_back_on_error(communicator: Communicator) -> Iterator[None]:
+    """What is raised inside, on all ranks, gives a communicator of `connect_devices` back."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(communicator, DeviceCommunicator):
+            disconnect_devices(communicator)
+        raise
 
 
 def _leave(communicator: HostCommunicator, process: int) -> None:

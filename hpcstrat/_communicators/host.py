@@ -14,6 +14,8 @@ from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._edge import current_call
+from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.segment import Segment
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
@@ -67,6 +69,22 @@ class HostCommunicator(Communicator):
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+
+
+class MemorySharingCommunicator(HostCommunicator):
+    """Ranks that share memory, in which variables can be once for all of them.
+
+    Attributes:
+        segment: the memory.
+        heap: which of its bytes are free for variables; all ranks allocate alike.
+    """
+
+    segment: Segment
+    heap: RangeAllocator
+
+    @abc.abstractmethod
+    def sync(self) -> None:
+        """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
 
 
 def _check_on_host(arrays: Sequence[Array]) -> None:

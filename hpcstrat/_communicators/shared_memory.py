@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, MemorySharingCommunicator, describe_message
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
@@ -84,7 +84,7 @@ _DOUBLED = 1 << 26  # bytes up to which mailboxes double, so that they seldom gr
 
 
 @final
-class SharedMemoryCommunicator(HostCommunicator):
+class SharedMemoryCommunicator(MemorySharingCommunicator):
     """Ranks of one host.
 
     The segment holds, for each rank, two records that alternate from call to call, a flag and a mailbox, and behind
@@ -136,7 +136,7 @@ class SharedMemoryCommunicator(HostCommunicator):
             self._grow(nbytes)
 
     def sync(self) -> None:
-        """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
+        """See `MemorySharingCommunicator.sync`."""
         waiting = self.calls.waiting
         waiting.depth += 1
         try:

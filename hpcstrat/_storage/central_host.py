@@ -10,8 +10,9 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat._communicators.host import MemorySharingCommunicator
 from hpcstrat._communicators.protocol import CallSignature, signature
-from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
+from hpcstrat._communicators.shared_memory import LINE
 from hpcstrat._edge import call_named, current_call
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
@@ -35,7 +36,7 @@ class CentralHostStorage(HostStorage):
     that an exception stops in between does not come to that one, so that nobody reads what is changed in part.
     """
 
-    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+    def __init__(self, communicator: MemorySharingCommunicator) -> None:
         super().__init__(communicator)
         self._communicator = communicator
         self._scratch = ScratchBuffers()
@@ -45,7 +46,7 @@ class CentralHostStorage(HostStorage):
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
-    def communicator(self) -> SharedMemoryCommunicator:
+    def communicator(self) -> MemorySharingCommunicator:
         """See `Storage.communicator`."""
         return self._communicator
 
@@ -162,6 +163,6 @@ class CentralHostStorage(HostStorage):
 
 
 @functools.cache
-def central_host_storage(communicator: SharedMemoryCommunicator) -> CentralHostStorage:
+def central_host_storage(communicator: MemorySharingCommunicator) -> CentralHostStorage:
     """The storage in this communicator's segment, the same for every strategy."""
     return CentralHostStorage(communicator)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcstrat import _devices
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.connection import given_back_on_error
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn
+from hpcstrat._storage.factory import central_storage, replica_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
+from hpcstrat._strategies.placement import place_on_one_host
 
 
 class CentralStorageStrategy(Strategy):
@@ -48,17 +49,8 @@ class CentralStorageStrategy(Strategy):
         local = replica_storage(communicator)
         if communicator.size == 1 and parameter == devices[0]:  # the central copy and the replica's are one
             storage = local
-        elif isinstance(communicator, DeviceCommunicator):
-            from hpcstrat._storage.central_device import CentralDeviceStorage
-
-            on_host = communicator.rank == root and parameter != devices[root]
-            storage = CentralDeviceStorage(communicator, root, on_host)
         else:
-            from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-            from hpcstrat._storage.central_host import central_host_storage
-
-            assert isinstance(communicator, SharedMemoryCommunicator)
-            storage = central_host_storage(communicator)
+            storage = central_storage(communicator, root, on_host=parameter != devices[root])
         updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 else UpdatesOn.ROOT
         super().__init__(
             ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root, updates_on=updates_on)

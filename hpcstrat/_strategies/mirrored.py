@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.connection import given_back_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._devices import Device
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn
+from hpcstrat._storage.factory import central_storage, replica_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import given_back_on_error, place_on_one_host, replica_storage
+from hpcstrat._strategies.placement import place_on_one_host
 
 
 class MirroredStrategy(Strategy):
@@ -43,9 +45,7 @@ def mirrored_group(devices: Sequence[Device], communicator: Communicator, hosts:
     updates_on = UpdatesOn.ALL_RANKS
     if isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
         # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
-        from hpcstrat._storage.central_device import CentralDeviceStorage
-
-        storage, updates_on = CentralDeviceStorage(communicator, root=0), UpdatesOn.ROOT
+        storage, updates_on = central_storage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(
         call, communicator, devices, devices[0], storage, local, updates_on=updates_on, mirrors=True, hosts=hosts
     )

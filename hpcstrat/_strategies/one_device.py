@@ -6,8 +6,9 @@ from hpcstrat import _devices
 from hpcstrat._communicators.connection import connect
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup
+from hpcstrat._storage.factory import replica_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import place_on_one_host, replica_storage
+from hpcstrat._strategies.placement import place_on_one_host
 
 
 class OneDeviceStrategy(Strategy):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hpcstrat import _devices, _gpu, _launcher, _world
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import connect, connect_devices, disconnect_devices
-from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.connection import connect, connect_devices
+from hpcstrat._communicators.transports import choose_device_transport
 from hpcstrat._edge import current_call
-from hpcstrat._storage.base import Storage
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._warnings import warn_together
 
 
 def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
@@ -56,13 +53,13 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
     with control.raise_together():
         seen = [gpus for gpus, _ in everyones]
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in everyones):
-            if control.rank == 0:
-                warnings.warn(
-                    f"{call}: this host has GPUs, and CuPy to use them with is not installed, so the replicas compute "
-                    "on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name the devices: "
-                    "compute_devices=['CPU:0', ...]",
-                    stacklevel=4,
-                )
+            warn_together(
+                f"{call}: this host has GPUs, and CuPy to use them with is not installed, so the replicas compute on "
+                "the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name the devices: "
+                "compute_devices=['CPU:0', ...]",
+                UserWarning,
+                is_lead=control.rank == 0,
+            )
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if is_one_host:
@@ -78,44 +75,16 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
         return devices, control
     with control.raise_together():
         _devices.check_shared(gpus, shares, call)
-        problem = "" if ordinal is None else _why_no_nccl(ordinal, gpus)
-        problems = [problem for problem in control.all_gather_obj(problem) if problem]
-    if not all(gpus):
-        problems = ["some of them compute on the CPU; name a GPU for each"]
-    if problems and control.rank == 0:
-        message = f"{call}: what the replicas exchange goes through host memory instead of NCCL: {problems[0]}"
-        with control.raise_together():  # where warnings are errors, it is one of all ranks
-            warnings.warn(message, stacklevel=4)
-    return devices, connect_devices(gpus, ordinal, nccl=control.size > 1 and not problems)
-
-
-@contextlib.contextmanager
-def given_back_on_error(communicator: Communicator) -> Iterator[None]:
-    """What is raised inside, on all ranks, gives the connection back."""
-    try:
-        yield
-    except BaseException:
-        if isinstance(communicator, DeviceCommunicator):
-            disconnect_devices(communicator)
-        raise
-
-
-def replica_storage(communicator: Communicator) -> Storage:
-    """Where each replica keeps variables of its own, on its device."""
-    if isinstance(communicator, DeviceCommunicator):
-        from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
-
-        return MirroredDeviceStorage(communicator, root=0)
-    assert isinstance(communicator, HostCommunicator)
-    return MirroredHostStorage(communicator)
-
-
-def _why_no_nccl(ordinal: int, gpus: Sequence[str]) -> str:
-    """Why this rank, on its GPU of this number, cannot be connected by NCCL with the others; empty where it can."""
-    from hpcstrat._communicators import nccl_start
-
-    _gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-    return "" if len(gpus) == 1 else nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
+        if ordinal is not None:
+            _gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
+        transport, reason = choose_device_transport(control, gpus, ordinal is not None)
+    if reason:
+        warn_together(
+            f"{call}: what the replicas exchange goes through {transport.name} {reason}",
+            UserWarning,
+            is_lead=control.rank == 0,
+        )
+    return devices, connect_devices(gpus, ordinal, transport)
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:

@@ -19,9 +19,10 @@ from transports import has, kind
 import hpcstrat as hs
 from hpcstrat import _devices
 from hpcstrat._communicators.connection import connect_devices
+from hpcstrat._communicators.transports import STAGING
 from hpcstrat._group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.central_device import CentralDeviceStorage
-from hpcstrat._strategies.placement import replica_storage
+from hpcstrat._storage.factory import replica_storage
 from hpcstrat.checkpoint import Checkpoint, Restored, _safetensors
 from hpcstrat.checkpoint._safetensors import CheckpointFile
 
@@ -36,7 +37,7 @@ def apart(place):
     """Central storage of which each rank reads a copy: on GPUs that of the host, on CPUs as if some were GPUs."""
     if place.kind == "GPU":
         return place.make(hs.CentralStorageStrategy, "CPU:0")
-    communicator = connect_devices(("",) * N, None, nccl=False)
+    communicator = connect_devices(("",) * N, None, STAGING)
     devices = [_devices.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
     updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT

@@ -1,0 +1,126 @@
+"""The transports, best first: what connects the ranks, and what moves the arrays on their GPUs.
+
+A new one is a file beside this one, and an entry in a table here. Modules of transports are imported where they are
+needed: one rank alone needs no MPI, and ranks on CPUs no CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from hpcstrat._communicators.host import HostCommunicator, MemorySharingCommunicator
+from hpcstrat._edge import current_call
+from hpcstrat._watchdog.channels import StatusChannel, connect_by_tcp, share_memory_channel
+from hpcstrat._world import World
+
+if TYPE_CHECKING:
+    from hpcstrat import _gpu
+    from hpcstrat._communicators.device import DeviceCommunicator
+
+
+class HostTransport(NamedTuple):
+    """Moves records, objects and host arrays between all ranks.
+
+    Attributes:
+        reaches: whether it connects ranks that are placed like these.
+        connect: makes the communicator, and the channel of its watchdog: `None` where there can be none. Collective.
+    """
+
+    reaches: Callable[[World], bool]
+    connect: Callable[[World], tuple[HostCommunicator, StatusChannel | None]]
+
+
+class DeviceTransport(NamedTuple):
+    """Moves arrays that are on GPUs.
+
+    Attributes:
+        name: for messages.
+        why_not: why this rank, whose GPU is the current one, cannot use it among ranks with these GPUs; empty where it
+            can. A rank's GPU is told by its unique id, and is empty where it computes on the CPU.
+        connect: makes the communicator on top of the host's; the stream is `None` on the CPU. Collective.
+    """
+
+    name: str
+    why_not: Callable[[Sequence[str]], str]
+    connect: Callable[[HostCommunicator, _gpu.Stream | None], DeviceCommunicator]
+
+
+def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChannel]:
+    from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+
+    communicator = SharedMemoryCommunicator(world.comm)
+    return communicator, share_memory_channel(world.comm, communicator.notes)
+
+
+def _connect_hosts(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
+    from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+
+    return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
+
+
+HOST_TRANSPORTS: list[HostTransport] = [
+    HostTransport(lambda world: world.local_size == world.size, _share_memory),
+    HostTransport(lambda world: True, _connect_hosts),
+]
+"""Of these the first counts that reaches all ranks."""
+
+
+def _why_no_nccl(gpus: Sequence[str]) -> str:
+    from hpcstrat._communicators import nccl_start
+
+    if not all(gpus):
+        return "some of them compute on the CPU; name a GPU for each"
+    return nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
+
+
+def _connect_by_nccl(control: HostCommunicator, stream: _gpu.Stream | None) -> DeviceCommunicator:
+    from hpcstrat._communicators.nccl import NcclCommunicator
+
+    assert stream is not None
+    return NcclCommunicator(control, stream)
+
+
+def _connect_by_staging(control: HostCommunicator, stream: _gpu.Stream | None) -> DeviceCommunicator:
+    from hpcstrat._communicators.staged import StagedCommunicator
+
+    return StagedCommunicator(control, stream)
+
+
+STAGING = DeviceTransport("host memory", lambda gpus: "", _connect_by_staging)
+"""What any ranks can use, also those of which some compute on the CPU, and one alone."""
+DEVICE_TRANSPORTS: list[DeviceTransport] = [DeviceTransport("NCCL", _why_no_nccl, _connect_by_nccl), STAGING]
+"""Of these the first counts that all ranks with a GPU can use."""
+
+
+def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
+    """The communicator of all ranks, by the best transport, and the channel of its watchdog. Collective.
+
+    Raises:
+        RuntimeError: no transport reaches them.
+    """
+    for transport in HOST_TRANSPORTS:
+        if transport.reaches(world):
+            return transport.connect(world)
+    raise RuntimeError("hpcstrat: no transport connects ranks that are placed so; add one to HOST_TRANSPORTS")
+
+
+def choose_device_transport(
+    control: HostCommunicator, gpus: Sequence[str], has_gpu: bool
+) -> tuple[DeviceTransport, str]:
+    """The best transport for these GPUs, and instead of which better one, and why; empty where it is the best.
+
+    Collective: a rank alone cannot know what the others can use.
+
+    Raises:
+        RuntimeError: none can be used.
+    """
+    if control.size == 1:  # nothing is exchanged
+        return STAGING, ""
+    found = ""
+    for transport in DEVICE_TRANSPORTS:
+        problems = [one for one in control.all_gather_obj(transport.why_not(gpus) if has_gpu else "") if one]
+        if not problems:
+            return transport, found
+        found = found or f"instead of {transport.name}: {problems[0]}"
+    raise RuntimeError(f"{current_call()}: no transport is left {found}; add one to DEVICE_TRANSPORTS")
