@@ -1,9 +1,9 @@
-"""What becomes an array, and which: arrays of any library, by the protocols that they speak, numbers and sequences.
+"""Conversion to arrays: arrays of any library, by the protocols that they support, numbers and sequences.
 
-Names tell who owns the memory. `as_...` returns the same memory where that is possible, `..._copy` never does, and
-`from_foreign` shares the memory of another library's array, which the result keeps alive. What a variable, a gradient
-or an element of a dataset may be is decided where these are. No other library is imported: a program that has an array
-of one has imported it.
+Names say who owns the memory. `as_...` returns the same memory if possible, `..._copy` never does, and `from_foreign`
+shares the memory of another library's array, which the result keeps alive. What is allowed as a variable, a gradient or
+an element of a dataset is decided in their modules. No other library is imported: a program that has an array of a
+library has imported it already.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
-"""Types that NumPy takes as they are; they speak no other library's protocol."""
+"""Types that NumPy accepts directly; they are no other library's arrays."""
 _PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
-_GPUS = (2, 10, 13)  # DLPack's numbers: CUDA, ROCm, memory that both sides see
+_GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether `value` is an array of another library, one that speaks DLPack. Variables do, too."""
+    """Whether `value` is an array of another library, which supports DLPack. Variables support it, too."""
     return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not _gpu.is_on_gpu(value)
 
 
 def has_own_dtype(value: Any) -> bool:
-    """Whether `value` brings its dtype, unlike Python numbers and sequences of them, for which NumPy picks one."""
+    """Whether `value` has a dtype, unlike Python numbers and sequences of them, for which NumPy chooses one."""
     return hasattr(value, "dtype") or exports_array(value)
 
 
 def as_array(call: str, value: Any, on_gpu: bool) -> Array:
-    """`value` as an array, on the side where it is; over the same memory if it is an array.
+    """`value` as an array, on the host or the GPU where it is; in the same memory if it is an array.
 
     Args:
         call: the user's name of the method.
@@ -42,8 +42,8 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         on_gpu: whether it may be on a GPU.
 
     Returns:
-        A NumPy array, of Python objects if `value` does not become an array otherwise; a CuPy array on a GPU. A
-        tensor that requires a gradient is detached.
+        A NumPy array, of Python objects if `value` cannot become any other array; a CuPy array on a GPU. A tensor
+        that requires a gradient is detached.
 
     Raises:
         TypeError: `value` is on a GPU and must not be, an array without values in memory, such as a sparse one, or a
@@ -67,10 +67,10 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
 
 
 def as_read_only(call: str, value: Any, on_gpu: bool) -> Array:
-    """`as_array` of what changes a variable; on the host another library's memory comes back read-only.
+    """`as_array` of a value that changes a variable; on the host, another library's memory is marked read-only.
 
-    Such memory may be a variable's own, handed out by `__array__` or DLPack. An update reads values while variables
-    already change, here or on another rank, and copies first what is not writable.
+    Such memory may be a variable's own, exported by `__array__` or DLPack. An update reads its values while variables
+    already change, here or on another rank. So it first copies whatever is read-only.
 
     Raises:
         TypeError: see `as_array`.
@@ -82,12 +82,12 @@ def as_read_only(call: str, value: Any, on_gpu: bool) -> Array:
 
 
 def as_native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """`array` in this machine's byte order, which is the only one that MPI and NCCL know."""
+    """`array` in this machine's byte order, the only one that MPI and NCCL know."""
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether it is a dtype of numbers or booleans; those of `ml_dtypes` are of NumPy's kind `V`, as records are."""
+    """Whether a dtype holds numbers or booleans. Those of `ml_dtypes` have NumPy's kind `V`, as records have."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
 
 
@@ -103,7 +103,7 @@ def host_copy(call: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def from_foreign(call: str, value: Any) -> Array:
-    """An array of any library as NumPy's or CuPy's over the same memory, which the result keeps alive.
+    """An array of any library as a NumPy or CuPy array in the same memory, which the result keeps alive.
 
     Raises:
         TypeError: it has no values in memory, such as a sparse tensor.
@@ -119,8 +119,8 @@ def from_foreign(call: str, value: Any) -> Array:
         reason = str(error).partition("\n")[0]
         raise TypeError(
             f"{call}: this {type(value).__module__}.{type(value).__name__} does not become an array: {reason}. Pass a "
-            "dense array with values, and outside of functions that are traced, as jax.jit, jax.grad and "
-            "torch.func.grad trace theirs"
+            "dense array with values, outside functions that are traced, such as by jax.jit, jax.grad and "
+            "torch.func.grad"
         ) from error
 
 
@@ -130,8 +130,9 @@ def foreign_copy(value: Any) -> Any:
 
 
 def _refuse_masked(call: str, value: Any) -> None:
-    # By its class, whether or not something is masked: a program would run until the first step in which it is.
-    ma = sys.modules.get("numpy.ma")  # a millisecond to import, and without it there is no masked array
+    # Refused by its class, even if nothing is masked now: otherwise a program would run until the first step in which
+    # something is.
+    ma = sys.modules.get("numpy.ma")  # not imported: then there is no masked array, and an import takes a millisecond
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
             f"{call}: this is a masked array, and its mask would be lost; pass array.filled(value), or array.data with "
@@ -140,7 +141,7 @@ def _refuse_masked(call: str, value: Any) -> None:
 
 
 def exports_array(value: Any) -> bool:
-    """Whether `value` hands out memory, or an array, by any of the protocols."""
+    """Whether `value` exports memory or an array by any of the protocols."""
     return any(hasattr(value, protocol) for protocol in _PROTOCOLS)
 
 
@@ -154,7 +155,7 @@ def _has_gpu_memory(value: Any) -> bool:
 
 def _as_cupy(call: str, value: Any) -> Array:
     cupy = _gpu.load_cupy(call)
-    if hasattr(value, "__dlpack__"):  # which orders the streams of the two libraries
+    if hasattr(value, "__dlpack__"):  # preferred, because DLPack orders the streams of the two libraries
         return cupy.from_dlpack(value.detach() if _is_of_torch(value) else value)
     return cupy.asarray(value)
 
@@ -175,9 +176,9 @@ def _is_of_torch(value: Any) -> bool:
 def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
     torch = sys.modules["torch"]
     try:
-        if tensor.dtype == torch.bfloat16:  # which torch does not hand to NumPy
+        if tensor.dtype == torch.bfloat16:  # which torch cannot export to NumPy
             return tensor.detach().view(torch.int16).numpy().view(_bfloat16())
-        return tensor.numpy(force=True)  # without its gradient, and with what torch has put off, such as conj()
+        return tensor.numpy(force=True)  # detached, and with lazy operations such as conj() applied
     except RuntimeError as error:
         raise TypeError(str(error)) from error
 
@@ -186,5 +187,5 @@ def _bfloat16() -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise TypeError("NumPy has bfloat16 by the package ml_dtypes, which is not installed") from None
+        raise TypeError("NumPy needs the package ml_dtypes for bfloat16, which is not installed") from None
     return np.dtype(ml_dtypes.bfloat16)

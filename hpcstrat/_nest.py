@@ -1,4 +1,4 @@
-"""Nests: any structure of dict and its subclasses, list, tuple, namedtuple, dataclass, over optree. None is a leaf."""
+"""Nests of dicts and their subclasses, lists, tuples, namedtuples and dataclasses, over optree. `None` is a leaf."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optree
 from optree.utils import total_order_sorted
 
 Structure: TypeAlias = optree.PyTreeSpec
-"""What a nest is without its leaves. Hashable; two nests of equal structure have equal ones."""
+"""A nest without its leaves: hashable, and equal for nests of equal structure."""
 
 _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
@@ -34,26 +34,26 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 @functools.lru_cache(maxsize=1024)
 def describe(structure: Structure) -> str:
-    """The structure in words, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
+    """The structure as text, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
 
-    Equal ones have equal descriptions on all ranks, others have others. Keys of one repr might be in another order on
-    another rank: a description with such keys is like no other rank's.
+    Equal structures have equal descriptions on all ranks, and different ones different descriptions. Keys with equal
+    reprs might be sorted differently on another rank, so a description with such keys equals no other rank's.
     """
     kind = structure.type
     if kind is None:
         return "*"
-    parts = [describe(child) for child in structure.children()]
+    members = [describe(child) for child in structure.children()]
     if kind is list:
-        return f"[{', '.join(parts)}]"
+        return f"[{', '.join(members)}]"
     if kind is tuple:
-        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+        return f"({', '.join(members)}{',' * (len(members) == 1)})"
     if not issubclass(kind, dict):
         names = getattr(kind, "_fields", structure.entries())
-        return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, parts))})"
+        return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, members))})"
     keys = [repr(key) for key in structure.entries()]
-    text = f"{{{', '.join(map('{}: {}'.format, keys, parts))}}}"
+    text = f"{{{', '.join(map('{}: {}'.format, keys, members))}}}"
     if len(set(keys)) < len(keys):
-        text += f" with keys of one repr, which must differ: {os.urandom(8).hex()}"
+        text += f" with keys of equal reprs, which must differ: {os.urandom(8).hex()}"
     return text if kind is dict else f"{kind.__qualname__}({text})"
 
 
@@ -63,7 +63,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def leaf(cls: _Class) -> _Class:
-    """Makes the instances of a dataclass leaves, not nests: for one value of several parts. A class decorator."""
+    """A class decorator: instances of the dataclass are leaves, not nests, as they stand for a single value."""
     _leaf_types.add(cls)
     return cls
 
@@ -75,7 +75,7 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def _register(cls: type) -> bool:
-    """Teaches optree a class that it took for a leaf; whether `cls` is one of nests."""
+    """Registers a class that optree took for a leaf; returns whether its instances are nests."""
     if dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     elif issubclass(cls, dict):
@@ -93,7 +93,8 @@ def _register_dataclass(cls: type) -> None:
         return [getattr(node, name) for name in names], None, names
 
     def from_leaves(_: None, leaves: Iterable[Any]) -> Any:
-        # Not through __init__: its checks and defaults are for the user's values, and a leaf may be anything here.
+        # Not through __init__, which may check or convert the user's values: a leaf can be anything here, such as a
+        # PerReplica or a TensorSpec.
         node = object.__new__(cls)
         for name, leaf in zip(names, leaves, strict=True):
             object.__setattr__(node, name, leaf)
@@ -113,8 +114,8 @@ def _register_mapping(cls: type[dict[Any, Any]]) -> None:
 
     def from_leaves(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         items = base(zip(keys, leaves, strict=True))
-        # Through __init__, as TensorFlow does, because it may put the items where attributes are. Where it takes other
-        # arguments, or changes what it is given, without it.
+        # Through __init__, as in TensorFlow, because some classes also set attributes from the items. If __init__ takes
+        # other arguments, or changes the items, then without it.
         try:
             node = cls(items)
             if len(node) == len(items) and all(base.__getitem__(node, key) is items[key] for key in keys):

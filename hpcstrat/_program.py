@@ -1,4 +1,4 @@
-"""Helpers for a program's own lines: which rank this is, what all ranks decide together, host copies of arrays."""
+"""Helpers for a program's own lines: this rank's index, decisions of all ranks, host copies of arrays."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_lead() -> bool:
 
 @names_call("broadcast_object")
 def broadcast_object(obj: Any) -> Any:
-    """Rank 0's object, on every rank; what the others pass is ignored. Collective: all ranks call this.
+    """Rank 0's object, on every rank; the other ranks' arguments are ignored. Collective: all ranks call this.
 
     Raises:
         TypeError: the object cannot be pickled.
@@ -52,7 +52,7 @@ def broadcast_object(obj: Any) -> Any:
 
 @collective("any_rank", communicator_of=lambda _: connect())
 def any_rank(flag: Any) -> bool:
-    """Whether `flag` is true on any rank, the same answer on every rank. Collective: all ranks call this."""
+    """Whether `flag` is true on any rank; every rank gets the same answer. Collective: all ranks call this."""
     communicator, own = connect(), bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
@@ -70,13 +70,13 @@ def barrier() -> None:
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:
     """A context manager: while this rank is inside, the stall report and the time-out come later on every rank.
 
-    If ranks wait for a rank that does not arrive, a report follows after `HPCSTRAT_STALL_SECONDS` (60) and the end of
-    the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Around what is known to take long on one rank, such as
-    `if hs.is_lead(): evaluate()`, this puts both off by `seconds`. Starts nothing, and does not communicate; before the
+    If a rank does not arrive where others wait, they report it after `HPCSTRAT_STALL_SECONDS` (60) and end the job
+    after `HPCSTRAT_TIMEOUT_SECONDS` (600). Use this around work that is known to take long on one rank, such as
+    `if hs.is_lead(): evaluate()`: it delays both by `seconds`. It starts nothing and does not communicate; before the
     first strategy or collective call it has no effect.
 
     Args:
-        seconds: a number, not negative; `math.inf` for as long as it takes.
+        seconds: a number, not negative; `math.inf` for no limit.
 
     Raises:
         ValueError: `seconds` is negative or not a number.
@@ -94,16 +94,16 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
-    """`iterable` with a `tqdm` progress bar on rank 0, and as it is elsewhere."""
+    """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks."""
     if not is_lead():
         return iterable
-    from tqdm import tqdm  # 20 ms, which `import hpcstrat` need not take
+    from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
 
     return tqdm(iterable, **tqdm_arguments)
 
 
 def asnumpy(x: Any) -> Any:
-    """A copy in host memory of an array, of any library, a variable or a number, or of each in a nest.
+    """A copy in host memory of an array of any library, a variable or a number, or of each leaf of a nest.
 
     Raises:
         TypeError: a leaf is an array without values, such as a sparse tensor.
@@ -124,26 +124,26 @@ def function(fn: _Function) -> _Function: ...
 @overload
 def function(fn: None = None, **options: Any) -> Callable[[_Function], _Function]: ...
 def function(fn: Any = None, **options: Any) -> Any:
-    """Stands where `tf.function` stood: the function runs as it is.
+    """Takes the place of `tf.function`; the function runs as it is.
 
     Args:
         fn: the function; `@function` and `@function()` both work.
-        **options: `tf.function`'s, taken and not needed.
+        **options: those of `tf.function`, accepted and ignored.
     """
     del options
     return (lambda inner: inner) if fn is None else fn
 
 
-# Names of before 0.1.0, which programs may still use.
+# Names from before 0.1.0, which programs may still use.
 
 
 def agree(flag: Any) -> bool:
-    """Deprecated: `any_rank` under the name that it had."""
+    """Deprecated: the former name of `any_rank`."""
     warn_renamed("hpcstrat.agree", "hpcstrat.any_rank")
     return any_rank(flag)
 
 
 def patience(seconds: float) -> AbstractContextManager[None]:
-    """Deprecated: `extend_timeout` under the name that it had."""
+    """Deprecated: the former name of `extend_timeout`."""
     warn_renamed("hpcstrat.patience", "hpcstrat.extend_timeout")
     return extend_timeout(seconds)

@@ -1,4 +1,4 @@
-"""Distributed values: what each replica holds its own component of."""
+"""Distributed values: one component per replica."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from hpcstrat import _nest
 
 
 class DistributedValues:
-    """A value with one component a replica; a process holds the component of its own replica only.
+    """A value with one component per replica. A process holds only its own replica's component.
 
-    `Strategy.experimental_local_results` brings the components of all replicas together, `Strategy.reduce` and
-    `Strategy.gather` combine them, and `Strategy.run` hands each replica its own.
+    `Strategy.experimental_local_results` collects the components of all replicas, `Strategy.reduce` and
+    `Strategy.gather` combine them, and `Strategy.run` passes each replica its own.
 
-    Nothing works on the whole, because an operator never communicates: truth, comparison, arithmetic, conversion,
-    indexing, iteration and array functions raise `TypeError`. It is hashed by identity, copied and pickled.
+    Operators never communicate, so none can work on the whole value: truth, comparison, arithmetic, conversion,
+    indexing, iteration and array functions raise `TypeError`. A distributed value is hashed by identity, and can be
+    copied and pickled.
     """
 
     __slots__ = ("_component", "_replica_id", "_replicas")
@@ -35,7 +36,7 @@ class DistributedValues:
 
 
 def refuse(call: str) -> NoReturn:
-    """Raises the `TypeError` of a distributed value in the place of a number or an array."""
+    """Raises the `TypeError` for a distributed value that is used as a number or an array."""
     raise TypeError(
         f"{call}: this is one value a replica; reduce it first: strategy.reduce('MEAN', value, axis=None), or look at "
         "all of them: strategy.experimental_local_results(value). A replica function is given its own: "
@@ -58,24 +59,25 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-for _name in _REFUSED.split():  # after the class is made: one with an __eq__ of its own would lose its hash
+# Set after the class is made: a class body that defines __eq__ loses its hash.
+for _name in _REFUSED.split():
     setattr(DistributedValues, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class PerReplica(DistributedValues):
-    """A value that may differ from replica to replica."""
+    """A value that may differ between replicas."""
 
     __slots__ = ()
 
 
 class Mirrored(DistributedValues):
-    """A value that is the same on every replica, each of which holds a copy."""
+    """A value that is equal on all replicas, each of which holds a copy."""
 
     __slots__ = ()
 
 
 def component_of(value: Any) -> Any:
-    """This replica's component of a distributed value; anything else as it is."""
+    """This replica's component of a distributed value; anything else unchanged."""
     return value._component if isinstance(value, DistributedValues) else value
 
 

@@ -1,4 +1,4 @@
-"""Losses of a replica's part of a batch, scaled so that their sum over the replicas is the loss of the batch."""
+"""Losses of one replica's share of a batch, scaled so that their sum over replicas is the loss of the batch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from hpcstrat import _context
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
-    """The sum of the losses over the size of the global batch. For a replica function; never communicates.
+    """The sum of the losses, divided by the size of the global batch. For a replica function; never communicates.
 
     The sum of the result over the replicas is the mean loss of the global batch.
 
     Args:
-        per_example_loss: an array of at least one dimension, one loss an example along the first. Of a tensor of
-            PyTorch, or an array of JAX, the result is one too, through which gradients flow.
-        sample_weight: what each loss is multiplied by, of the same library and shape or without the last dimensions.
-        global_batch_size: the number of examples of all replicas; by default this replica's times the number of
-            replicas, which is right where all have equally many.
+        per_example_loss: an array with one loss per example along its first dimension. For a PyTorch tensor or a JAX
+            array the result is one too, and gradients flow through it.
+        sample_weight: weights of the losses, of the same library; their shape may lack the last dimensions.
+        global_batch_size: the number of examples of all replicas; by default this replica's number times the number of
+            replicas, which is right if all replicas have equal numbers.
 
     Returns:
         A scalar of the dtype of the losses.
@@ -32,7 +32,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     replicas = _replicas(call)
     losses: Any = per_example_loss if hasattr(per_example_loss, "sum") else np.asarray(per_example_loss)
     if losses.ndim == 0:
-        raise ValueError(f"{call}: the loss has no dimension; pass one loss an example, not their sum or mean")
+        raise ValueError(f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean")
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
     if size < 0:
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
@@ -45,13 +45,13 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """The loss over the number of replicas, so that it counts once in a sum over them. Never communicates.
+    """The loss divided by the number of replicas, so that a sum over replicas counts it once. Never communicates.
 
     Args:
         regularization_loss: an array or a number, the same on every replica.
 
     Returns:
-        The sum of its elements over the number of replicas.
+        The sum of its elements, divided by the number of replicas.
 
     Raises:
         RuntimeError: called in the cross-replica context.
@@ -63,9 +63,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
 
 
 def _divided(total: Any, count: int) -> Any:
-    """`total / count` in the dtype of the total, where that is a float."""
+    """`total / count`, in the dtype of the total if that is a float."""
     dtype = total.dtype
-    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fc"  # PyTorch's dtypes are others, and stay
+    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fc"  # PyTorch's dtypes are not NumPy's
     return total / (dtype.type(count) if is_float else count)
 
 

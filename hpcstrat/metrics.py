@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _arrays, _context, _edge, _gpu, _variables
+from hpcstrat import _arrays, _context, _edge, _gpu, _variable_state, _variables
 from hpcstrat._storage.rule import UpdateRule
 from hpcstrat._types import ReduceOp
 from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
-from hpcstrat._variable_state import in_replica_of
 from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable
 
@@ -56,7 +55,7 @@ class Metric:
     def _add(self, total: Any, count: Any) -> None:
         state = _variables.state_of(self._sums)
         is_on_gpu = _gpu.is_on_gpu(total)
-        if in_replica_of(state.group) and is_on_gpu is (state.group.stream is not None):
+        if _variable_state.in_replica_of(state.group) and is_on_gpu is (state.group.stream is not None):
             # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
             if is_on_gpu:
                 add = _add_both()

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat check`: moves data between all ranks, and tells whether it arrived, and how fast."""
+"""`python -m hpcstrat check`: moves data between all ranks, and reports whether it arrived, and how fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat info`: one table of what there is, what is wrong with it, and what to do about that."""
+"""`python -m hpcstrat info`: what is installed and visible, what is wrong with it, and how to mend that."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._edge import names_call
 
 _SHARED_MIB = 64
-"""In /dev/shm, for the ranks of a host: what a container has by default, and too little for many ranks or NCCL."""
+"""In /dev/shm, for the ranks of a host. The default of containers, and too little for many ranks or NCCL."""
 
 
 class Fault(NamedTuple):
-    """One thing that is wrong.
+    """A fault and its remedy.
 
     Attributes:
         what: what is wrong.
@@ -33,9 +33,9 @@ class Fault(NamedTuple):
 
 @names_call("info")
 def info(as_json: bool) -> int:
-    """Prints the tables on the lead; returns the exit status, 1 if something is wrong. Collective."""
+    """Prints the tables on the lead; returns the exit status, 1 if there are faults. Collective."""
     own, error, communicator = inventory.own_inventory(), "", None
-    everyones, is_lead = [own], own["rank"] == 0  # as the launcher alone says
+    everyones, is_lead = [own], own["rank"] == 0  # by the launcher's word, before the ranks are connected
     try:
         communicator = connect()
         everyones, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
@@ -130,7 +130,7 @@ def _launcher_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, s
     if owner and not library.startswith(owner):
         return [
             Fault(
-                f"{path} belongs to {owner}, and mpi4py loads {library}: each rank would think that it is alone",
+                f"{path} belongs to {owner}, but mpi4py loads {library}: each rank would believe it is alone",
                 f"start with the mpirun of {library.rsplit(' ', 1)[0]}, and install one MPI only",
             )
         ]
@@ -189,7 +189,7 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
     if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
         found.append(
             Fault(
-                "there are GPUs, and no CuPy to use them with",
+                "there are GPUs, but no CuPy to use them",
                 "`pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone",
             )
         )

@@ -1,4 +1,4 @@
-"""What a rank finds: versions, launcher, cores, GPUs, memory."""
+"""What a rank finds on its host: versions, launcher, cores, GPUs, memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def own_inventory() -> RankInventory:
 
 
 def find_mpirun() -> tuple[str | None, str]:
-    """The path of the `mpirun` that the shell would start, and the MPI that it belongs to; empty if unknown."""
+    """The path of the `mpirun` that the shell would start, and its MPI; empty if unknown."""
     path = shutil.which("mpirun")
     if path is None:
         return None, ""

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat timeline`: shares, advice and a picture of a timeline."""
+"""`python -m hpcstrat timeline`: a table, advice and a plot of a timeline."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.table import Table
 from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, move_waiting, read, share_out, steps_of, stretches
 
 _DOMINATES = 0.2
-"""The share of a step from which a kind of time is worth advice."""
+"""The share of a step above which a kind of time deserves advice."""
 _UNEVEN = 1.5
-"""The ratio of the mean step to the median from which it is worth a remark."""
+"""The ratio of the mean step to the median above which it deserves a remark."""
 _STANDS_OUT = 0.5  # a rank that waits for less than this share of the others' waiting is the one they wait for
 _COLORS = {
     "computing": "#4477AA",
@@ -34,9 +34,9 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
 
     Args:
         path: the file that `HPCSTRAT_TIMELINE` named.
-        plot: the file of a picture to draw, or `None`.
-        steps: the number of steps in it.
-        as_json: whether to print for programs.
+        plot: the file of a plot to draw, or `None`.
+        steps: the number of steps in the plot.
+        as_json: whether to print JSON.
     """
     try:
         found = move_waiting(read(path))
@@ -68,17 +68,17 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
         "waiting": lambda: _of_waiting(ranks, cores),
         "communication": lambda: _of_communication(ranks),
         "input": lambda: (
-            "make batches from arrays (Dataset.from_tensor_slices) or cache() them, do the costly work before the "
-            "training begins, or take larger batches; a generator runs whole on every rank"
+            "make batches from arrays (Dataset.from_tensor_slices) or cache() them, do the costly work before "
+            "training, or use larger batches; every rank runs the whole of a generator"
         ),
         "update": lambda: (
-            "the optimizer's work grows with the variables and not with the batch: take larger batches, or an "
-            "optimizer with fewer slots"
+            "the optimizer's work depends on the variables, not on the batch: use larger batches, or an optimizer "
+            "with fewer slots"
         ),
         "checkpoint": lambda: "save less often",
         "other": lambda: (
-            "the program's own lines between the steps take it, on every rank: print and evaluate less often, and do "
-            "not convert what run returns at every step"
+            "the program's own lines between the steps take that time on every rank: print and evaluate less often, "
+            "and do not convert the results of run at every step"
         ),
     }
     found = sorted((kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind])
@@ -86,15 +86,15 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
     told = told or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
         told.append(
-            f"Some steps take much longer than most: {1e3 * ranks[0].mean:.3g} ms in the mean, "
-            f"{1e3 * ranks[0].step:.3g} in the median. The shares are of all, with what the program does in between, "
-            "such as an evaluation."
+            f"Some steps take much longer than most: the mean is {1e3 * ranks[0].mean:.3g} ms, the median "
+            f"{1e3 * ranks[0].step:.3g} ms. The shares include them, and what the program does between steps, such as "
+            "an evaluation."
         )
     return told
 
 
 def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> None:
-    """Draws some steps of every rank on one axis of time, and each rank's shares beside them.
+    """Draws some steps of every rank on one time axis, next to each rank's shares.
 
     Args:
         timeline: the timeline.
@@ -114,26 +114,26 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(ranks)), layout="constrained")
     rows, bars = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
     begin, end = _typical(timeline, ranks[0].rank, steps)
-    for place, rank in enumerate(ranks):
-        rows.broken_barh([(0, (end - begin) * 1e3)], (place - 0.4, 0.8), color=_COLORS["other"])
-        shown = [one for one in stretches(timeline.tracks[rank.rank]) if one.begin < end and one.end > begin]
+    for row, rank in enumerate(ranks):
+        rows.broken_barh([(0, (end - begin) * 1e3)], (row - 0.4, 0.8), color=_COLORS["other"])
+        shown = [s for s in stretches(timeline.tracks[rank.rank]) if s.begin < end and s.end > begin]
         for kind in KINDS:
             spans = [
-                ((max(one.begin, begin) - begin) * 1e3, (min(one.end, end) - max(one.begin, begin)) * 1e3)
-                for one in shown
-                if one.kind == kind
+                ((max(s.begin, begin) - begin) * 1e3, (min(s.end, end) - max(s.begin, begin)) * 1e3)
+                for s in shown
+                if s.kind == kind
             ]
-            rows.broken_barh(spans, (place - 0.4, 0.8), color=_COLORS[kind])
+            rows.broken_barh(spans, (row - 0.4, 0.8), color=_COLORS[kind])
         left = 0.0
         for kind in KINDS:
             share = 100 * rank.shares[kind]
-            bars.barh(place, share, 0.8, left, color=_COLORS[kind], label=kind if place == 0 else None)
+            bars.barh(row, share, 0.8, left, color=_COLORS[kind], label=kind if row == 0 else None)
             left += share
     rows.set_yticks(range(len(ranks)), [f"rank {rank.rank}" for rank in ranks])
     rows.invert_yaxis()
     rows.set_xlim(0, (end - begin) * 1e3)
     rows.set_xlabel("ms")
-    rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, as long as most")
+    rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, of typical length")
     bars.set_xlim(0, 100)
     bars.set_xlabel("% of all steps")
     figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), frameon=False)
@@ -141,7 +141,7 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
 
 
 def _show_ends(found: Timeline) -> None:
-    """Prints what the ranks were doing when the program was killed."""
+    """Prints what each rank was doing when the program was killed."""
     console = Console(markup=False, emoji=False)  # names of spans may hold brackets
     for rank, tracks in sorted(found.tracks.items()):
         for spans in tracks.values():
@@ -158,7 +158,7 @@ def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
         "steps",
         "ms",
         *kinds,
-        title="A step in ms, the median, and what it is spent on in %",
+        title="Median step in ms, and the shares of its time in %",
         box=SIMPLE,
         padding=(0, 1, 0, 0),
     )
@@ -176,25 +176,25 @@ def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
     others = [share for rank, share in waits.items() if rank != last]
     if others and waits[last] < _STANDS_OUT * min(others):
         return (
-            f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. See what it alone does, or which "
-            "other program runs on its cores or GPU"
+            f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work that only this rank "
+            "does, or for another program on its cores or GPU"
         )
     if cores and max(cores) < len(ranks):
         return (
-            f"all ranks wait about alike, and {len(ranks)} ranks share {max(cores)} cores: start fewer, or bind each "
-            "to cores of its own"
+            f"all ranks wait about equally, and {len(ranks)} ranks share {max(cores)} cores: start fewer, or bind each "
+            "to its own cores"
         )
     return (
-        "all ranks wait about alike, so their work differs from step to step, or is too short beside the meeting of "
-        "the ranks: take larger batches, and give OMP_NUM_THREADS so many that the ranks do not take each other's cores"
+        "all ranks wait about equally, so their work varies from step to step, or is too short compared with the "
+        "barriers: use larger batches, and set OMP_NUM_THREADS so that the ranks do not compete for cores"
     )
 
 
 def _of_communication(ranks: Sequence[Rank]) -> str:
     nbytes = max(rank.nbytes for rank in ranks)
     return (
-        f"{_in_units(nbytes)} a step travel from each rank. Take larger batches, or accumulate gradients over several, "
-        "so that there are fewer steps; optimizer.gradient_buffers saves a copy on the host"
+        f"each rank sends {_in_units(nbytes)} per step. Use larger batches, or accumulate gradients over several, so "
+        "that there are fewer steps; optimizer.gradient_buffers saves a copy on the host"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads a timeline, also that of a killed program, and says what its steps spend their time on."""
+"""Reads a timeline, of a killed program too, and adds up what its steps spend their time on."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PROGRAM = 0
 
 COMPUTING, OTHER = "computing", "other"
 KINDS = (COMPUTING, "update", "communication", "waiting", "input", "checkpoint", OTHER)
-"""What time is spent on. Computing is what is left of `run`, other what is left of the program."""
+"""What time is spent on. Computing is the rest of `run`, other the rest of the program."""
 
 
 class TraceSpan(NamedTuple):
     """A stretch of a track's time.
 
     Attributes:
-        begin, end: seconds from the beginning of the trace.
+        begin, end: seconds since the beginning of the trace.
         category: `run`, `communication`, `waiting`, `update`, `input`, `checkpoint`.
         name: what was done.
-        nbytes: bytes that were sent.
-        is_open: whether it had not ended when the trace did.
+        nbytes: bytes sent.
+        is_open: whether the trace ended before it did.
     """
 
     begin: float
@@ -43,7 +43,7 @@ class Timeline(NamedTuple):
     """What all ranks did.
 
     Attributes:
-        tracks: the spans of each rank's tracks, by rank and number, outer ones before inner ones.
+        tracks: the spans of each rank's tracks, by rank and number, outer spans before inner ones.
         names: each rank's name, with its host.
         cores: the number of cores that each rank could run on.
     """
@@ -69,8 +69,8 @@ class Rank(NamedTuple):
         steps: the number of steps.
         step: seconds of a step, the median.
         mean: seconds of a step, the mean.
-        shares: of the time of all steps, for each of `KINDS`; they add up to 1.
-        nbytes: bytes sent in a step, the mean.
+        shares: the fraction of the time of all steps, for each of `KINDS`; they add up to 1.
+        nbytes: bytes sent per step, the mean.
     """
 
     rank: int
@@ -82,13 +82,13 @@ class Rank(NamedTuple):
 
 
 def read(path: str) -> Timeline:
-    """The timeline in a file, with the files of other hosts beside it, if the program was killed before it joined them.
+    """The timeline in a file, with the files of other hosts next to it if the program was killed before it merged them.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is not a timeline.
+        OSError: a file cannot be read.
+        ValueError: the file is not a timeline.
     """
-    events = [event for part in (path, *parts_beside(path)) for event in _events(part)]
+    events = [event for file in (path, *parts_beside(path)) for event in _events(file)]
     timeline = Timeline({}, {}, {})
     begun: dict[tuple[int, int], list[dict[str, Any]]] = {}
     last = max((event.get("ts", 0) + event.get("dur", 0) for event in events), default=0) / 1e6
@@ -109,7 +109,7 @@ def read(path: str) -> Timeline:
         for event in stack:
             _add(timeline, event, last, is_open=True)
     if not timeline.names:
-        raise ValueError(f"{path} is no timeline; name the file that HPCSTRAT_TIMELINE named when the program ran")
+        raise ValueError(f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran")
     for tracks in timeline.tracks.values():
         for spans in tracks.values():
             spans.sort(key=lambda span: (span.begin, -span.end))
@@ -119,8 +119,8 @@ def read(path: str) -> Timeline:
 def share_out(timeline: Timeline) -> list[Rank]:
     """Each rank's steps.
 
-    A step lasts from one `run` of the function that runs most often to the next. The first is left out: it makes slots,
-    plans and kernels that later steps find ready.
+    A step lasts from one `run` of the function that runs most often to the next. The first step is left out: it
+    makes slots, plans and kernels that later steps reuse.
 
     Raises:
         ValueError: the program did not run two steps.
@@ -139,9 +139,9 @@ def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
 
 
 def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
-    """Each moment of a rank's program, with what it was spent on, in order; gaps are `OTHER`.
+    """A rank's time as consecutive stretches of one kind; gaps are `OTHER`.
 
-    Of nested spans the innermost counts. While a GPU is at work, its work counts and not the host's, which runs ahead.
+    Of nested spans the innermost counts. While a GPU works, its work counts and not the host's, which only enqueues.
     """
     on_gpu = [_flat(spans) for track, spans in tracks.items() if track >= GPU_TRACKS and _is_main(spans)]
     on_host = _flat(tracks.get(PROGRAM, []))
@@ -149,10 +149,10 @@ def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
 
 
 def move_waiting(timeline: Timeline) -> Timeline:
-    """The timeline with spans of their own for GPUs that wait for each other.
+    """The timeline with separate spans for GPUs that wait for each other.
 
-    A kernel of NCCL waits on the GPU until those of all ranks have begun. So of the k-th kernel of every rank, the time
-    before the latest begin is waiting. Only streams with equally many kernels on all ranks are compared.
+    An NCCL kernel waits on the GPU until all ranks' kernels have begun. So in the k-th kernel of each rank, the time
+    before the last rank begins is waiting. Only streams with equal numbers of kernels on all ranks are compared.
     """
     moved = {rank: dict(tracks) for rank, tracks in timeline.tracks.items()}
     numbers = {track for tracks in moved.values() for track in tracks if track >= GPU_TRACKS}
@@ -163,13 +163,13 @@ def move_waiting(timeline: Timeline) -> Timeline:
             ]
             for rank, tracks in moved.items()
         }
-        if len({len(places) for places in each.values()}) > 1:
+        if len({len(indices) for indices in each.values()}) > 1:
             continue
-        for places in zip(*each.values(), strict=True):
-            all_there = max(moved[rank][number][i].begin for rank, i in zip(each, places, strict=True))
-            for rank, i in zip(each, places, strict=True):
+        for indices in zip(*each.values(), strict=True):
+            last_begin = max(moved[rank][number][i].begin for rank, i in zip(each, indices, strict=True))
+            for rank, i in zip(each, indices, strict=True):
                 span = moved[rank][number][i]
-                wait = TraceSpan(span.begin, min(all_there, span.end), "waiting", "the other ranks")
+                wait = TraceSpan(span.begin, min(last_begin, span.end), "waiting", "the other ranks")
                 if wait.end > wait.begin:
                     moved[rank][number] = [*moved[rank][number], wait]
     for tracks in moved.values():
@@ -186,7 +186,7 @@ def _add(timeline: Timeline, event: dict[str, Any], end: float, is_open: bool = 
 
 
 def _events(path: str) -> Iterator[dict[str, Any]]:
-    """The events of one file, a line each. A kill may have cut the last line short."""
+    """The events of a file, one per line. A kill may have truncated the last line."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -202,13 +202,13 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
     begins = steps_of(tracks)
     if len(begins) < 2:
         raise ValueError(
-            f"rank {rank} ran {len(begins) + 1} steps at most, and three tell what they spend their time on; call "
-            "Strategy.run more often with the same function"
+            f"rank {rank} ran at most {len(begins) + 1} steps, and three are needed to tell what they spend their time "
+            "on; call Strategy.run more often with the same function"
         )
     begin, end = begins[0], begins[-1]
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for one in stretches(tracks):
-        spent[one.kind] += max(0.0, min(one.end, end) - max(one.begin, begin))
+    for stretch in stretches(tracks):
+        spent[stretch.kind] += max(0.0, min(stretch.end, end) - max(stretch.begin, begin))
     spent[OTHER] += (end - begin) - sum(spent.values())
     sent = [span.nbytes for span in tracks[PROGRAM] if span.category == "communication" and begin <= span.begin < end]
     return Rank(
@@ -252,17 +252,17 @@ def _flat(spans: Sequence[TraceSpan]) -> list[Stretch]:
 
 
 def _laid_over(below: Sequence[Stretch], above: Sequence[Stretch]) -> list[Stretch]:
-    """Both, and where they overlap, what is above."""
-    begins = [one.begin for one in above]
+    """The stretches of both; where they overlap, those above."""
+    begins = [stretch.begin for stretch in above]
     result = list(above)
-    for one in below:
-        at = one.begin
+    for stretch in below:
+        at = stretch.begin
         for over in above[max(0, bisect.bisect_right(begins, at) - 1) :]:
-            if over.begin >= one.end:
+            if over.begin >= stretch.end:
                 break
             if over.begin > at:
-                result.append(Stretch(at, over.begin, one.kind))
+                result.append(Stretch(at, over.begin, stretch.kind))
             at = max(at, over.end)
-        if at < one.end:
-            result.append(Stretch(at, one.end, one.kind))
+        if at < stretch.end:
+            result.append(Stretch(at, stretch.end, stretch.kind))
     return sorted(result)

@@ -22,7 +22,7 @@ class DistributedInputIterator:
         self._iterator: Any = None
 
     def initialize(self) -> None:
-        """Goes to the first element; to be called before `get_next`, and again to start anew."""
+        """Goes to the first element. Call it before `get_next`, and again to start over."""
         self._iterator = iter(self._dataset)
 
     def get_next(self) -> Any:

@@ -122,7 +122,7 @@ def test_tensors_without_values_are_type_errors(strategy, make):
 
 def test_traced_tensors_are_type_errors():
     for trace in (torch.func.grad, torch.func.vmap):
-        with pytest.raises(TypeError, match="asnumpy: this .* outside of functions that are traced"):
+        with pytest.raises(TypeError, match="asnumpy: this .* outside functions that are traced"):
             trace(lambda x: hs.asnumpy(x) and x.sum())(torch.ones(3, 2) if trace is torch.func.vmap else torch.ones(3))
 
 

@@ -238,7 +238,7 @@ def test_keys_of_one_repr_are_told_apart():
     structures = [_nest.flatten(nest)[1] for nest in alike]
     descriptions = [_nest.describe(structure) for structure in structures]
     assert len(set(descriptions)) == len(descriptions)
-    assert all("keys of one repr" in text for text in descriptions)
+    assert all("keys of equal reprs" in text for text in descriptions)
     assert [_nest.describe(structure) for structure in structures] == descriptions
     one, other = Key("one"), Key("other")
     assert _nest.describe(_nest.flatten({one: 1, other: 2})[1]) == "{one: *, other: *}"

@@ -275,9 +275,7 @@ def test_steps_are_of_the_function_that_runs_most_often():
 
 
 def test_two_runs_are_too_few():
-    with pytest.raises(
-        ValueError, match=r"rank 0 ran 2 steps at most, and three tell .* call Strategy\.run more often"
-    ):
+    with pytest.raises(ValueError, match=r"rank 0 ran at most 2 steps, and three are .* call Strategy\.run more often"):
         share_out(make_timeline(steps(2)))
 
 
@@ -325,18 +323,25 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
         (
             [rank_with(rank, waiting=0.5) for rank in range(4)],
             [2, 2, 2, 2],
-            ["all ranks wait about alike, and 4 ranks share 2 cores"],
+            ["all ranks wait about equally, and 4 ranks share 2 cores"],
         ),
-        ([rank_with(rank, waiting=0.5) for rank in range(2)], [8, 8], ["their work differs from step to step"]),
+        ([rank_with(rank, waiting=0.5) for rank in range(2)], [8, 8], ["their work varies from step to step"]),
         (
             [rank_with(0, communication=0.4, input=0.3, nbytes=2.5e6)],
             [8],
-            ["Communication takes 40% of a step: 2.5 MB a step", "Input takes 30% of a step: make batches"],
+            [
+                "Communication takes 40% of a step: each rank sends 2.5 MB per step",
+                "Input takes 30% of a step: make batches",
+            ],
         ),
-        ([rank_with(0, mean=2.0)], [8], ["Nothing dominates", "longer than most: 2e+03 ms in the mean, 1e+03 in the"]),
+        (
+            [rank_with(0, mean=2.0)],
+            [8],
+            ["Nothing dominates", "longer than most: the mean is 2e+03 ms, the median 1e+03"],
+        ),
         ([rank_with(0, checkpoint=0.3)], [8], ["Checkpoint takes 30% of a step: save less often."]),
         ([rank_with(0, other=0.3)], [8], ["the program's own lines between the steps"]),
-        ([rank_with(0, update=0.3)], [8], ["take larger batches, or an optimizer with fewer slots"]),
+        ([rank_with(0, update=0.3)], [8], ["use larger batches, or an optimizer with fewer slots"]),
     ],
 )
 def test_advice_names_what_dominates(ranks, cores, says):
@@ -356,4 +361,6 @@ def test_the_command_refuses_what_is_no_timeline(tmp_path, capsys):
     path.write_text("[]\n")
     assert command(str(path), None, 4, as_json=False) == 1
     error = capsys.readouterr().err
-    assert "is no timeline; name the file that HPCSTRAT_TIMELINE named" in error and "HPCSTRAT_TIMELINE=" not in error
+    assert (
+        "is not a timeline; pass the file that HPCSTRAT_TIMELINE named" in error and "HPCSTRAT_TIMELINE=" not in error
+    )
