@@ -61,11 +61,7 @@ class UpdateRule(NamedTuple):
 
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
-        if self.norms is not None:
-            sums = _gpu.array_module(gradient).empty(self.norms.size, np.float64)
-            self.norms.sums_on_gpu(value, gradient, slots, sums)
-            self.norms.bound(np.sqrt(_gpu.to_host(sums)).tolist()).on_gpu(value, gradient, slots)
-        elif self.kernel is not None:
+        if self.kernel is not None:
             compiled = _compiled(self.kernel, value.dtype.itemsize == 2)
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:

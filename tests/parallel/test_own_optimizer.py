@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
+N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 
 
@@ -79,9 +80,42 @@ SHAPES = [(4, 3), (), (700,), (2, 0), (33,)]
 """Variables of both dtypes, some of them smaller than what ranks share out, one without elements."""
 
 
+NUMBERS = ("beta_1", "beta_2", "epsilon", "weight_decay")
+
+
 def gradients(rank, step):
     random = np.random.default_rng([rank, step])
     return [random.standard_normal(shape).astype("f8" if i % 2 else "f4") for i, shape in enumerate(SHAPES)]
+
+
+def test_norms_where_variables_are_on_the_host(place):
+    """Replicas may compute on GPUs all the same. Complex numbers have no kernel."""
+    strategy = place.make(hs.CentralStorageStrategy, "CPU:0")
+    for dtype in (np.float32, np.complex64):
+        check_steps(strategy, dtype)
+
+
+def test_norms_of_complex_numbers(strategy):
+    check_steps(strategy, np.complex128)
+
+
+def check_steps(strategy, dtype):
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.full((5, 3), 0.5, dtype)), LAMB(0.5)
+    value, m, v = w.numpy(), np.zeros((5, 3), dtype), np.zeros((5, 3), dtype)
+    for step in range(1, 3):
+        everyones = [np.random.default_rng([rank, step]).random((5, 3)).astype(dtype) for rank in range(N)]
+        strategy.run(optimizer.apply_gradients, args=([(strategy.xp.asarray(everyones[RANK]), w)],))
+        value, m, v = LAMB.formula(
+            value,
+            sum(everyones),
+            m,
+            v,
+            learning_rate=0.5,
+            step=step,
+            **{name: getattr(optimizer, name) for name in NUMBERS},
+        )
+    np.testing.assert_allclose(w.numpy(), value, rtol=1e-4)
 
 
 def test_norms_are_those_of_whole_variables(strategy, tmp_path):
@@ -94,13 +128,11 @@ def test_norms_are_those_of_whole_variables(strategy, tmp_path):
 
     variables, optimizer = model()
     expected = [[np.full(shape, 0.5), np.zeros(shape), np.zeros(shape)] for shape in SHAPES]
-    numbers = {name: getattr(optimizer, name) for name in ("beta_1", "beta_2", "epsilon", "weight_decay")}
+    numbers = {name: getattr(optimizer, name) for name in NUMBERS}
     for step in range(1, 5):
         given = [strategy.xp.asarray(one) for one in gradients(RANK, step)]
         strategy.run(optimizer.apply_gradients, args=(list(zip(given, variables, strict=True)),))
-        totals = [
-            sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(MPI.COMM_WORLD.size)], strict=True)
-        ]
+        totals = [sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)]
         for i, total in enumerate(totals):
             value, m, v = expected[i]
             with np.errstate(invalid="ignore"):  # the norms of nothing

@@ -94,8 +94,13 @@ def arrays_of(optimizer, dtype, size, steps=1):
 
 
 def update(optimizer, step, value, gradient, slots):
-    """One step by the kernel."""
-    optimizer.update_rule(0.1, step).on_gpu(value, gradient.copy(), slots)
+    """One step by the kernels."""
+    update = optimizer.update_rule(0.1, step)
+    if update.norms is not None:
+        sums = np.ones(update.norms.size)
+        update.norms.sums_on_gpu(value, gradient, slots, sums)
+        update = update.norms.bound(np.sqrt(sums).tolist())
+    update.on_gpu(value, gradient.copy(), slots)
 
 
 def operations(optimizer, step, value, gradient, slots):
