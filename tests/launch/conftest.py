@@ -5,9 +5,8 @@ import shutil
 
 import pytest
 import simulated_gpu
+from internals import _gpu
 from launcher import Launcher
-
-from hpcstrat import _gpu
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
 

@@ -5,10 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from internals import CheckpointFile
 from slow import slow_but
 from strategies import STRATEGIES
-
-from hpcstrat.checkpoint._safetensors import CheckpointFile
 
 # Trains in a way that any lost or repeated element, order, slot or step changes the result.
 TRAIN = """

@@ -3,8 +3,7 @@
 import os
 
 import pytest
-
-from hpcstrat._storage import compiled
+from internals import compiled
 
 PROGRAM = """
 import numpy as np

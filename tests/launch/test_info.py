@@ -5,11 +5,9 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
+from internals import _gpu, check, compiled, info, inventory
 
 import hpcstrat
-from hpcstrat import _gpu
-from hpcstrat._cli import check, info, inventory
-from hpcstrat._storage import compiled
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
 

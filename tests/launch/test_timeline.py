@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import pytest
-
-from hpcstrat._cli.timeline_shares import read, share_out
-from hpcstrat._timeline.trace import GPU_TRACKS
+from internals import GPU_TRACKS, read, share_out
 
 # Each of 6 steps moves what is known in closed form; on the last rank the function takes longer than on the others.
 PROGRAM = """

@@ -17,10 +17,10 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
+from internals import _gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
-from hpcstrat import _gpu
 
 if simulated_gpu.is_wanted():
     simulated_gpu.enter()

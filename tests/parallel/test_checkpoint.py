@@ -11,20 +11,24 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import (
+    STAGING,
+    CentralDeviceStorage,
+    CheckpointFile,
+    ReplicaGroup,
+    UpdatesOn,
+    _devices,
+    _safetensors,
+    connect_devices,
+    replica_storage,
+)
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES
 from transports import has, kind
 
 import hpcstrat as hs
-from hpcstrat import _devices
-from hpcstrat._communicators.connection import connect_devices
-from hpcstrat._communicators.transports import STAGING
-from hpcstrat._group import ReplicaGroup, UpdatesOn
-from hpcstrat._storage.central_device import CentralDeviceStorage
-from hpcstrat._storage.factory import replica_storage
-from hpcstrat.checkpoint import Checkpoint, Restored, _safetensors
-from hpcstrat.checkpoint._safetensors import CheckpointFile
+from hpcstrat.checkpoint import Checkpoint, Restored
 
 N = MPI.COMM_WORLD.size
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import MpiCommunicator, SharedMemoryCommunicator, SoloCommunicator, _world, call_named, connect, slice_of
 from transports import (
     COMM,
     DEVICE,
@@ -28,13 +29,7 @@ from transports import (
     works,
 )
 
-from hpcstrat import _world, asnumpy
-from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.host import SoloCommunicator
-from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.reduction import slice_of
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._edge import call_named
+from hpcstrat import asnumpy
 
 
 def pytest_generate_tests(metafunc):

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from internals import call_named
 from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
 
 from hpcstrat import ReplicaMismatchError
-from hpcstrat._edge import call_named
 
 several_ranks = pytest.mark.mpi(min_size=2)  # one cannot disagree with another
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import NcclCommunicator, SharedMemoryCommunicator, StagedCommunicator, _world, call_named
 from strategies import STRATEGIES
 from transports import (
     COMM,
@@ -25,11 +26,6 @@ from transports import (
 )
 
 import hpcstrat as hs
-from hpcstrat import _world
-from hpcstrat._communicators.nccl import NcclCommunicator
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._communicators.staged import StagedCommunicator
-from hpcstrat._edge import call_named
 
 N = COMM.size
 RANK = COMM.rank

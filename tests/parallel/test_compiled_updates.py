@@ -3,11 +3,11 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import compiled
 from lamb import LAMB
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat._storage import compiled
 
 RANK = MPI.COMM_WORLD.rank
 STEPS = 3

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import _context
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat import _context
 
 COMM = MPI.COMM_WORLD
 N = COMM.size

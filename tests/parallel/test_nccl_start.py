@@ -4,11 +4,8 @@ import threading
 import types
 
 import pytest
+from internals import MpiCommunicator, _gpu, nccl_start
 from mpi4py import MPI
-
-from hpcstrat import _gpu
-from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.mpi import MpiCommunicator
 
 COMM = MPI.COMM_WORLD
 RANK, N = COMM.rank, COMM.size

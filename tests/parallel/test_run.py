@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import _warnings
 from mpi4py import MPI
 
 import hpcstrat as hs
-from hpcstrat import _warnings
 
 COMM = MPI.COMM_WORLD
 N = COMM.size

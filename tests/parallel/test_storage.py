@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import private_memory, segment
 from mpi4py import MPI
 from strategies import STRATEGIES
 
 import hpcstrat as hs
-from hpcstrat._memory import segment
-from hpcstrat._memory.allocator import private_memory
 
 COMM = MPI.COMM_WORLD
 N = COMM.size

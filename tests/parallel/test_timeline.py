@@ -1,7 +1,6 @@
 """The clocks of a timeline's hosts."""
 
-from hpcstrat._communicators.connection import connect
-from hpcstrat._timeline import clocks
+from internals import clocks, connect
 
 
 def test_the_bounds_of_a_difference_hold_it():

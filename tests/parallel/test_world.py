@@ -1,8 +1,7 @@
 import os
 
+from internals import _world
 from mpi4py import MPI
-
-from hpcstrat import _world
 
 COMM = MPI.COMM_WORLD
 

@@ -6,13 +6,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import (
+    HierarchicalCommunicator,
+    MpiCommunicator,
+    SharedMemoryCommunicator,
+    SoloCommunicator,
+    _gpu,
+    _world,
+    nccl,
+    nccl_start,
+    staged,
+)
 from mpi4py import MPI
 
-from hpcstrat import ReduceOp, _gpu, _world, asnumpy
-from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.host import SoloCommunicator
-from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat import ReduceOp, asnumpy
 
 COMM = MPI.COMM_WORLD
 SUM, MEAN, MIN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX
@@ -57,7 +64,6 @@ def transport(name, monkeypatch, place=None):
 
 def on_gpus(name, control, place) -> Any:
     """A communicator of arrays on each rank's GPU."""
-    from hpcstrat._communicators import nccl, nccl_start, staged
 
     stream = _gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
     if name == "staged":

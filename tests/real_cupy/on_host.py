@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import _gpu
 
 import hpcstrat as hs
-from hpcstrat import _gpu
 
 pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda13]'")
 cupy: Any = _gpu.load_cupy("a test")

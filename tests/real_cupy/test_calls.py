@@ -5,13 +5,12 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import REDUCTIONS, load_nccl
+from internals import nccl as communicators_nccl
 from on_host import array, cupy, reaches_cuda
 from sources import PACKAGE, PAGES, PROGRAMS, calls
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators import nccl as communicators_nccl
-from hpcstrat._communicators.nccl_start import load_nccl
-from hpcstrat._communicators.reduction import REDUCTIONS
 
 pytestmark = pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
     "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -4,13 +4,11 @@ import io
 
 import numpy as np
 import pytest
+from internals import accumulator, packing, rows, rule
 from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import metrics
-from hpcstrat._communicators import packing
-from hpcstrat._communicators.reduction import accumulator
-from hpcstrat._storage import rows, rule
 
 compiler = pytest.importorskip("cupy.cuda.compiler")
 _kernel = pytest.importorskip("cupy._core._kernel")

@@ -6,9 +6,8 @@ import types
 import weakref
 
 import numpy as np
+from internals import _gpu
 from on_host import cupy
-
-from hpcstrat import _gpu
 
 
 class Event:

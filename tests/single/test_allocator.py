@@ -1,8 +1,7 @@
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-
-from hpcstrat._memory.allocator import RangeAllocator
+from internals import RangeAllocator
 
 
 def test_neighbours_are_back_to_back():

@@ -4,8 +4,7 @@ import os
 import time
 
 import numpy as np
-
-from hpcstrat._communicators import shared_memory
+from internals import shared_memory
 
 
 class Comm:

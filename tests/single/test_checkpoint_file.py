@@ -18,10 +18,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-
-from hpcstrat._storage.base import PART, host_parts
-from hpcstrat.checkpoint import _atomic_file, _safetensors
-from hpcstrat.checkpoint._safetensors import CheckpointFile, Entry
+from internals import PART, CheckpointFile, Entry, _atomic_file, _safetensors, host_parts
 
 KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 KNOWN += ["float16", "bfloat16", "float32", "float64"]

@@ -3,8 +3,8 @@ import subprocess
 import sys
 
 import pytest
+from internals import expand_nodes, expand_tasks
 
-from hpcstrat._launcher import expand_tasks
 from hpcstrat.cluster_resolver import (
     ClusterResolver,
     ClusterSpec,
@@ -14,7 +14,6 @@ from hpcstrat.cluster_resolver import (
     TFConfigClusterResolver,
     UnionResolver,
 )
-from hpcstrat.cluster_resolver._slurm import expand_nodes
 
 # What follows with a cluster in it is recorded from TensorFlow 2.15.1.
 FOUR = ("t02n13,t02n41,t02n43,t02n44", "1(x4)")

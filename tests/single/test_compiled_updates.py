@@ -5,11 +5,10 @@ import stat
 
 import numpy as np
 import pytest
+from internals import compiled, reduce_chunk
 from package_kernels import DTYPES, optimizers_of
 
 from hpcstrat import ReduceOp, optimizers
-from hpcstrat._communicators.reduction import reduce_chunk
-from hpcstrat._storage import compiled
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
 has_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")

@@ -4,14 +4,12 @@ import math
 
 import numpy as np
 import pytest
+from internals import Workers, distribute_dataset, distribute_from_function, select
+from internals import _checksum as checksums
 from thread_ranks import on_ranks
 
 from hpcstrat import ReplicaMismatchError
-from hpcstrat._group import Workers
-from hpcstrat._values import select
 from hpcstrat.data import Dataset
-from hpcstrat.data import _checksum as checksums
-from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 ROWS = np.random.default_rng(0).random((2000, 3))
 

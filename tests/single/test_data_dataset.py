@@ -9,9 +9,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from internals import _element_ops, _node
 
 from hpcstrat import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset, _element_ops, _node
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset
 
 
 def plain(element) -> Any:

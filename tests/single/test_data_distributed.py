@@ -8,10 +8,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from internals import Step, _nest, distribute_dataset, distribute_from_function, select
 from thread_ranks import Rank, on_ranks, parts
 
-from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec, _nest
-from hpcstrat._values import select
+from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
 from hpcstrat.data import (
     Dataset,
     DistributedDataset,
@@ -21,8 +21,6 @@ from hpcstrat.data import (
     RunOptions,
     ValueContext,
 )
-from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
-from hpcstrat.data._splitting import Step
 
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 

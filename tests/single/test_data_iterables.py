@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
+from internals import distribute_dataset, distribute_from_function, select
 from thread_ranks import on_ranks, parts
 
 from hpcstrat import ReplicaMismatchError
-from hpcstrat._values import select
 from hpcstrat.data import Dataset
-from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 
 class Tensors:

@@ -6,13 +6,11 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from internals import Workers, _failure, _warnings, distribute_dataset, distribute_from_function
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
-from hpcstrat import _failure, _warnings
-from hpcstrat._group import Workers
 from hpcstrat.data import Dataset, InputOptions
-from hpcstrat.data._distributed import distribute_dataset, distribute_from_function
 
 EVENLY = InputOptions(even_batches=True)
 

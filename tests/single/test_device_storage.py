@@ -4,11 +4,9 @@ import gc
 import weakref
 
 import numpy as np
+from internals import MirroredDeviceStorage, SoloCommunicator, StagedCommunicator
 
 from hpcstrat import ReduceOp, optimizers
-from hpcstrat._communicators.host import SoloCommunicator
-from hpcstrat._communicators.staged import StagedCommunicator
-from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 
 
 def test_buffers_may_be_passed_in_another_order():

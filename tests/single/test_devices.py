@@ -2,8 +2,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-
-from hpcstrat import _devices
+from internals import _devices
 
 
 @pytest.mark.parametrize("kind", ["CPU", "GPU", "cpu", "gpu", "Gpu"])

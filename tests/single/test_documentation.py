@@ -13,10 +13,10 @@ import subprocess
 import sys
 
 import pytest
+from internals import _settings
 from public_api import public_names
 
 import hpcstrat as hs
-from hpcstrat import _settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))

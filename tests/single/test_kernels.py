@@ -6,14 +6,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import _gpu, accumulator, layout, packing, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
 
-from hpcstrat import _gpu, metrics
-from hpcstrat._communicators import packing
-from hpcstrat._communicators.packing import layout
-from hpcstrat._communicators.reduction import accumulator
-from hpcstrat._storage import rows, rule
+from hpcstrat import metrics
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 

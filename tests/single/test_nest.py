@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from hpcstrat import _nest
+from internals import _nest
 
 Point = collections.namedtuple("Point", "x y")
 

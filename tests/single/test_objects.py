@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
-
-from hpcstrat._communicators import protocol
+from internals import protocol
 
 
 def travelled(obj, room=0):

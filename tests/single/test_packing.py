@@ -1,8 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-
-from hpcstrat._communicators.packing import Layout, layout
+from internals import Layout, layout
 
 
 def forms(*pairs):

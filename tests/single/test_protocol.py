@@ -1,9 +1,6 @@
 import numpy as np
 import pytest
-
-from hpcstrat import ReduceOp
-from hpcstrat._communicators import mismatch, protocol
-from hpcstrat._communicators.protocol import (
+from internals import (
     COMMON,
     HEADER,
     PAYLOAD,
@@ -12,8 +9,12 @@ from hpcstrat._communicators.protocol import (
     CallSignature,
     Listed,
     VariableId,
+    mismatch,
+    protocol,
     signature,
 )
+
+from hpcstrat import ReduceOp
 
 
 def test_a_record_holds_what_was_put_in():

@@ -5,21 +5,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-
-from hpcstrat import ReduceOp
-from hpcstrat._arrays import as_native, is_numeric
-from hpcstrat._communicators.reduction import (
+from internals import (
     CHUNK,
     REDUCTIONS,
     Reduction,
+    _Inner,
     accumulator,
+    as_native,
+    call_named,
     check_reducible,
+    is_numeric,
     reduce_chunk,
     reduce_flat,
     slice_of,
 )
-from hpcstrat._edge import call_named
-from hpcstrat._strategies.reduction import _Inner
+
+from hpcstrat import ReduceOp
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 

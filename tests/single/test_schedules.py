@@ -3,8 +3,8 @@
 import math
 
 import pytest
+from internals import _nest
 
-from hpcstrat import _nest
 from hpcstrat.optimizers import schedules
 
 STEPS = range(0, 25)

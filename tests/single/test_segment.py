@@ -2,9 +2,7 @@ import os
 
 import numpy as np
 import pytest
-
-from hpcstrat._memory import segment
-from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
+from internals import available_memory, physical_memory, private_segment, segment
 
 MIB = 1 << 20
 

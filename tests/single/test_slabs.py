@@ -6,9 +6,7 @@ import weakref
 
 import numpy as np
 import pytest
-
-from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
-from hpcstrat._storage.plan import Plan
+from internals import ALIGNMENT, Plan, SlabAllocator
 
 MIB = 1 << 20
 

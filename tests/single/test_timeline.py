@@ -8,16 +8,30 @@ import threading
 import time
 
 import pytest
-
-from hpcstrat._cli.timeline import advise
-from hpcstrat._cli.timeline import timeline as command
-from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
-from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
-from hpcstrat._timeline import recorder, start
-from hpcstrat._timeline.clocks import difference
-from hpcstrat._timeline.recorder import Recorder
-from hpcstrat._timeline.spans import Spans
-from hpcstrat._timeline.trace import TraceFile, join_parts, part_name
+from internals import (
+    COMMUNICATION,
+    KINDS,
+    RUN,
+    UPDATE,
+    WAITING,
+    Rank,
+    Recorder,
+    Spans,
+    Timeline,
+    TraceFile,
+    TraceSpan,
+    advise,
+    difference,
+    join_parts,
+    move_waiting,
+    part_name,
+    read,
+    recorder,
+    share_out,
+    start,
+    stretches,
+)
+from internals import timeline as command
 
 # ---- noting
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from internals import parse_choice
 
 import hpcstrat as hs
-from hpcstrat._types import parse_choice
 
 
 @pytest.mark.parametrize("op", list(hs.ReduceOp))

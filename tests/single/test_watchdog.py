@@ -16,14 +16,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from hpcstrat import _failure, _program
-from hpcstrat._communicators.call_state import CallState
-from hpcstrat._watchdog import channels as tcp
-from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
-from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, user_frame_of
-from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
-from hpcstrat._watchdog.watchdog import Watchdog
+from internals import (
+    LIMIT,
+    SETTLING_SECONDS,
+    SLOT,
+    CallState,
+    RankStatus,
+    SharedMemoryChannel,
+    StallDetector,
+    StatusChannel,
+    Watchdog,
+    _failure,
+    _program,
+    user_frame_of,
+)
+from internals import channels as tcp
 
 
 def note(number, waits, **others):

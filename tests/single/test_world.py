@@ -4,9 +4,7 @@ import threading
 import types
 
 import pytest
-
-from hpcstrat import _failure, _guard, _launcher, _mpi, _world
-from hpcstrat._launcher import Launcher
+from internals import Launcher, _failure, _guard, _launcher, _mpi, _world
 
 
 @pytest.fixture

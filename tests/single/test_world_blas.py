@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
+from internals import _blas
 from threadpoolctl import threadpool_info, threadpool_limits
-
-from hpcstrat import _blas
 
 
 @pytest.mark.parametrize(

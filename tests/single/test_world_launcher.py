@@ -2,10 +2,9 @@ import os
 from typing import Any
 
 import pytest
+from internals import Launcher, _world, find
 
 import hpcstrat as hs
-from hpcstrat import _world
-from hpcstrat._launcher import Launcher, find
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -3,8 +3,7 @@ import sys
 import threading
 
 import pytest
-
-from hpcstrat import _output
+from internals import _output
 
 
 @pytest.fixture

@@ -4,9 +4,7 @@ import contextlib
 import threading
 from typing import Any
 
-from hpcstrat._edge import current_call
-from hpcstrat._values import select
-from hpcstrat.data._distributed import distribute_dataset
+from internals import current_call, distribute_dataset, select
 
 
 class Rank:
