@@ -1,7 +1,7 @@
 """A step of SGD with momentum written by hand with mpi4py, in two ways.
 
-Each begins with arrays that are the weights at the start. `weights` are its own, in place; `step(gradients)` sums the
-gradients over the ranks and updates the weights.
+Each takes the initial weights as arrays. `weights` are its current weights, updated in place; `step(gradients)` sums
+the gradients over the ranks and updates them.
 """
 
 import numpy as np
@@ -41,7 +41,7 @@ class AllReduce:
 
 
 class Window:
-    """One copy in an MPI-3 shared window; after a barrier each rank updates its slice, and another ends the step."""
+    """One copy in an MPI-3 shared window. Each rank updates its slice between two barriers."""
 
     def __init__(self, start, barrier=COMM.Barrier):
         size = sum(value.size for value in start)

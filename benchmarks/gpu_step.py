@@ -1,17 +1,16 @@
-"""Times a training step on GPUs: ours beside hand-written CuPy + NCCL and PyTorch's DDP, in one run.
+"""Times a training step on GPUs: ours next to hand-written CuPy + NCCL and PyTorch's DDP, in one run.
 
     mpirun -n 4 python benchmarks/gpu_step.py                     # a GPU for each rank
     launch/share-gpu mpirun -n 4 python benchmarks/gpu_step.py    # one GPU for all
 
-Each network is a perceptron of some layers, trained by SGD with momentum 0.9 on half the squared error. The ways to a
-step:
+Each network is a multilayer perceptron, trained by SGD with momentum 0.9 on half the squared error. The alternatives:
 
     ours       hpcstrat.CentralStorageStrategy: one reduction to the parameter rank, one update there, one broadcast
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, then a fused update on every rank
     DDP        torch.nn.parallel.DistributedDataParallel, where PyTorch is installed
 
-They take turns, round by round, so that all meet the same state of the machine; printed are medians over the rounds,
-and their ratio to ours. Ours and the hand-written step must end with the same weights. After the steps: what single
+They take turns, round by round, so that all see the same state of the machine. The table has medians over rounds, and
+their ratios to ours. Ours and the hand-written step must end with the same weights. After the steps: what single
 calls cost, what it costs to feed a step with batches from the host, and the memory that Adam's slots take on the GPUs.
 """
 
@@ -45,7 +44,7 @@ COMM = MPI.COMM_WORLD
 
 
 def interleaved(ways, rounds, steps):
-    """The median seconds of each of `ways`, functions of no arguments, over rounds of so many calls."""
+    """The median seconds of each of `ways`, functions of no arguments, over rounds of `steps` calls."""
     times = {name: [] for name in ways}
     for turn in range(rounds + 2):
         for name, call in ways.items():
@@ -103,7 +102,7 @@ def ours(strategy, layers, x, y):
 
 
 class ByHand:
-    """What a program by hand keeps: a communicator and a stream."""
+    """The state of a hand-written program: a communicator and a stream."""
 
     def __init__(self):
         unique = COMM.bcast(nccl.get_unique_id() if COMM.rank == 0 else None)
@@ -206,7 +205,7 @@ def _id(value):
 
 
 def time_input(strategy, rounds):
-    """A step that computes for about as long as its batch takes to be copied."""
+    """Times steps that compute for about as long as the copy of their batch takes."""
     print(f"\nA step fed from the host, microseconds (ours / that), {COMM.size} ranks")
     rows = np.random.default_rng(0).random((COMM.size * 4096, 2048), np.float32)
     weight = cp.ones((2048, 2048), np.float32)

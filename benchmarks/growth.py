@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/growth.py
 
-It is started without mpirun, which it runs itself for each number of ranks, with growth_step.py: SGD with momentum by
-`apply_gradients`, beside one Allreduce by hand with an update on every rank, in turns. Prints a table in Markdown, in
-microseconds, and draws it in growth.png.
+Start it without mpirun: it runs growth_step.py under mpirun for each number of ranks. That times SGD with momentum by
+`apply_gradients`, in turns with a hand-written Allreduce and an update on every rank. It prints a Markdown table, in
+microseconds, and plots it in growth.png.
 """
 
 import argparse
@@ -22,14 +22,14 @@ KINDS = ("parameters", "variables", "ranks")
 
 
 def measured(mpirun, rounds, ranks, models):
-    """The seconds of each way, for each model: (parameters, variables)."""
+    """The seconds of each alternative, for each model: (parameters, variables)."""
     command = [*shlex.split(mpirun), "-n", str(ranks), sys.executable, HERE / "growth_step.py", "--rounds", str(rounds)]
     command += [f"{parameters}x{variables}" for parameters, variables in models]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
 
 def sweeps(options):
-    """For each panel, its cases: ((parameters, variables, ranks), seconds of each way)."""
+    """For each panel, its cases: ((parameters, variables, ranks), seconds of each alternative)."""
     ranks, middle = options.ranks, options.largest // 10
     sizes = [10**n for n in range(3, 8) if 10**n <= options.largest]
     models = [(size, 1) for size in sizes]

@@ -1,9 +1,9 @@
-"""Times a training step on CPU replicas: ours beside other ways to it, in one run.
+"""Times a training step on CPU replicas: ours next to its alternatives, in one run.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python    # which has TensorFlow
 
-The networks of networks.py are trained by SGD with momentum 0.9. The ways to a step:
+The networks of networks.py are trained by SGD with momentum 0.9. The alternatives:
 
     ours         hpcstrat.CentralStorageStrategy
     in buffers   the same, with gradients written to optimizer.gradient_buffers
@@ -13,12 +13,12 @@ The networks of networks.py are trained by SGD with momentum 0.9. The ways to a 
     TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
 
 The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
-The ways take turns, round by round, so that all meet the same state of the machine, and all must end with the same
-weights. Printed are medians over rounds, of the slowest rank, their ratio to ours, and the most that it is to be.
+They take turns, round by round, so that all see the same state of the machine, and all must end with the same weights.
+The table has medians over rounds on the slowest rank, their ratio to ours, and the goal for that ratio.
 
-TensorFlow is one process for all replicas, started by rank 0. It may use all cores that the ranks may, with its own
-choice of threads, and times itself, so that nothing of the pipe is in its figure. In its turn the ranks sleep, and in
-theirs it waits for a line of input; a pause between the two lets its threads stop polling for work.
+TensorFlow is one process for all replicas, started by rank 0. It may use all cores of the ranks, with its own
+choice of threads, and times itself, so that its figure leaves out the pipe. The ranks sleep in its turn, and it waits
+for a line of input in theirs; a pause in between lets its threads stop polling for work.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PAUSE = 0.02
 COMM = MPI.COMM_WORLD
 
 
-# ---- the ways: each gives a step, and a function that gives the weights
+# ---- the alternatives: each returns a step, and a function that returns the weights
 
 
 def ours(layers, x, y, in_buffers=False):
@@ -92,7 +92,7 @@ def ddp(layers, x, y):
 
 
 class TensorFlow:
-    """The process of tensorflow_step.py, on rank 0; the other ranks have None for it."""
+    """The process of tensorflow_step.py on rank 0; `None` on the other ranks."""
 
     def __init__(self, python):
         cores = set().union(*COMM.allgather(os.sched_getaffinity(0)))
@@ -135,7 +135,7 @@ class TensorFlow:
 
 
 def measure(layers, tensorflow, rounds):
-    """Medians of the ways to a step of one network, which must end with the same weights."""
+    """The median times of all alternatives for one network. All must end with the same weights."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
     made = {

@@ -1,14 +1,14 @@
-"""Times how fast a shuffled and batched dataset is shared out to CPU replicas, beside indexing arrays by hand.
+"""Times how fast a shuffled and batched dataset is split between CPU replicas, next to indexing arrays by hand.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/input.py
 
-The ways to an epoch of 60,000 rows of 784 numbers and their labels, which take turns:
+The alternatives for an epoch of 60,000 rows of 784 numbers and their labels, in turns:
 
     ours       from_tensor_slices(...).shuffle(60_000).batch(B), by experimental_distribute_dataset
-    by hand    plain NumPy: rows[indices] of this rank's part of each batch, of orders that are drawn beforehand
+    by hand    plain NumPy: rows[indices] for this rank's share of each batch, in an order drawn beforehand
 
-Milliseconds, medians over rounds, of the slowest rank. Then, how many rows each rank touches in an epoch: those of its
-part, and no others. For this every row is a page of memory, and the system knows which pages were read.
+Times are milliseconds, medians over rounds on the slowest rank. Then it counts the rows that each rank touches in an
+epoch: its own and no others. For this every row is a page of memory, and the system knows which pages were read.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def distributed(strategy, arrays, batch):
 
 
 def by_hand(rows, labels, batch, epochs):
-    """A function that goes through this rank's parts of an epoch's batches. Each epoch's order was drawn before."""
+    """A function that fetches this rank's share of each batch of an epoch, in an order drawn beforehand."""
     orders = itertools.cycle([own_parts(len(rows), batch, seed) for seed in range(epochs)])
 
     def epoch():
@@ -63,7 +63,7 @@ def labels_of_all_ranks(strategy, batches):
 
 
 def check(strategy, ours, hand, count):
-    """Each row comes once, and each rank gets as many of them either way."""
+    """Checks that each row comes once, and that both alternatives give each rank the same number of rows."""
     found = labels_of_all_ranks(strategy, ours)
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
     expected = COMM.allgather(sum(len(y) for _, y in hand()))
@@ -71,7 +71,7 @@ def check(strategy, ours, hand, count):
 
 
 def pages_read(memory, rows):
-    """Which pages of a fresh mapping were touched, as truth values."""
+    """Which pages of a fresh mapping were touched, as booleans."""
     with open("/proc/self/pagemap", "rb") as file:
         file.seek(memory.ctypes.data // mmap.PAGESIZE * 8)
         entries = np.frombuffer(file.read(8 * rows), np.uint64)
@@ -79,7 +79,7 @@ def pages_read(memory, rows):
 
 
 def touched(strategy, count, batch):
-    """How many rows each rank reads in an epoch, and whether they are those that it is given.
+    """The number of rows that each rank reads in an epoch, and whether they are its own.
 
     Before its first epoch a rank also reads the samples that the ranks compare, so this one is the second.
     """

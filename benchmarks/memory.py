@@ -1,9 +1,9 @@
-"""Shows what memory a large model takes on CPU replicas: 64 million parameters, trained by Adam.
+"""Measures the memory of a large model on CPU replicas: 64 million parameters, trained by Adam.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/memory.py
 
-Proportional set size (Pss), summed over the ranks: a page that several share counts once. Beside it stands what is to
-be expected: the parameters once and Adam's two slots once for all ranks, and on each rank a mailbox and the gradients.
+Proportional set size (Pss), summed over the ranks: a shared page counts once. Next to it is the
+expected size: the parameters and Adam's two slots once for all ranks, and a mailbox and the gradients on each rank.
 """
 
 import argparse
@@ -22,7 +22,7 @@ VARIABLES = 16
 
 
 def pss(processes):
-    """MiB of all the processes."""
+    """MiB of all processes."""
     total = 0
     for process in processes:
         with open(f"/proc/{process}/smaps_rollup") as file:

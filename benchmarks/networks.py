@@ -1,4 +1,4 @@
-"""The networks of host_step.py and tensorflow_step.py, in plain NumPy: perceptrons of some layers with ReLU."""
+"""The networks of host_step.py and tensorflow_step.py, in plain NumPy: multilayer perceptrons with ReLU."""
 
 import itertools
 
@@ -13,7 +13,7 @@ RATE, MOMENTUM = 1e-4, 0.9  # of SGD
 
 
 def initial(layers):
-    """The weights and biases of each layer at the start."""
+    """The initial weights and biases of each layer."""
     random = np.random.default_rng(0)
     for a, b in itertools.pairwise(layers):
         yield random.normal(0, (2 / a) ** 0.5, (a, b)).astype(np.float32)

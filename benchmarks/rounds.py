@@ -1,4 +1,4 @@
-"""What the benchmarks share: ways of doing a thing take turns, round by round, and medians come out."""
+"""Shared by the benchmarks: alternatives take turns, round by round, and the medians are compared."""
 
 import random
 import statistics
@@ -6,7 +6,7 @@ import time
 
 
 def repeated(call):
-    """A way that makes one call over and over: a function of their number that returns the seconds they took."""
+    """An alternative that repeats a call: a function of the number of calls that returns the seconds they took."""
 
     def way(calls):
         begin = time.perf_counter()
@@ -18,15 +18,15 @@ def repeated(call):
 
 
 def interleaved(ways, rounds, calls=1, comm=None):
-    """The median seconds of a call of each way, on the slowest rank.
+    """The median seconds per call of each alternative, on the slowest rank.
 
-    Each round has an order of its own, the same on all ranks, so that no way always suffers from what the same other
-    one leaves behind.
+    Each round has its own order, equal on all ranks, so that no alternative always runs after the same other one and
+    suffers from the state of the caches that it leaves behind.
 
     Args:
-        ways: functions by name, such as `repeated` makes, which make so many calls and return the seconds.
-        rounds: how many turns each way takes, after one that warms up.
-        calls: how many calls a turn is.
+        ways: functions by name, such as `repeated` makes, which take a number of calls and return their seconds.
+        rounds: the number of turns of each alternative, after one that warms up.
+        calls: the number of calls in a turn.
         comm: the ranks, which begin each turn together.
     """
     seconds = {name: [] for name in ways}

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 mpirun -n 3 python benchmarks/soak.py --steps 100000
 
-Each step runs a replica function, which updates a model, and reduces a number; now and then a variable comes and goes,
-a dataset is gone through, and a checkpoint is saved. The exit status is 1 where the proportional set size (Pss) of all
-ranks has grown from a tenth of the steps to the end by more than `--most` MiB, or any file is open more.
+Each step runs a replica function that updates a model, and reduces a number. Now and then it makes and drops a
+variable, iterates over a dataset, and saves a checkpoint. The exit status is 1 if, between a tenth of the steps and the
+end, the proportional set size (Pss) of all ranks grows by more than `--most` MiB, or the number of open files grows.
 """
 
 import argparse
@@ -23,7 +23,7 @@ COMM = MPI.COMM_WORLD
 
 
 class Work:
-    """What a step does: a small model, and all that programs make beside it."""
+    """The work of a step: a small model, and whatever else programs use."""
 
     def __init__(self, folder):
         self.strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())

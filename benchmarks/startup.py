@@ -1,9 +1,9 @@
-"""Times how long programs take to begin: the import, and up to the end of the first step.
+"""Times how long programs take to start: the import, and up to the end of the first step.
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py --ranks 4
 
-Milliseconds, medians over rounds in which fresh processes take turns. It is started without mpirun, which it runs
-itself. A program tells the moment at which its first step, or its Allreduce, has ended; what follows is not counted.
+Times are milliseconds, medians over rounds in which fresh processes take turns. Start it without mpirun, which it runs
+itself. A program reports when its first step, or its Allreduce, has ended; what follows is not counted.
 """
 
 import argparse
@@ -47,7 +47,7 @@ MOMENT = "; import time; print(time.monotonic())"
 
 
 def start(program, command=()):
-    """A way that runs the program, under a command, until it tells the moment."""
+    """An alternative that runs the program, under a command, until it reports that moment."""
 
     def way(calls):
         seconds = 0

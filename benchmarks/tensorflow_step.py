@@ -1,9 +1,9 @@
-"""A training step under TensorFlow's own CentralStorageStrategy, as host_step.py starts it beside its ranks.
+"""A training step under TensorFlow's own CentralStorageStrategy, started by host_step.py next to its ranks.
 
     python benchmarks/tensorflow_step.py REPLICAS
 
-One process, with a logical CPU device for each replica, variables on the first, and as many threads as TensorFlow
-takes by itself. Each line of standard input is a command in JSON, and is answered by a line on standard output:
+One process, with a logical CPU device for each replica, variables on the first, and TensorFlow's default number
+of threads. Each line of standard input is a command in JSON, answered by a line on standard output:
 
     {"layers": [64, 32, 10], "batch": 32}    makes a network                      null
     {"steps": 200}                           trains it                            the seconds that it took
@@ -23,7 +23,7 @@ import tensorflow as tf
 
 
 def make_step(strategy, layers, batch):
-    """A step, and the variables that it changes."""
+    """A training step, and the variables that it changes."""
     with strategy.scope():
         weights = [tf.Variable(value) for value in networks.initial(layers)]
         optimizer = tf.keras.optimizers.legacy.SGD(networks.RATE, networks.MOMENTUM)

@@ -1,13 +1,13 @@
-"""Times updates of large variables on the host: compiled, by NumPy's operations, and PyTorch's.
+"""Times updates of large variables on the host: compiled, by NumPy's operations, and by PyTorch.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/update.py
 
-`apply_gradients` of CentralStorageStrategy alone, with gradients that are there already, anywhere or in
-`optimizer.gradient_buffers`, beside PyTorch, if it is installed: the fused one, which is one pass over memory too, and
-the plain one (`foreach=False`), an operation at a time. PyTorch updates all elements on rank 0, with one thread, while
-the other ranks wait. Of ours each rank has its share of the elements, for which it sums up all ranks' gradients.
+It times `apply_gradients` of CentralStorageStrategy alone, with gradients that exist already, in any arrays or in
+`optimizer.gradient_buffers`. Next to it, if installed, is PyTorch: its fused optimizer, which is one pass over memory
+too, and the plain one (`foreach=False`), one operation at a time. PyTorch updates all elements on rank 0, with one
+thread, while the other ranks wait. Our ranks each update their slice, for which they sum all ranks' gradients.
 
-The ways take turns, round by round. Printed are medians over rounds in milliseconds, of the slowest rank.
+The alternatives take turns, round by round. Times are medians over rounds in milliseconds, on the slowest rank.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def values(dtype):
 
 
 def ours(make, dtype, compiles, in_buffers=False):
-    """A way that updates variables of its own, by gradients that are anywhere or in the optimizer's buffers."""
+    """An alternative that updates its own variables, with gradients in any arrays or in the optimizer's buffers."""
     strategy = hs.CentralStorageStrategy(["CPU:0"] * COMM.size)
     with strategy.scope():
         variables = [hs.Variable(value) for value in values(dtype)]
@@ -68,7 +68,7 @@ def ours(make, dtype, compiles, in_buffers=False):
 
 
 def torchs(make, dtype, **how):
-    """A way that rank 0 alone goes."""
+    """An alternative that runs on rank 0 only."""
     if COMM.rank:
         return lambda calls: 0.0
     parameters = [torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype)) for value in values("float32")]

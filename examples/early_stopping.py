@@ -1,9 +1,9 @@
-"""Stops when what was held back is no longer read better, and ends with the best weights; goes on where it was killed.
+"""Stops when the validation accuracy no longer improves, and keeps the best weights; resumes after a kill.
 
     mpirun -n 4 python examples/early_stopping.py --folder run
 
-Softmax regression on handwritten digits. After each epoch everything is saved; the best so far is kept in a file of its
-own. Start it again with the same folder, on any number of ranks, and it goes on from the last epoch.
+Softmax regression on handwritten digits. Every epoch saves everything; the best weights so far have their own file.
+Start it again with the same folder, on any number of ranks, and it continues after the last epoch.
 """
 
 import argparse

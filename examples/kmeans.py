@@ -1,9 +1,9 @@
-"""Sorts handwritten digits into clusters, without being told which digit is which: k-means.
+"""Sorts handwritten digits into clusters by k-means, without knowing the digits.
 
     mpirun -n 4 python examples/kmeans.py
 
-Each replica assigns its images to the nearest centres; the sums of all replicas make the new centres. The method is
-that of Lloyd (1982), from centres that are drawn as k-means++ does (Arthur and Vassilvitskii 2007).
+Each replica assigns its images to the nearest centres; the sums over all replicas give the new centres. The method is
+Lloyd's (1982); the first centres are drawn by k-means++ (Arthur and Vassilvitskii 2007).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import hpcstrat as hs
 
 
 def initial_centres(images, count, seed):
-    """Images far from each other, of shape (count, pixels)."""
+    """Images that are far from each other, of shape (count, pixels)."""
     random = np.random.default_rng(seed)
     centres = [images[random.integers(len(images))]]
     while len(centres) < count:
@@ -25,7 +25,7 @@ def initial_centres(images, count, seed):
 
 
 def nearest(xp, images, centres):
-    """Which centre is nearest to each image, and the square of the distance; both of shape (n,)."""
+    """The index of each image's nearest centre, and the squared distance to it; both of shape (n,)."""
     squares = (images**2).sum(axis=1)[:, None] - 2 * images @ centres.T + (centres**2).sum(axis=1)
     return squares.argmin(axis=1), xp.maximum(squares.min(axis=1), 0)
 

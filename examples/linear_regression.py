@@ -1,8 +1,8 @@
-"""Fits a linear model to a file that is read piece by piece: no replica ever holds more than its part of a batch.
+"""Fits a linear model to a file that is read piece by piece: no replica holds more than its share of a batch.
 
     mpirun -n 4 python examples/linear_regression.py
 
-The file is a `.npy` that the lead makes first: rows of features, the last column the target.
+The file is a `.npy` that the lead makes first: rows of features, with the target in the last column.
 """
 
 import argparse
@@ -17,7 +17,7 @@ FEATURES = 20
 
 
 def make_file(path, rows):
-    """Writes `rows` rows of float32: normal features, and a target that is their weighted sum and some noise."""
+    """Writes `rows` rows of float32: normal features, and a target that is their weighted sum plus noise."""
     random = np.random.default_rng(0)
     table = np.lib.format.open_memmap(path, "w+", np.float32, (rows, FEATURES + 1))
     for start in range(0, rows, 10_000):
@@ -28,7 +28,7 @@ def make_file(path, rows):
 
 
 def true_weights():
-    """Those that the data was made with, of shape (FEATURES,)."""
+    """The weights that the data was made with, of shape (FEATURES,)."""
     return np.linspace(-1, 1, FEATURES, dtype=np.float32)
 
 

@@ -1,9 +1,9 @@
-"""Learns to read handwritten digits in a job that may be stopped at any time, and goes on where it was.
+"""Learns to read handwritten digits in a job that may be stopped at any time, and resumes where it stopped.
 
     mpirun -n 4 python examples/resume.py --checkpoint run/checkpoint
 
-At a SIGUSR1 or SIGTERM all replicas save after the step that they are at, and exit with status 75. The same command
-then goes on with the next step, and ends with the numbers that it would have had undisturbed.
+On SIGUSR1 or SIGTERM all replicas finish their step, save, and exit with status 75. The same command then continues
+with the next step, and ends with the same numbers as an uninterrupted run.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def load_data():
 
 
 def cross_entropy(xp, scores, digits):
-    """Each image's loss, of shape (n,), and its derivative by the scores, of shape (n, 10)."""
+    """Each image's loss, of shape (n,), and its derivative with respect to the scores, of shape (n, 10)."""
     scores = scores - scores.max(axis=1, keepdims=True)
     log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
     true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)

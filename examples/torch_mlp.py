@@ -1,8 +1,8 @@
-"""Trains a PyTorch module whose parameters are a strategy's variables: autograd gives the gradients.
+"""Trains a PyTorch module whose parameters are a strategy's variables; autograd computes the gradients.
 
     mpirun -n 4 python examples/torch_mlp.py
 
-The tensors are the variables' memory, without a copy, so all replicas of a host share one set of parameters.
+The tensors use the variables' memory without a copy, so all replicas of a host share one set of parameters.
 """
 
 import argparse
@@ -18,7 +18,7 @@ warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # wh
 
 
 def make_module(seed):
-    """The network, with the parameters that it starts with."""
+    """The network with its initial parameters."""
     torch.manual_seed(seed)
     return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
 

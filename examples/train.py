@@ -2,7 +2,7 @@
 
     mpirun -n 4 python examples/train.py
 
-Four replicas share each batch out between them and take the same steps as one replica would take alone.
+Four replicas split each batch and take the same steps that one replica would take.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def forward(xp, weights, images):
 
 
 def cross_entropy(xp, scores, digits):
-    """Each image's loss, of shape (n,), and its derivative by the scores, of shape (n, 10)."""
+    """Each image's loss, of shape (n,), and its derivative with respect to the scores, of shape (n, 10)."""
     scores = scores - scores.max(axis=1, keepdims=True)
     log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
     true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)
@@ -62,7 +62,7 @@ def backward(weights, images, hidden1, hidden2, d_scores):
 
 
 def load_data(seed):
-    """1797 images of 8 x 8 pixels and their digits in random order, as datasets for training and, a fifth, for test."""
+    """1797 images of 8 x 8 pixels and their digits, shuffled: datasets for training and, a fifth of it, for testing."""
     images, digits = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
