@@ -30,10 +30,6 @@ from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
 from hpcstrat._communicators.packing import Layout, layout
 from hpcstrat._communicators.protocol import (
-    COMMON,
-    HEADER,
-    PAYLOAD,
-    RECORD,
     CallDescription,
     CallSignature,
     Listed,
@@ -41,7 +37,6 @@ from hpcstrat._communicators.protocol import (
     signature,
 )
 from hpcstrat._communicators.reduction import (
-    CHUNK,
     REDUCTIONS,
     Reduction,
     accumulator,
@@ -72,7 +67,6 @@ from hpcstrat._timeline.clocks import difference
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import Spans
 from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_name
-from hpcstrat._types import parse_choice
 from hpcstrat._values import select
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel

@@ -1,10 +1,6 @@
 import numpy as np
 import pytest
 from internals import (
-    COMMON,
-    HEADER,
-    PAYLOAD,
-    RECORD,
     CallDescription,
     CallSignature,
     Listed,
@@ -20,8 +16,7 @@ from hpcstrat import ReduceOp
 def test_a_record_holds_what_was_put_in():
     digest = bytes(range(16))
     packed = protocol.pack_record(2**40, 2**50 + 1, protocol.LEAVING, digest, 2**33)
-    assert COMMON < len(packed) == protocol.WHOLE <= HEADER and HEADER + PAYLOAD == RECORD
-    buffer = np.zeros(RECORD, np.uint8)
+    buffer = np.zeros(protocol.RECORD, np.uint8)
     buffer[: len(packed)] = np.frombuffer(packed, np.uint8)
     for form in (packed, memoryview(buffer)):  # pyright: ignore[reportArgumentType]
         assert protocol.message_sizes([form]) == [2**33]
@@ -30,7 +25,7 @@ def test_a_record_holds_what_was_put_in():
 
 def test_the_size_is_no_part_of_what_must_agree():
     one, other = (protocol.pack_record(1, 0, protocol.OK, bytes(16), nbytes) for nbytes in (3, 4))
-    assert one[:COMMON] == other[:COMMON] and one != other
+    assert one[: protocol.COMMON] == other[: protocol.COMMON] and one != other
 
 
 def test_equal_facts_equal_signatures():

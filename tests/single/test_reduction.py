@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from internals import (
-    CHUNK,
     REDUCTIONS,
     Reduction,
     _Inner,
@@ -26,7 +25,7 @@ HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [0, 1, 7, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("size", [0, 1, 7, *((1 << power) + 1 for power in range(10, 20)), 1 << 16])
 def test_sums_are_in_order(count, size):
     parts = list(np.random.default_rng(count).standard_normal((count, size)).astype(np.float32))
     expected = parts[0]

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-from internals import parse_choice
 
 import hpcstrat as hs
 
@@ -19,9 +18,9 @@ def test_what_is_no_operation(wrong):
 
 
 def test_choices_name_their_argument():
-    assert parse_choice(hs.VariableAggregation, "mean", "call", "aggregation") is hs.VariableAggregation.MEAN
-    with pytest.raises(ValueError, match="call: aggregation is 'MIN'; .*VariableAggregation.ONLY_FIRST_REPLICA"):
-        parse_choice(hs.VariableAggregation, "MIN", "call", "aggregation")
+    assert hs.Variable(1.0, aggregation="mean").aggregation is hs.VariableAggregation.MEAN
+    with pytest.raises(ValueError, match=r"aggregation is 'MIN'; .*VariableAggregation\.ONLY_FIRST_REPLICA"):
+        hs.Variable(1.0, aggregation="MIN")
 
 
 def test_array_specifications():
