@@ -88,9 +88,9 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
     if not number >= 0:
         raise ValueError(f"extend_timeout: seconds is {seconds!r}; it must be a number from 0 up")
     communicator = connected()
-    if communicator is None or communicator.watch is None:
+    if communicator is None or communicator.watchdog is None:
         return nullcontext()
-    return communicator.watch.patience(number)
+    return communicator.watchdog.patience(number)
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:

@@ -28,7 +28,7 @@ from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
-from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.packing import Layout, layout_of
 from hpcstrat._communicators.protocol import (
     CallDescription,
     CallSignature,

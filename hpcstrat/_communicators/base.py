@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import abc
 import threading
-import traceback
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _gpu, _settings, _world
+from hpcstrat import _gpu, _settings
 from hpcstrat._arrays import as_native
 from hpcstrat._communicators import mismatch, protocol, reduction
 from hpcstrat._communicators.call_state import CallState
@@ -22,7 +21,6 @@ from hpcstrat._edge import current_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
-from hpcstrat._watchdog.rank_status import user_frame
 from hpcstrat._watchdog.watchdog import Watchdog
 
 Write: TypeAlias = Callable[[Bytes], None]
@@ -44,7 +42,7 @@ class Communicator(abc.ABC):
         size: how many ranks there are.
         checks: whether values that count as one are compared; see `require_equal`.
         calls: what this rank has called.
-        watch: ends the job where ranks wait without end; `None` where there is none.
+        watchdog: ends the job where ranks wait without end; `None` where there is none.
     """
 
     rank: int
@@ -55,7 +53,7 @@ class Communicator(abc.ABC):
         self.size = size
         self.calls: CallState = CallState() if calls is None else calls
         self.checks: bool = size > 1 and _settings.is_on("HPCSTRAT_CHECK")
-        self.watch: Watchdog | None = None
+        self.watchdog: Watchdog | None = None
 
     @property
     def number(self) -> int:
@@ -73,12 +71,12 @@ class Communicator(abc.ABC):
         """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
 
     @abc.abstractmethod
-    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        """`all_reduce` of arrays that are fit for it. `facts` and the arrays' forms must agree."""
+    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        """`all_reduce` of checked arrays. On all ranks `must_match`, the shapes and the dtypes are equal."""
 
     @abc.abstractmethod
-    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
-        """`all_gather` of arrays that are fit for it, but for their shapes. `facts` and the dtypes must agree."""
+    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        """`all_gather` of arrays that are checked, but for their shapes. Equal are `must_match` and the dtypes."""
 
     # ---- the exchange that every call begins with
 
@@ -171,9 +169,9 @@ class Communicator(abc.ABC):
             self.exchange(signature(f"{current_call()}{of}, HPCSTRAT_CHECK", *seen))
 
     def work(self) -> None:
-        """Tells the watch that long work goes on, so that the ranks that wait for it wait on."""
-        if self.watch is not None:
-            self.watch.work()
+        """Tells the watchdog that long work goes on, so that the ranks that wait for it wait on."""
+        if self.watchdog is not None:
+            self.watchdog.work()
 
     def change(self) -> Change:
         """A block that changes what all ranks share, or keep alike; one that is broken off is not resumed."""
@@ -228,7 +226,7 @@ class Communicator(abc.ABC):
         self.exchange(signature(current_call()))
 
     @span(COMMUNICATION, _described)
-    def all_reduce(self, arrays: Sequence[Array], op: ReduceOp, *facts: str) -> list[Array]:
+    def all_reduce(self, arrays: Sequence[Array], op: ReduceOp, *must_match: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
         All of them travel together. The results are fresh, C-contiguous, where the arrays are, and bit-identical on
@@ -237,25 +235,25 @@ class Communicator(abc.ABC):
         Args:
             arrays: this rank's.
             op: how they are reduced.
-            *facts: what else must be equal on all ranks.
+            *must_match: what else must be equal on all ranks.
 
         Raises:
             TypeError: a dtype that cannot be reduced so.
-            ReplicaMismatchError: shapes, dtypes, `op` or `facts` differ between ranks.
+            ReplicaMismatchError: shapes, dtypes, `op` or `must_match` differ between ranks.
         """
         with self.raise_together():
             for array in arrays:
                 reduction.check_reducible(array.dtype, op)
             if reduction.REDUCTIONS[op].is_mean and self.size > 1:
                 arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
-            return self._reduce_arrays((op.name, *facts), [as_native(array) for array in arrays], op)
+            return self._reduce_arrays((op.name, *must_match), [as_native(array) for array in arrays], op)
 
     @span(COMMUNICATION, _described)
-    def all_gather(self, arrays: Sequence[Array], axis: int, *facts: str) -> list[Array]:
+    def all_gather(self, arrays: Sequence[Array], axis: int, *must_match: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
         Only the sizes along `axis` may differ. The results are fresh, where the arrays are, and bit-identical on every
-        rank. `facts` are what else must be equal on all ranks. Collective.
+        rank. `must_match` is what else must be equal on all ranks. Collective.
 
         Raises:
             TypeError: an array of Python objects.
@@ -268,21 +266,21 @@ class Communicator(abc.ABC):
                         f"{current_call()}: an array of dtype {array.dtype} cannot be gathered; pass numbers"
                     )
             arrays = [as_native(array) for array in arrays]
-            return self._gather_arrays((f"axis={axis}", *facts), arrays, axis)
+            return self._gather_arrays((f"axis={axis}", *must_match), arrays, axis)
 
-    def all_gather_obj(self, obj: Any, *facts: str) -> list[Any]:
+    def all_gather_obj(self, obj: Any, *must_match: str) -> list[Any]:
         """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
 
         Args:
             obj: this rank's.
-            *facts: what must be equal on all ranks.
+            *must_match: what must be equal on all ranks.
 
         Raises:
             TypeError: `obj` cannot be pickled.
         """
         with self.raise_together():
             message = _message(obj)
-            messages = self.exchange(signature(current_call(), *facts), message.nbytes, message.write)
+            messages = self.exchange(signature(current_call(), *must_match), message.nbytes, message.write)
             return [protocol.load_object(one) for one in messages]
 
     def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
@@ -319,9 +317,9 @@ class Communicator(abc.ABC):
         """
         states = [protocol.read_record(record) for record in posted]
         if any(status == protocol.LEAVING for _, _, status, _ in states):
-            self._end_after_leaving([status for _, _, status, _ in states], words)
+            mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
-            self._end_after_fault([number for number, *_ in states], words)
+            mismatch.end_after_fault(self.rank, [number for number, *_ in states], words, self.calls.fault)
         everyones = self._tell(mismatch.report_of(words, error))
         self.settle()
         failed = [rank for rank, other in enumerate(everyones) if other.problem is not None]
@@ -340,39 +338,9 @@ class Communicator(abc.ABC):
         record = protocol.pack_record(self.calls.number, 0, protocol.OK, bytes(16), message.nbytes)
         posted = self._post(record, message.nbytes, message.write)
         if any(other[: protocol.COMMON] != record[: protocol.COMMON] for other in posted):
-            self._end_after_fault([protocol.read_record(other)[0] for other in posted], own.words)
+            numbers = [protocol.read_record(other)[0] for other in posted]
+            mismatch.end_after_fault(self.rank, numbers, own.words, self.calls.fault)
         return [protocol.load_object(m) for m in self._messages(protocol.message_sizes(posted), message.write)]
-
-    def _end_after_leaving(self, statuses: Sequence[int], words: protocol.CallDescription) -> NoReturn:
-        gone = [rank for rank, status in enumerate(statuses) if status == protocol.LEAVING]
-        what = "left the program" if self.rank in gone else f"waits in {words}, at {user_frame()}"
-        _world.end_job(
-            f"hpcstrat: rank {self.rank} {what}; {_ranks(gone)} left the program before the others; "
-            "all ranks must make the same calls",
-            consequence=self.rank in gone,
-        )
-
-    def _end_after_fault(self, numbers: Sequence[int], words: protocol.CallDescription) -> NoReturn:
-        where = f"rank {self.rank} is in {words}, at {user_frame()}"
-        if self.calls.fault is not None:
-            lines = "".join(traceback.format_exception(self.calls.fault))
-            _world.end_job(
-                f"{lines}hpcstrat: this exception was raised in a call on rank {self.rank} and was caught, but other "
-                f"ranks did not raise there; the ranks no longer make the same calls: {where}. What not all ranks "
-                "raise must not be caught"
-            )
-        if len(set(numbers)) == 1:
-            _world.end_job(
-                "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; the "
-                f"ranks no longer make the same calls: {where}. What not all ranks raise must not be caught",
-                consequence=True,
-            )
-        made = ", ".join(f"rank {rank} {number}" for rank, number in enumerate(numbers))
-        _world.end_job(
-            f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks must make the same "
-            "calls, each to its end",
-            consequence=True,
-        )
 
 
 def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
@@ -387,8 +355,8 @@ def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
             f"{current_call()}: axis {axis} does not exist in every array: the shapes are {listed}; pass an axis that "
             "all have"
         )
-    place = axis % len(shapes[0])
-    if len({(len(shape), *shape[:place], *shape[place + 1 :]) for shape in shapes}) > 1:
+    along = axis % len(shapes[0])
+    if len({(len(shape), *shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
         raise ReplicaMismatchError(
             f"{current_call()}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
         )
@@ -406,7 +374,3 @@ def _message(obj: Any) -> protocol.ObjectMessage:
 def checksum(array: Array) -> int:
     """A checksum of an array's bytes, wherever it is."""
     return zlib.crc32(np.ascontiguousarray(_gpu.to_host(array)).reshape(-1).view(np.uint8).data)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

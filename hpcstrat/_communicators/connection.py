@@ -54,7 +54,7 @@ def _connect() -> HostCommunicator:
             return SoloCommunicator()
         communicator, channel = connect_host(world)
     if channel is not None:
-        communicator.watch = Watchdog(communicator.rank, communicator.calls, channel)
+        communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
     elif communicator.rank == 0:
         warnings.warn(
             "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
@@ -155,8 +155,8 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
         return
-    if communicator.watch is not None:
-        communicator.watch.leave()
+    if communicator.watchdog is not None:
+        communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself
         # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
         communicator.leave()

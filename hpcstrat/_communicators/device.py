@@ -32,7 +32,7 @@ class DeviceCommunicator(Communicator):
     def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
-        self.watch = control.watch
+        self.watchdog = control.watchdog
         self.stream = stream
 
     def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:

@@ -42,35 +42,35 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._between = MpiCommunicator(leads) if host_comm.rank == 0 else None
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
-        is_short = any(accumulator(group.dtype) != group.dtype for group in form.groups)
-        if form.nbytes <= SMALL_MESSAGE_BYTES or is_short:
-            super().reduce_message(agreed, form, write, op, out)
+        is_short = any(accumulator(group.dtype) != group.dtype for group in layout.groups)
+        if layout.nbytes <= SMALL_MESSAGE_BYTES or is_short:
+            super().reduce_message(agreed, layout, write, op, out)
             return
         with self.calls.waiting:
-            self._reduce_by_hosts(agreed, form, write, op, out)
+            self._reduce_by_hosts(agreed, layout, write, op, out)
 
-    def _reduce_by_hosts(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def _reduce_by_hosts(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         self.exchange(agreed)
-        if self._agreed_bytes < form.nbytes:
+        if self._agreed_bytes < layout.nbytes:
             with self.raise_together():  # a host without the memory stops the others
-                self._host.reserve(form.nbytes)
+                self._host.reserve(layout.nbytes)
                 self.exchange(signature(f"{agreed.call}: memory"))
-            self._agreed_bytes = form.nbytes
+            self._agreed_bytes = layout.nbytes
         is_mean = REDUCTIONS[op].is_mean
         partial = ReduceOp.SUM if is_mean else op
-        self._host.reduce_message(agreed, form, write, partial, out)
+        self._host.reduce_message(agreed, layout, write, partial, out)
         if self._between is not None:
 
             def write_sum(message: Bytes) -> None:
-                message[: form.nbytes] = out
+                message[: layout.nbytes] = out
 
-            self._between.reduce_message(agreed, form, write_sum, partial, out)
-            self._host.exchange(agreed, form.nbytes, write_sum)
+            self._between.reduce_message(agreed, layout, write_sum, partial, out)
+            self._host.exchange(agreed, layout.nbytes, write_sum)
         else:
-            out[...] = self._host.exchange(agreed)[0][: form.nbytes]
+            out[...] = self._host.exchange(agreed)[0][: layout.nbytes]
         if is_mean and self.size > 1:
             with np.errstate(all="ignore"):
-                for group in form.groups:
+                for group in layout.groups:
                     np.divide(group.of(out), self.size, out=group.of(out))

@@ -10,7 +10,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Communicator, Write, check_gatherable
-from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.packing import Layout, layout_of
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._edge import current_call
@@ -23,48 +23,51 @@ SMALL_MESSAGE_BYTES = 1 << 15
 """Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
 
 
-def describe_message(_: Communicator, agreed: CallSignature, form: Layout, *__: Any, **___: Any) -> Details:
+def describe_message(_: Communicator, agreed: CallSignature, layout: Layout, *__: Any, **___: Any) -> Details:
     """The span of `HostCommunicator.reduce_message`."""
-    return Details(agreed.call, form.nbytes)
+    return Details(agreed.call, layout.nbytes)
 
 
 class HostCommunicator(Communicator):
     """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
     @abc.abstractmethod
-    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
-        """Reduces the ranks' messages of this form, elementwise in rank order, into `out`, on every rank."""
+    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        """Reduces the ranks' messages of this layout, elementwise in rank order, into `out`, on every rank."""
 
-    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         _check_on_host(arrays)
-        form, agreed = _agreed(
-            current_call(), facts, tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+        layout, agreed = _agreed(
+            current_call(),
+            must_match,
+            tuple([array.shape for array in arrays]),
+            tuple([array.dtype for array in arrays]),
         )
-        out = np.empty(form.nbytes, np.uint8)
+        out = np.empty(layout.nbytes, np.uint8)
         try:
-            self.reduce_message(agreed, form, lambda message: form.write(message, arrays), op, out)
+            self.reduce_message(agreed, layout, lambda message: layout.write(message, arrays), op, out)
         except BaseException as error:  # a signal's, say: the others may wait for this rank's part
             self.tear(error)
             raise
-        return form.views(out)
+        return layout.views(out)
 
-    def _reduce_by_all(self, messages: Sequence[Bytes], form: Layout, op: ReduceOp, out: Bytes) -> None:
-        for group in form.groups:
+    def _reduce_by_all(self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes) -> None:
+        for group in layout.groups:
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         _check_on_host(arrays)
-        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
         shapes = pack_shapes(arrays)
         start = -(-shapes.nbytes // 16) * 16
 
         def write(message: Bytes) -> None:
             message[: shapes.nbytes] = shapes.view(np.uint8)
-            for view, array in zip(form.views(message[start:]), arrays, strict=True):
+            for view, array in zip(layout.views(message[start:]), arrays, strict=True):
                 view[...] = array
 
         kinds = [array.dtype for array in arrays]
-        messages = self.exchange(signature(current_call(), *facts, *kinds), start + form.nbytes, write)
+        messages = self.exchange(signature(current_call(), *must_match, *kinds), start + layout.nbytes, write)
         parts = [_parse(message, kinds) for message in messages]
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
@@ -98,10 +101,10 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _agreed(
-    call: str, facts: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+    call: str, must_match: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
 ) -> tuple[Layout, CallSignature]:
     """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
-    return layout(shapes, dtypes), signature(call, *facts, *zip(dtypes, shapes, strict=True))
+    return layout_of(shapes, dtypes), signature(call, *must_match, *zip(dtypes, shapes, strict=True))
 
 
 def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -112,18 +115,18 @@ def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
 def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:
     """The shapes of `count` arrays at the beginning of a message, and the bytes that they take there."""
     shapes: list[tuple[int, ...]] = []
-    place = 0
+    offset = 0
     for _ in range(count):
-        (ndim,) = message[place : place + 8].view(np.int64)
-        shapes.append(tuple(message[place + 8 : place + 8 * (1 + ndim)].view(np.int64).tolist()))
-        place += 8 * (1 + int(ndim))
-    return shapes, place
+        (ndim,) = message[offset : offset + 8].view(np.int64)
+        shapes.append(tuple(message[offset + 8 : offset + 8 * (1 + ndim)].view(np.int64).tolist()))
+        offset += 8 * (1 + int(ndim))
+    return shapes, offset
 
 
 def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
     """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
-    shapes, place = unpack_shapes(message, len(kinds))
-    return layout(tuple(shapes), tuple(kinds)).views(message[-(-place // 16) * 16 :])
+    shapes, offset = unpack_shapes(message, len(kinds))
+    return layout_of(tuple(shapes), tuple(kinds)).views(message[-(-offset // 16) * 16 :])
 
 
 @final
@@ -150,7 +153,7 @@ class SoloCommunicator(HostCommunicator):
         return [message]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """The message is the result."""
         self._count(agreed)
         write(out)

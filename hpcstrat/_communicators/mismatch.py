@@ -1,12 +1,13 @@
-"""What the ranks tell each other where they disagree, and the lines that are made of it."""
+"""Ranks that disagree: what they tell each other, the error that all raise, and the end of the job if they cannot."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from hpcstrat import _failure
-from hpcstrat._communicators.protocol import CallDescription
+from hpcstrat import _failure, _world
+from hpcstrat._communicators.protocol import LEAVING, CallDescription
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._watchdog.rank_status import user_frame
 
@@ -83,6 +84,53 @@ def lines(everyones: Sequence[RankReport]) -> str:
         len({report.words[:2] for report in everyones}) == 1 and len({words.numbers for words in shown}) > 1
     )
     return listed + _MODEL_EACH if same_but_numbers else listed
+
+
+def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription) -> NoReturn:
+    """Ends the job: some ranks have left the program, while others are in a call."""
+    gone = [other for other, status in enumerate(statuses) if status == LEAVING]
+    what = "left the program" if rank in gone else f"waits in {words}, at {user_frame()}"
+    _world.end_job(
+        f"hpcstrat: rank {rank} {what}; {_ranks(gone)} left the program before the others; "
+        "all ranks must make the same calls",
+        consequence=rank in gone,
+    )
+
+
+def end_after_fault(rank: int, numbers: Sequence[int], words: CallDescription, error: BaseException | None) -> NoReturn:
+    """Ends the job: an exception that not all ranks had was caught, so the ranks no longer make the same calls.
+
+    Args:
+        rank: this rank.
+        numbers: of the call that each rank is in.
+        words: the call that this rank is in.
+        error: the exception, if it was this rank's.
+    """
+    where = f"rank {rank} is in {words}, at {user_frame()}"
+    if error is not None:
+        lines = "".join(traceback.format_exception(error))
+        _world.end_job(
+            f"{lines}hpcstrat: this exception was raised in a call on rank {rank} and was caught, but other ranks did "
+            f"not raise there; the ranks no longer make the same calls: {where}. What not all ranks raise must not be "
+            "caught"
+        )
+    if len(set(numbers)) == 1:
+        _world.end_job(
+            "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; the ranks "
+            "no "
+            f"longer make the same calls: {where}. What not all ranks raise must not be caught",
+            consequence=True,
+        )
+    made = ", ".join(f"rank {other} {number}" for other, number in enumerate(numbers))
+    _world.end_job(
+        f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks must make the same "
+        "calls, each to its end",
+        consequence=True,
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _different(everyones: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -84,19 +84,19 @@ class MpiCommunicator(HostCommunicator):
                 self._comm.Bcast(part[start : start + self.PIECE], root=root)
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go by slices: each rank reduces one, all gather them."""
-        if form.nbytes <= SMALL_MESSAGE_BYTES:
-            self._reduce_by_all(self.exchange(agreed, form.nbytes, write), form, op, out)
+        if layout.nbytes <= SMALL_MESSAGE_BYTES:
+            self._reduce_by_all(self.exchange(agreed, layout.nbytes, write), layout, op, out)
             return
         with self.calls.waiting:
-            self._reduce_by_slices(agreed, form, write, op, out)
+            self._reduce_by_slices(agreed, layout, write, op, out)
 
-    def _reduce_by_slices(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
-        message = np.empty(form.nbytes, np.uint8)
+    def _reduce_by_slices(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        message = np.empty(layout.nbytes, np.uint8)
         write(message)
         self.exchange(agreed)
-        for group in form.groups:
+        for group in layout.groups:
             values, result = group.of(message), group.of(out)
             slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
             parts = np.empty((self.size, slices[self.rank].stop - slices[self.rank].start), group.dtype)

@@ -12,7 +12,7 @@ from hpcstrat._communicators.base import check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator, on_stream
 from hpcstrat._communicators.host import HostCommunicator, pack_shapes, unpack_shapes
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
-from hpcstrat._communicators.packing import PackKernel, layout
+from hpcstrat._communicators.packing import PackKernel, layout_of
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._edge import current_call
@@ -54,42 +54,46 @@ class NcclCommunicator(DeviceCommunicator):
         self._comm: Any = start(control, stream)
         with stream.current():
             self._done: Any = stream.xp.cuda.Event(disable_timing=True)  # what NCCL was last asked for
-        if self.watch is not None:
-            self.watch.add_check(self._failure, self._is_pending)
+        if self.watchdog is not None:
+            self.watchdog.add_check(self._failure, self._is_pending)
         self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
         self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
 
     # ---- arrays
 
-    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
-            form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
+            layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             with self.stream.current():
                 arrays = [self.stream.here(array) for array in arrays]
-                out = self.stream.xp.empty(form.nbytes, np.uint8)
+                out = self.stream.xp.empty(layout.nbytes, np.uint8)
                 parts = []
-                for group in form.groups:
+                for group in layout.groups:
                     if len(group.members) == 1:  # NCCL takes it from where it is
                         parts.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
                     else:
-                        PackKernel(form, group, out)(arrays)
+                        PackKernel(layout, group, out)(arrays)
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
-                self.exchange(signature(current_call(), *facts, *[(array.dtype, array.shape) for array in arrays]))
-                for group, part in zip(form.groups, parts, strict=True):
+                self.exchange(signature(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays]))
+                for group, part in zip(layout.groups, parts, strict=True):
                     self._all_reduce(current_call(), part, group.of(out), op)
-                return form.views(out)
+                return layout.views(out)
 
-        return self._apart(facts, arrays, move, lambda hosts, facts: self._control._reduce_arrays(facts, hosts, op))
+        return self._apart(
+            must_match, arrays, move, lambda hosts, must_match: self._control._reduce_arrays(must_match, hosts, op)
+        )
 
-    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
-        def move(arrays: Sequence[Array], facts: tuple[Any, ...]) -> list[Array]:
+    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
             shapes = pack_shapes(arrays).view(np.uint8)
 
             def write(message: Any) -> None:
                 message[: shapes.size] = shapes
 
-            messages = self.exchange(signature(current_call(), *facts, *[a.dtype for a in arrays]), shapes.size, write)
+            messages = self.exchange(
+                signature(current_call(), *must_match, *[a.dtype for a in arrays]), shapes.size, write
+            )
             everyones = [unpack_shapes(message, len(arrays))[0] for message in messages]
             for i in range(len(arrays)):
                 check_gatherable([shapes[i] for shapes in everyones], axis)
@@ -102,11 +106,13 @@ class NcclCommunicator(DeviceCommunicator):
                     )  # a rank that lacks it stops those that would wait for it
                 return self._gather(parts, axis)
 
-        return self._apart(facts, arrays, move, lambda hosts, facts: self._control._gather_arrays(facts, hosts, axis))
+        return self._apart(
+            must_match, arrays, move, lambda hosts, must_match: self._control._gather_arrays(must_match, hosts, axis)
+        )
 
     def _apart(
         self,
-        facts: Sequence[Any],
+        must_match: Sequence[Any],
         arrays: Sequence[Array],
         move: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
         move_on_host: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
@@ -114,12 +120,12 @@ class NcclCommunicator(DeviceCommunicator):
         """Moves the arrays on the GPU and those on the host, each their own way; which are which must agree."""
         on_gpu = [i for i, array in enumerate(arrays) if _gpu.is_on_gpu(array)]
         on_host = [i for i in range(len(arrays)) if i not in on_gpu]
-        places = [f"on the GPU {on_gpu}"] if on_gpu else []
+        on_which = [f"on the GPU {on_gpu}"] if on_gpu else []
         results: list[Array] = [None] * len(arrays)
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not arrays):
                 with self.raise_together():  # the second way has one of its own
-                    found = way([arrays[i] for i in indices], (*facts, *places))
+                    found = way([arrays[i] for i in indices], (*must_match, *on_which))
                 for i, result in zip(indices, found, strict=True):
                     results[i] = result
         return results
@@ -162,9 +168,9 @@ class NcclCommunicator(DeviceCommunicator):
             self._all_reduce(what, wide, wide, op)
             out[...] = wide
         elif array.size:
-            place, count, kind = self._parts(out)
+            target, count, kind = self._flat(out)
             with self._guarded(what):
-                self._comm.allReduce(array.data.ptr, place, count, kind, self._operations[op], self.stream.raw.ptr)
+                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.stream.raw.ptr)
             self._divide(out, op)
 
     @span(COMMUNICATION, on_stream("reduce"))
@@ -175,9 +181,9 @@ class NcclCommunicator(DeviceCommunicator):
             self.reduce_flat(wide, wide, op, root)
             out[...] = wide
         elif out.size:
-            place, count, kind = self._parts(out)
+            target, count, kind = self._flat(out)
             with self._guarded("the sum of gradients"):
-                self._comm.reduce(array.data.ptr, place, count, kind, self._operations[op], root, self.stream.raw.ptr)
+                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.stream.raw.ptr)
             if self.rank == root:
                 self._divide(out, op)
 
@@ -185,11 +191,11 @@ class NcclCommunicator(DeviceCommunicator):
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         if array.size:
-            place = array.data.ptr
+            address = array.data.ptr
             with self._guarded("the broadcast of new values"):
-                self._comm.broadcast(place, place, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
+                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
 
-    def _parts(self, array: Array) -> tuple[int, int, int]:
+    def _flat(self, array: Array) -> tuple[int, int, int]:
         """Address, number of elements and NCCL's type of a flat array."""
         dtype = array.dtype
         kind = self._types.get(dtype)
@@ -219,7 +225,7 @@ class NcclCommunicator(DeviceCommunicator):
     def _failure(self) -> str:
         """What NCCL says has gone wrong since the last call, if anything: a peer or the network is gone, say.
 
-        The watch asks, because a host that waits for the GPU never hears of it.
+        The watchdog asks, because a host that waits for the GPU never hears of it.
         """
         comm = self._comm
         try:
@@ -237,14 +243,14 @@ class NcclCommunicator(DeviceCommunicator):
 
         A host that waits for that GPU, and so for the other ranks, is in the program, or in CuPy.
         """
-        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watch's thread has made none current
+        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watchdog's thread has made none current
         return not self._done.done
 
     def _forget(self) -> Any:
         """NCCL's communicator, which from now on nobody uses and nobody watches."""
         comm, self._comm = self._comm, None
-        if self.watch is not None and comm is not None:
-            self.watch.remove_check(self._failure, self._is_pending)
+        if self.watchdog is not None and comm is not None:
+            self.watchdog.remove_check(self._failure, self._is_pending)
         return comm
 
     def _abort(self) -> None:

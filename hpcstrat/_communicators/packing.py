@@ -79,7 +79,7 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1) -> Layout:
+def layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1) -> Layout:
     """The layout of arrays of these shapes and dtypes, each at a multiple of `alignment` bytes."""
     return Layout(shapes, dtypes, alignment)
 
@@ -126,16 +126,16 @@ class PackKernel:
     copies of arrays of the same shapes.
 
     Args:
-        form: where each array goes.
+        layout: where each array goes.
         group: which of the layout's groups is copied.
-        message: at least `form.nbytes` bytes, C-contiguous, on the arrays' GPU.
+        message: at least `layout.nbytes` bytes, C-contiguous, on the arrays' GPU.
     """
 
-    def __init__(self, form: Layout, group: Group, message: Any) -> None:
+    def __init__(self, layout: Layout, group: Group, message: Any) -> None:
         self._ascontiguous = _gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
         self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
-        for launch in _launches(form, group):
+        for launch in _launches(layout, group):
             words = launch.words.copy()
             self._launches.append((launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop]))
 
@@ -168,17 +168,17 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(form: Layout, group: Group) -> list[_Launch]:
+def _launches(layout: Layout, group: Group) -> list[_Launch]:
     item = group.dtype.itemsize
-    members = [i for i in group.members if form.sizes[i]]
+    members = [i for i in group.members if layout.sizes[i]]
     launches = []
     for first in range(0, len(members), ENTRIES):
         some = members[first : first + ENTRIES]
-        start = form.starts[some[0]]
-        stop = form.starts[some[-1]] + form.sizes[some[-1]] * item
+        start = layout.starts[some[0]]
+        stop = layout.starts[some[-1]] + layout.sizes[some[-1]] * item
         words = np.zeros(_WORDS_OF_TABLE, np.uint64)
-        words[ENTRIES : ENTRIES + len(some)] = [(form.starts[i] - start) // item for i in some]
-        words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [form.sizes[i] for i in some]
+        words[ENTRIES : ENTRIES + len(some)] = [(layout.starts[i] - start) // item for i in some]
+        words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [layout.sizes[i] for i in some]
         words[-1] = len(some)
         grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
         launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))

@@ -31,7 +31,7 @@ OK, FAILED, LEAVING = 0, 1, 2
 
 
 class Listed(NamedTuple):
-    """Facts of which there may be very many."""
+    """Values that must match, of which there may be very many."""
 
     items: tuple[str, ...]
 
@@ -61,14 +61,14 @@ class CallSignature(NamedTuple):
     Attributes:
         digest: 16 bytes, compared.
         call: the user's name of the method.
-        facts: what else is part of the digest.
+        must_match: what else is part of the digest, and so must be equal.
         numbers: further arguments, part of it too.
         names: of the numbers.
     """
 
     digest: bytes
     call: str
-    facts: tuple[Any, ...] = ()
+    must_match: tuple[Any, ...] = ()
     numbers: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
 
@@ -81,15 +81,15 @@ class CallSignature(NamedTuple):
     def words(self) -> CallDescription:
         """The same for a reader."""
         arguments, passed = [], []
-        for fact in self.facts:
-            if isinstance(fact, Listed):
-                passed += fact.items
-            elif isinstance(fact, VariableId) and self.call.endswith(f" of {fact.name}"):
-                return CallDescription(f"{self.call} ({_facts_of(fact)})")
-            elif (described := _describe(fact)) is not None:
+        for item in self.must_match:
+            if isinstance(item, Listed):
+                passed += item.items
+            elif isinstance(item, VariableId) and self.call.endswith(f" of {item.name}"):
+                return CallDescription(f"{self.call} ({_words_of(item)})")
+            elif (described := _describe(item)) is not None:
                 passed.append(described)
-            elif fact != "*":  # a nest that is one leaf
-                arguments.append(str(fact))
+            elif item != "*":  # a nest that is one leaf
+                arguments.append(str(item))
         call = self.call if passed and not arguments else f"{self.call}({', '.join(arguments)})"
         names = self.names or [""] * len(self.numbers)
         numbers = [f"{name}={n:g}" if name else f"{n:g}" for name, n in zip(names, self.numbers, strict=True)]
@@ -99,41 +99,41 @@ class CallSignature(NamedTuple):
         return str(self.words())
 
 
-def new_signature(call: str, *facts: Any) -> CallSignature:
-    """The signature of `call`, the user's name of a method, with these hashable facts."""
-    text = f"{call}({', '.join(_show(fact) for fact in facts)})"
-    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, facts)
+def new_signature(call: str, *must_match: Any) -> CallSignature:
+    """The signature of `call`, the user's name of a method, with these hashable values."""
+    text = f"{call}({', '.join(_show(item) for item in must_match)})"
+    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, must_match)
 
 
 signature = functools.lru_cache(maxsize=8192)(new_signature)
-"""`new_signature`, kept for the next call of the same facts."""
+"""`new_signature`, kept for the next call with the same values."""
 
 
-def _describe(fact: Any) -> str | None:
-    """An array or a variable in words; `None` of other facts."""
-    if isinstance(fact, np.dtype):
-        return fact.name
-    if isinstance(fact, VariableId):
+def _describe(item: Any) -> str | None:
+    """An array or a variable in words; `None` of any other value."""
+    if isinstance(item, np.dtype):
+        return item.name
+    if isinstance(item, VariableId):
         return (
-            f"{fact.name} ({fact.dtype.name} of shape {fact.shape}, variable {fact.number} of storage {fact.storage})"
+            f"{item.name} ({item.dtype.name} of shape {item.shape}, variable {item.number} of storage {item.storage})"
         )
-    if isinstance(fact, tuple) and len(fact) > 1 and isinstance(fact[0], np.dtype):  # an array's, or a new variable's
-        dtype, shape, *storage = fact
+    if isinstance(item, tuple) and len(item) > 1 and isinstance(item[0], np.dtype):  # an array's, or a new variable's
+        dtype, shape, *storage = item
         return f"{dtype.name} of shape {shape}{f' in storage {storage[0]}' if storage else ''}"
     return None
 
 
-def _show(fact: Any) -> str:
-    if isinstance(fact, np.dtype):
-        return fact.name
-    if isinstance(fact, Listed):
-        return repr(fact.items)
-    if isinstance(fact, tuple):
-        return f"({', '.join(map(_show, fact))}{',' * (len(fact) == 1)})"
-    return str(fact)
+def _show(item: Any) -> str:
+    if isinstance(item, np.dtype):
+        return item.name
+    if isinstance(item, Listed):
+        return repr(item.items)
+    if isinstance(item, tuple):
+        return f"({', '.join(map(_show, item))}{',' * (len(item) == 1)})"
+    return str(item)
 
 
-def _facts_of(variable: VariableId) -> str:
+def _words_of(variable: VariableId) -> str:
     _, number, storage, dtype, shape = variable
     return f"{dtype.name} of shape {shape}, variable {number} of storage {storage}"
 
@@ -158,7 +158,7 @@ _COUNT = struct.Struct("<q")
 
 
 class ObjectMessage:
-    """An object in the form in which it travels: counts, the pickle, then the buffers of its arrays.
+    """An object as it travels: counts, the pickle, then the buffers of its arrays.
 
     Attributes:
         nbytes: bytes of the whole.

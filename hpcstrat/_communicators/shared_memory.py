@@ -50,9 +50,9 @@ class _FlagBarrier:
 
     def __init__(self, flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> None:
         self._flags = memoryview(flags.view(np.int64))  # pyright: ignore[reportArgumentType]
-        places = [rank * LINE // 8 for rank in range(comm.size)]
-        self._own = places.pop(comm.rank)
-        self._others = places
+        indices = [rank * LINE // 8 for rank in range(comm.size)]
+        self._own = indices.pop(comm.rank)
+        self._others = indices
         self._progress = comm.Iprobe
         cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
         self._yields = _YIELDS_ON_CORES if len(cores) >= comm.size else _YIELDS
@@ -62,14 +62,14 @@ class _FlagBarrier:
         self.calls += 1
         flags, calls = self._flags, self.calls
         flags[self._own] = calls
-        for place in self._others:
-            if flags[place] < calls:
-                self._wait(place)
+        for index in self._others:
+            if flags[index] < calls:
+                self._wait(index)
 
-    def _wait(self, place: int) -> None:
+    def _wait(self, index: int) -> None:
         flags, calls, yields = self._flags, self.calls, self._yields
         polls = 0
-        while flags[place] < calls:
+        while flags[index] < calls:
             polls += 1
             if polls > yields:
                 time.sleep(_SLEEP)
@@ -93,7 +93,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     again only after another barrier.
 
     Attributes:
-        notes: for the watch, a line a rank.
+        notes: for the watchdog, a line a rank.
 
     Args:
         comm: an MPI communicator whose ranks share memory.
@@ -192,18 +192,18 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, form: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
-        messages = self.exchange(agreed, form.nbytes, write)
-        if form.nbytes <= SMALL_MESSAGE_BYTES:
-            self._reduce_by_all(messages, form, op, out)
+        messages = self.exchange(agreed, layout.nbytes, write)
+        if layout.nbytes <= SMALL_MESSAGE_BYTES:
+            self._reduce_by_all(messages, layout, op, out)
             return
-        for group in form.groups:
+        for group in layout.groups:
             mine = slice_of(group.elements, self.rank, self.size)
             parts = [group.of(message)[mine] for message in messages]
             reduce_flat(parts[self.rank], parts, op)
         self.sync()
-        for group in form.groups:
+        for group in layout.groups:
             result = group.of(out)
             for rank, message in enumerate(messages):
                 theirs = slice_of(group.elements, rank, self.size)

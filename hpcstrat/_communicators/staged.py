@@ -11,7 +11,7 @@ from hpcstrat import _gpu
 from hpcstrat._communicators.base import check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator, on_stream
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.packing import layout
+from hpcstrat._communicators.packing import layout_of
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._edge import call_named
 from hpcstrat._spans import COMMUNICATION, span
@@ -30,14 +30,14 @@ class StagedCommunicator(DeviceCommunicator):
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 
-    def _reduce_arrays(self, facts: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        return self._staged(lambda hosts: self._control._reduce_arrays(facts, hosts, op), arrays)
+    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        return self._staged(lambda hosts: self._control._reduce_arrays(must_match, hosts, op), arrays)
 
-    def _gather_arrays(self, facts: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         if self.size == 1:  # where the control communicator, which would check, is not asked
             for array in arrays:
                 check_gatherable([array.shape], axis)
-        return self._staged(lambda hosts: self._control._gather_arrays(facts, hosts, axis), arrays)
+        return self._staged(lambda hosts: self._control._gather_arrays(must_match, hosts, axis), arrays)
 
     def _staged(self, move: Callable[[Sequence[Array]], list[Array]], arrays: Sequence[Array]) -> list[Array]:
         """What `move` makes of host copies of the arrays; a GPU array's result goes to the GPU."""
@@ -57,11 +57,11 @@ class StagedCommunicator(DeviceCommunicator):
     def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays with those on the GPU in pinned memory, valid until the next call."""
         assert self.stream is not None
-        form = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
-        if self._pinned.size < form.nbytes:
-            self._pinned = _gpu.pinned(form.nbytes)
+        layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        if self._pinned.size < layout.nbytes:
+            self._pinned = _gpu.pinned(layout.nbytes)
         copies = list(arrays)
-        for i, view in enumerate(form.views(self._pinned)):
+        for i, view in enumerate(layout.views(self._pinned)):
             if _gpu.is_on_gpu(arrays[i]):
                 arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
                 copies[i] = view

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Group, Layout, layout
+from hpcstrat._communicators.packing import Group, Layout, layout_of
 from hpcstrat._communicators.protocol import CallSignature, signature
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._edge import current_call
@@ -59,7 +59,7 @@ class Plan:
         self._forms = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
-        self.form: Layout = layout(
+        self.form: Layout = layout_of(
             tuple([block.array.shape for block in variables]),
             tuple([block.array.dtype for block in variables]),
             alignment,

@@ -50,15 +50,15 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
     return structure.unflatten(_reduce_leaves(communicator, op, leaves, _nest.describe(structure)))
 
 
-def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *facts: str) -> list[Any]:
+def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
     results: list[Any] = list(leaves)
     places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
     if places or not leaves:
         arrays = [as_numeric(leaves[i]) for i in places]
         if len(places) < len(leaves):
-            facts = (*facts, f"arrays at {places}")
-        for i, array in zip(places, communicator.all_reduce(arrays, op, *facts), strict=True):
+            must_match = (*must_match, f"arrays at {places}")
+        for i, array in zip(places, communicator.all_reduce(arrays, op, *must_match), strict=True):
             results[i] = _scalar(array)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, IndexedSlices):
@@ -92,13 +92,13 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
     if places:
         own = [component_of(leaves[i]) for i in places]
         # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
-        facts = [_nest.describe(structure), f"axis={axis}"]
+        must_match = [_nest.describe(structure), f"axis={axis}"]
         if len(places) < len(leaves):
-            facts.append(f"distributed at {places}")
+            must_match.append(f"distributed at {places}")
         if axis is None:
-            reduced = _reduce_leaves(communicator, op, own, *facts)
+            reduced = _reduce_leaves(communicator, op, own, *must_match)
         else:
-            reduced = _reduce_along(communicator, op, own, axis, *facts)
+            reduced = _reduce_along(communicator, op, own, axis, *must_match)
         for i, result in zip(places, reduced, strict=True):
             results[i] = result
     else:
@@ -106,24 +106,24 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
     return structure.unflatten(results)
 
 
-def require_alike(communicator: Communicator, structure: _nest.Structure, *facts: str) -> None:
+def require_alike(communicator: Communicator, structure: _nest.Structure, *must_match: str) -> None:
     """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
     if communicator.size > 1:
-        communicator.exchange(signature(current_call(), *facts, _nest.describe(structure), "not distributed"))
+        communicator.exchange(signature(current_call(), *must_match, _nest.describe(structure), "not distributed"))
 
 
 def _reduce_along(
-    communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *facts: str
+    communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *must_match: str
 ) -> list[Any]:
     """Along axes within each replica too."""
     inner = [_Inner(op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         totals = [array for one in inner for array in (one.total, one.count)]
-        sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *facts)
+        sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *must_match)
         return [
             one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
-    extremes = communicator.all_reduce([one.total for one in inner], op, *facts)
+    extremes = communicator.all_reduce([one.total for one in inner], op, *must_match)
     counts = communicator.all_reduce([one.count for one in inner], ReduceOp.SUM)
     return [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
 
@@ -215,10 +215,10 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
             check_gatherable([array.shape], axis)
             leaves[i] = leaf if isinstance(leaf, Variable) else array
     if places:
-        facts = [_nest.describe(structure)]
+        must_match = [_nest.describe(structure)]
         if len(places) < len(leaves):
-            facts.append(f"distributed at {places}")
-        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in places], axis, *facts)
+            must_match.append(f"distributed at {places}")
+        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in places], axis, *must_match)
         for i, result in zip(places, gathered, strict=True):
             leaves[i] = result
     else:
@@ -226,14 +226,14 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, leaves: Sequence[Any], axis: int, *facts: str) -> list[Any]:
+def _gather_leaves(communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
     places = [i for i, leaf in enumerate(leaves) if leaf is not None]
     arrays = [_gatherable(leaves[i], axis) for i in places]
     results: list[Any] = list(leaves)
     if len(places) < len(leaves):
-        facts = (*facts, f"arrays at {places}")
-    for i, array in zip(places, communicator.all_gather(arrays, axis, *facts), strict=True):
+        must_match = (*must_match, f"arrays at {places}")
+    for i, array in zip(places, communicator.all_gather(arrays, axis, *must_match), strict=True):
         results[i] = array
     return results
 

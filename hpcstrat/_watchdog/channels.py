@@ -33,7 +33,7 @@ class StatusChannel(abc.ABC):
     every_rank_sees_all: bool = True
 
     @abc.abstractmethod
-    def swap(self, note: RankStatus) -> list[RankStatus | None] | None:
+    def publish(self, note: RankStatus) -> list[RankStatus | None] | None:
         """Leaves this rank's note; returns all ranks' last ones, or `None` where this rank is not told."""
 
     @abc.abstractmethod
@@ -78,7 +78,7 @@ class SharedMemoryChannel(StatusChannel):
         for file in self._files:
             self._poll.register(file, select.POLLIN)
 
-    def swap(self, note: RankStatus) -> list[RankStatus | None]:
+    def publish(self, note: RankStatus) -> list[RankStatus | None]:
         message = note.pack()
         slot = self._slots[self._rank]
         slot[_HEAD.size : _HEAD.size + len(message)] = message
@@ -106,7 +106,7 @@ class SharedMemoryChannel(StatusChannel):
 
 
 def share_memory_channel(comm: Any, slots: Any) -> SharedMemoryChannel:
-    """The board of ranks on one host. Collective.
+    """The channel of ranks on one host. Collective.
 
     Args:
         comm: their MPI communicator.
@@ -156,7 +156,7 @@ class TcpChannel(StatusChannel):
             other.setblocking(False)
             self._poll.register(other, select.POLLIN)
 
-    def swap(self, note: RankStatus) -> list[RankStatus | None] | None:
+    def publish(self, note: RankStatus) -> list[RankStatus | None] | None:
         if self._rank == 0:
             self._notes[0] = note
             for one in self._sockets.values():
@@ -211,7 +211,7 @@ class TcpChannel(StatusChannel):
 
 
 def connect_by_tcp(comm: Any) -> TcpChannel | None:
-    """The board of ranks on several hosts, or `None` on all of them where some cannot reach rank 0. Collective.
+    """The channel of ranks on several hosts, or `None` on all of them where some cannot reach rank 0. Collective.
 
     Args:
         comm: their MPI communicator.

@@ -43,11 +43,11 @@ class StallDetector:
         self._seen: list[tuple[int, int] | None] = []
         self._since = 0.0  # when any rank was last seen to make progress
         self._heard: dict[int, tuple[int, float]] = {}  # each rank's last beat, and when it came
-        self._looked = math.inf  # when this judge last looked
+        self._looked = math.inf  # when this detector last looked
         self._dead_since: float | None = None
         self._reported = False
 
-    def judge(self, notes: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
+    def diagnose(self, notes: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
         """What follows from the notes, if anything.
 
         Args:
@@ -93,7 +93,7 @@ class StallDetector:
         return None
 
     def _pass_over(self, now: float) -> None:
-        """Lets time not count in which this judge did not run, as the others may not have: the job was suspended."""
+        """Lets time not count in which this rank did not run, as the others may not have: the job was suspended."""
         pause = now - self._looked
         if pause >= SILENT_SECONDS:
             self._since += pause

@@ -29,16 +29,16 @@ class Watchdog:
     Args:
         rank: this process's.
         calls: what the communicators note of their calls.
-        board: connects the ranks' watches.
+        channel: connects the ranks' watchdogs.
     """
 
-    def __init__(self, rank: int, calls: CallState, board: StatusChannel) -> None:
+    def __init__(self, rank: int, calls: CallState, channel: StatusChannel) -> None:
         self._rank = rank
         self._calls = calls
-        self._board = board
+        self._channel = channel
         self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
         self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
-        self._judge = StallDetector(self._stall_seconds, self._timeout_seconds)
+        self._detector = StallDetector(self._stall_seconds, self._timeout_seconds)
         self._patience: list[float] = []  # seconds of each block that this rank is in
         self._progress = 0
         self._gone = False
@@ -47,7 +47,7 @@ class Watchdog:
         self._checks: list[Callable[[], str]] = []
         self._waits: list[Callable[[], bool]] = []
         self._checking = threading.Lock()
-        self._lock = threading.Lock()  # of the board, which `leave` writes to as well
+        self._lock = threading.Lock()  # of the channel, which `leave` writes to as well
         self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
         self._thread.start()
 
@@ -84,7 +84,7 @@ class Watchdog:
         """Tells that this rank's process may end from now on. The watch goes on, for those that do not come."""
         self._gone = True
         with contextlib.suppress(Exception), self._lock:
-            self._board.swap(self._note())
+            self._channel.publish(self._note())
 
     def _note(self) -> RankStatus:
         calls = self._calls
@@ -116,7 +116,7 @@ class Watchdog:
         while True:
             try:
                 self._look()
-                self._board.wait(beat)
+                self._channel.wait(beat)
             except Exception as error:  # of the watch itself: no reason to end a job that is well
                 if (what := f"{type(error).__name__}: {error}") not in told and len(told) < _TROUBLES:
                     told.add(what)
@@ -132,22 +132,22 @@ class Watchdog:
         if problems:
             _failure.end_job(problems[0])
         with self._lock:
-            everyones = self._board.swap(self._note())
+            everyones = self._channel.publish(self._note())
         if everyones is not None:
-            verdict = self._judge.judge(everyones, self._board.dead, time.monotonic())
-            if verdict is not None:
-                self._act(verdict)
+            diagnosis = self._detector.diagnose(everyones, self._channel.dead, time.monotonic())
+            if diagnosis is not None:
+                self._act(diagnosis)
         elif not self._gone:
             self._require_judge()
 
     def _require_judge(self) -> None:
         """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
-        if self._board.dead:
+        if self._channel.dead:
             time.sleep(SETTLING_SECONDS)
             _failure.end_job(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
             )
-        heard = self._board.silent_since()
+        heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._patience)
         now = time.monotonic()
         if now - self._looked >= SILENT_SECONDS:  # this rank was suspended, as rank 0 may have been
@@ -159,14 +159,14 @@ class Watchdog:
                 f"this rank was at {self._place()}. check whether rank 0 still runs and its host still answers"
             )
 
-    def _act(self, verdict: Diagnosis) -> None:
-        if verdict.reporter == self._rank or not self._board.every_rank_sees_all:
-            if verdict.ends:
-                _failure.end_job(verdict.text)
-            _failure.say(verdict.text)
-        elif verdict.ends:
+    def _act(self, diagnosis: Diagnosis) -> None:
+        if diagnosis.reporter == self._rank or not self._channel.every_rank_sees_all:
+            if diagnosis.ends:
+                _failure.end_job(diagnosis.text)
+            _failure.say(diagnosis.text)
+        elif diagnosis.ends:
             time.sleep(_GRACE_SECONDS)
-            _failure.end_job(verdict.text)
+            _failure.end_job(diagnosis.text)
 
 
 @contextlib.contextmanager

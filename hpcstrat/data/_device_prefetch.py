@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import is_numeric
-from hpcstrat._communicators.packing import Layout, layout
+from hpcstrat._communicators.packing import Layout, layout_of
 from hpcstrat._spans import INPUT, Details, span
 from hpcstrat.data._splitting import Prefetcher, Step
 
@@ -69,7 +69,9 @@ class _Slot:
             i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
         ]
         arrays = [np.asarray(leaves[i]) for i in moved]
-        packed = layout(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT)
+        packed = layout_of(
+            tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT
+        )
         if self.copied is not None:
             # The previous transfer from this memory may still be running, while the batch it carries is long in use.
             self.copied.synchronize()

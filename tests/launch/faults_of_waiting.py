@@ -75,7 +75,7 @@ STALLS = {
         """
         def result(): time.sleep(1000)  # as a host does in `get`
         hs.barrier()
-        strategy._group.communicator.watch.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
+        strategy._group.communicator.watchdog.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
         result()
         """,
         waits("ranks 0, 1, 2", "barrier", "result"),

@@ -165,13 +165,13 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ("old", "new"),
     [
         (
-            "place, place, array.nbytes, self._nccl.NCCL_UINT8, root,",
-            "place, place, array.nbytes, self._nccl.NCCL_UINT8, self.rank,",
+            "address, address, array.nbytes, self._nccl.NCCL_UINT8, root,",
+            "address, address, array.nbytes, self._nccl.NCCL_UINT8, self.rank,",
         ),
         ("self._operations[op], root, self", "self._operations[op if self.rank == 0 else ReduceOp.MAX], root, self"),
         (
-            "self._comm.reduce(array.data.ptr, place, count, kind,",
-            "self._comm.reduce(array.data.ptr, place, count - (self.rank == 1), kind,",
+            "self._comm.reduce(array.data.ptr, target, count, kind,",
+            "self._comm.reduce(array.data.ptr, target, count - (self.rank == 1), kind,",
         ),
     ],
     ids=["root", "operation", "count"],

@@ -6,7 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import _gpu, accumulator, layout, packing, rows, rule
+from internals import _gpu, accumulator, layout_of, packing, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
 
@@ -159,7 +159,7 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     random = np.random.default_rng(1)
     forms = [(shape, np.dtype(dtype)) for shape in SHAPES[shapes]]
     forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # of another group
-    form = layout(*map(tuple, zip(*forms, strict=True)), alignment)
+    form = layout_of(*map(tuple, zip(*forms, strict=True)), alignment)
     arrays = [
         random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0].view(OnHost)
         for shape, dtype in forms

@@ -1,7 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import Layout, layout
+from internals import Layout, layout_of
 
 
 def forms(*pairs):
@@ -61,8 +61,8 @@ def test_nothing():
 
 
 def test_one_layout_for_equal_arrays():
-    assert layout(*MIXED) is layout(*MIXED)
-    assert layout(*MIXED) is not layout(*forms(((3,), np.int8)))
-    half = layout(*forms(((3,), ml_dtypes.bfloat16)))
-    assert half is not layout(*forms(((3,), np.float16)))
+    assert layout_of(*MIXED) is layout_of(*MIXED)
+    assert layout_of(*MIXED) is not layout_of(*forms(((3,), np.int8)))
+    half = layout_of(*forms(((3,), ml_dtypes.bfloat16)))
+    assert half is not layout_of(*forms(((3,), np.float16)))
     assert half.groups[0].dtype == ml_dtypes.bfloat16

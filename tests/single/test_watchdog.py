@@ -44,7 +44,7 @@ def verdicts(notes, seconds, judge=None, dead=(), start=0.0):
     said = {}
     for tenth in range(int(10 * seconds) + 1):
         beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in notes]
-        verdict = judge.judge(beating, dead, start + tenth / 10)
+        verdict = judge.diagnose(beating, dead, start + tenth / 10)
         if verdict is not None:
             said[tenth / 10] = verdict
             if verdict.ends:
@@ -158,10 +158,10 @@ def test_one_that_left_may_die():
 
 def test_notes_travel_whole():
     slots = np.zeros((2, SLOT), np.uint8)
-    boards = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
+    channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
     long = note(3, True, call="c" * 5000, place="p" * 5000)
-    assert boards[0].swap(long) == [boards[0]._notes[0], None]
-    first, second = boards[1].swap(note(4, False))
+    assert channels[0].publish(long) == [channels[0]._notes[0], None]
+    first, second = channels[1].publish(note(4, False))
     assert (
         first is not None
         and first.call == "c" * 400
@@ -169,15 +169,15 @@ def test_notes_travel_whole():
     )
     assert second == note(4, False)
     slots[0, 20] ^= 255  # half of another one is there already
-    assert boards[1].swap(note(5, False))[0] == first
+    assert channels[1].publish(note(5, False))[0] == first
 
 
 @pytest.mark.parametrize("text", ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000])
 def test_a_note_of_any_text_fits(text):
     slots = np.zeros((2, SLOT), np.uint8)
-    boards = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
-    boards[0].swap(note(3, True, call=text, place=text, patience=float("inf")))
-    seen = boards[1].swap(note(4, False))[0]
+    channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
+    channels[0].publish(note(3, True, call=text, place=text, patience=float("inf")))
+    seen = channels[1].publish(note(4, False))[0]
     assert seen is not None and (seen.number, seen.waits, seen.patience) == (3, True, float("inf"))
     assert seen.call[:40] == text[:40].encode(errors="replace").decode()
     assert len(seen.pack()) <= LIMIT
@@ -185,30 +185,30 @@ def test_a_note_of_any_text_fits(text):
 
 @pytest.fixture
 def watch():
-    """Makes watches on boards that stand for something; they end with the test."""
-    boards = []
+    """Makes watches on channels that stand for something; they end with the test."""
+    channels = []
 
-    def make(board, calls=None):
-        boards.append(board)
-        return Watchdog(0, calls or CallState(), board)
+    def make(channel, calls=None):
+        channels.append(channel)
+        return Watchdog(0, calls or CallState(), channel)
 
     yield make
-    for board in boards:
-        board.is_over.set()
+    for channel in channels:
+        channel.is_over.set()
 
 
 MAIN = threading.main_thread().ident or 0
 
 
 class Alone(StatusChannel):
-    """The board of a rank that nobody answers; `trouble` is raised by its `swap`."""
+    """The channel of a rank that nobody answers; `trouble` is raised by its `publish`."""
 
     def __init__(self, trouble=None):
         self.trouble = trouble
         self.notes: list[RankStatus | None] = []
         self.is_over = threading.Event()
 
-    def swap(self, note):
+    def publish(self, note):
         self.notes.append(note)
         if self.trouble is not None:
             raise self.trouble
@@ -231,14 +231,14 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     monkeypatch.setattr(_failure, "say", said.append)
     monkeypatch.setattr(_failure, "end_job", ended.append)
     monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
-    board = Alone(OSError("Stale file handle"))
-    one = watch(board)
+    channel = Alone(OSError("Stale file handle"))
+    one = watch(channel)
     deadline = time.monotonic() + 20
-    while len(board.notes) < 5 and time.monotonic() < deadline:
+    while len(channel.notes) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
-    board.trouble = None
+    channel.trouble = None
     one.leave()
-    assert len(board.notes) >= 5 and ended == []
+    assert len(channel.notes) >= 5 and ended == []
     assert len(said) == 1
     assert "the watch over waiting ranks goes on after an error of its own, OSError: Stale file handle" in said[0]
 
@@ -246,7 +246,7 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
 @pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]])
 def test_patience_ends_with_its_block(watch, monkeypatch, seconds):
     one = watch(Alone())
-    monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watch=one))
+    monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watchdog=one))
     with contextlib.ExitStack() as stack:
         for some in seconds:
             stack.enter_context(_program.extend_timeout(some))
@@ -313,13 +313,13 @@ def test_ranks_that_do_not_connect_are_not_waited_for():
 
 def test_the_end_of_a_process_is_seen():
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    board = SharedMemoryChannel(0, np.zeros((2, SLOT), np.uint8), [os.getpid(), process.pid])
-    board.wait(0)
-    assert board.dead == []
+    channel = SharedMemoryChannel(0, np.zeros((2, SLOT), np.uint8), [os.getpid(), process.pid])
+    channel.wait(0)
+    assert channel.dead == []
     process.communicate(b"\n")
-    board.wait(10)
-    assert board.dead == [1]
-    board.close()
+    channel.wait(10)
+    assert channel.dead == [1]
+    channel.close()
 
 
 def test_the_place_is_a_line_of_the_program():
