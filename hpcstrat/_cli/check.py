@@ -28,7 +28,7 @@ def check() -> int:
     world = _world.start()
     strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
     group = group_of(strategy)
-    table = Table("call", "bytes a rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")
+    table = Table("call", "bytes per rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")
     is_right = True
     for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
         for nbytes in _SIZES:

@@ -70,6 +70,7 @@ def _hosts() -> list[_Host]:
     """The hosts, in the order of their first ranks. Collective, once."""
     everyones = connect().all_gather_obj((socket.gethostname(), _gpu.visible()))
     hosts = _world.start().hosts
+    # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each only its own.
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}
     for host, (name, visible) in zip(hosts, everyones, strict=True):

@@ -57,6 +57,7 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
+        # Variables of the step, not of the job: a job may run several steps, of fewer tasks each.
         rank = _number("SLURM_PROCID")
         self._jobs = dict(jobs) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_base
@@ -143,8 +144,9 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
 def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) -> int:
     """The number of GPUs of each task, after a check that there are enough."""
     if per_node is None and per_task is None:
-        there = visible_gpus()
-        return there if there < most_tasks else there // most_tasks
+        visible = visible_gpus()
+        # Fewer GPUs than tasks: they are this task's own, or shared, and either way all that are visible.
+        return visible if visible < most_tasks else visible // most_tasks
     if per_node is None:
         per_node = visible_gpus()
     if per_task is None:

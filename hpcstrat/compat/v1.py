@@ -30,7 +30,7 @@ class DistributedInputIterator:
 
         Raises:
             RuntimeError: `initialize` has not been called.
-            StopIteration: there is none.
+            StopIteration: the iteration is over.
         """
         if self._iterator is None:
             raise RuntimeError(

@@ -51,6 +51,7 @@ class DatasetIterator(ResumableIterator):
             self._end()
             raise
         finally:
+            # An element that failed counts too: a program that resumes after it must not meet it again.
             if self._taken is not None:
                 self._taken += 1
 

@@ -61,6 +61,7 @@ class DistributedDataset(ResumableDataset):
         rounds, taken = self._next_start()
         distribution = self._distribution
         every = _settings.is_on("HPCSTRAT_CHECK")
+        # Arrays seldom change between epochs, so their samples are compared once: that reads from disk, or from memory.
         arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
         with call_named(f"iterating over {distribution.call}"):
             epoch = begin_together(self._node, distribution.communicator, rounds, taken, distribution.workers, arrays)

@@ -82,6 +82,8 @@ class DistributedIterator(ResumableIterator):
 
     def _begin(self, epoch: EpochPass, taken: int) -> None:
         distribution, communicator = self._distribution, self._communicator
+        # Without user code all ranks of a worker walk the same keys and need no exchange. Workers have separate
+        # pipelines, which may end at different steps.
         self._compares = communicator.size > 1 and (self._node.user_code or distribution.workers.count > 1)
         epoch.checksum = Checksum(self._compares, every=_settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
@@ -128,6 +130,7 @@ class DistributedIterator(ResumableIterator):
             raise StopIteration
         self._number += 1
         assert self._taken is not None
+        # Positions count elements of the pipeline: one batch for all replicas, or one element for each.
         self._taken += (step.total or 0) if self._assigns else 1
         if step.error is not None:
             try:

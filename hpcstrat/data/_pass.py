@@ -55,6 +55,8 @@ class Resumable(abc.ABC):
 
     def _incompatibility(self, position: Position) -> str | None:
         """Why this pipeline cannot seek to `position`; `None` if it can."""
+        # Another dataset, or another order of transformations, would resume at elements that the first program never
+        # saw, or twice at the same: that is worth an error. Another batch size is not: it is left out of the text.
         shuffles = len(self._node.shuffles())
         if shuffles != len(position.shuffles):
             return f"its pipeline has {shuffles} shuffles and the saved one {len(position.shuffles)}"
@@ -234,7 +236,7 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
     if taken is None:
         return Position(_describe(node), shuffles, None)
     inner, size = _without_batches(node)
-    # After a short last batch `taken * size` is beyond the end, where no pipeline could resume.
+    # After a short last batch `taken * size` lies beyond the end, where no pipeline could resume.
     cardinality = inner.cardinality()
     return Position(_describe(node), shuffles, taken * size if cardinality < 0 else min(taken * size, cardinality))
 

@@ -114,12 +114,12 @@ def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
-    full = _bounds(rank, size, batch_size, batch_size)
+    full = _bounds(rank, size, batch_size, batch_size)  # of nearly all batches, so computed once
     for chunk in node.chunks(epoch):
         for item in chunk:
             total, value, failed = 0, None, None
             try:
-                if node.rows is not None:
+                if node.rows is not None:  # the item is the batch's keys: only this replica's rows are loaded
                     total = len(item)
                     start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
                     value = load_rows(node.rows, item, start, stop)
