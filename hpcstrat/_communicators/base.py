@@ -97,6 +97,7 @@ class Communicator(abc.ABC):
         try:
             own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.OK, agreed.digest, nbytes)
             posted = self._post(own, nbytes, write)
+            # Whole records first: where even the sizes of the messages are equal, nobody has to unpack any.
             for record in posted:
                 if record != own:
                     break
@@ -301,6 +302,7 @@ class Communicator(abc.ABC):
         if self.size == 1:
             self.settle()
             return
+        # The others are in the exchange that this rank does not reach: they find this record there instead of its own.
         self.calls.number += 1
         own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.FAILED, bytes(16), 0)
         try:

@@ -94,6 +94,7 @@ class CallState:
     def note_fault(self, error: BaseException) -> None:
         """Notes an exception that this rank may have alone, once: the next call compares."""
         if error is not self.fault or self.number != self.faulty:
+            # A hash and not a count: ranks that had as many errors, but after different calls, must differ.
             self.faults = (self.faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
             self.fault, self.faulty = error, self.number
 
@@ -152,7 +153,7 @@ _changing = threading.Lock()
 def _forbid_in_child() -> None:
     """A forked child has its parent's place in shared memory, and would be taken for it."""
     global _changing
-    _changing = threading.Lock()
+    _changing = threading.Lock()  # the parent's may be held by a thread that the child does not have
     for calls in _all:
         calls.forked = calls.barred = True
 

@@ -52,6 +52,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._reduce_by_hosts(agreed, layout, write, op, out)
 
     def _reduce_by_hosts(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+        # All ranks agree first: inside a host nobody would notice that another host makes a different call.
         self.exchange(agreed)
         if self._agreed_bytes < layout.nbytes:
             with self.raise_together():  # a host without the memory stops the others

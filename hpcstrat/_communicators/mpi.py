@@ -43,6 +43,7 @@ class MpiCommunicator(HostCommunicator):
         self._record[: len(record)] = np.frombuffer(record, np.uint8)
         if write is not None and nbytes <= PAYLOAD:
             write(self._record[HEADER:])
+        # It is the barrier too: nobody has all records before every rank has come.
         self._comm.Allgather(self._record, self._records)
         return self._views
 
@@ -95,6 +96,7 @@ class MpiCommunicator(HostCommunicator):
     def _reduce_by_slices(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         message = np.empty(layout.nbytes, np.uint8)
         write(message)
+        # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong result.
         self.exchange(agreed)
         for group in layout.groups:
             values, result = group.of(message), group.of(out)

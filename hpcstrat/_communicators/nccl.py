@@ -135,6 +135,7 @@ class NcclCommunicator(DeviceCommunicator):
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
         with self._guarded(current_call()):
+            # NCCL starts the calls of a group together. One by one, two ranks that both send first would wait for ever.
             self._nccl.groupStart()
             try:
                 for own, whole, sizes, starts, _ in gathered:
@@ -149,7 +150,7 @@ class NcclCommunicator(DeviceCommunicator):
                             self._comm.send(source, sizes[self.rank], kind, peer, stream)
                         if sizes[peer]:
                             self._comm.recv(target + starts[peer], sizes[peer], kind, peer, stream)
-            finally:
+            finally:  # after an error too: an open group would hold back every later call
                 self._nccl.groupEnd()
         return [parts.along(self.stream.xp, axis) for parts in gathered]
 
@@ -214,7 +215,7 @@ class NcclCommunicator(DeviceCommunicator):
     def close(self) -> None:
         """See `DeviceCommunicator.close`."""
         if self._comm is not None:
-            self.stream.synchronize()
+            self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
             self._forget().destroy()
 
     def _guarded(self, what: str) -> _Guard:

@@ -105,6 +105,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         records_end = 2 * self.size * RECORD
         notes_start = -(-(records_end + self.size * LINE) // 4096) * 4096
         head = -(-(notes_start + self.size * SLOT) // 4096) * 4096
+        # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory comes as it grows.
         reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
         self.segment = shared_segment(comm, head + reserve * (self.size + 1))
         self.heap = RangeAllocator(head + reserve * self.size, self.segment.size)
@@ -201,6 +202,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         for group in layout.groups:
             mine = slice_of(group.elements, self.rank, self.size)
             parts = [group.of(message)[mine] for message in messages]
+            # The result overwrites this rank's slice of its own mailbox, which nobody else reads before all have met.
             reduce_flat(parts[self.rank], parts, op)
         self.sync()
         for group in layout.groups:
@@ -208,4 +210,4 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             for rank, message in enumerate(messages):
                 theirs = slice_of(group.elements, rank, self.size)
                 result[theirs] = group.of(message)[theirs]
-        self._being_read = True
+        self._being_read = True  # a slower rank may still copy from this rank's mailbox

@@ -63,6 +63,7 @@ class StagedCommunicator(DeviceCommunicator):
         copies = list(arrays)
         for i, view in enumerate(layout.views(self._pinned)):
             if _gpu.is_on_gpu(arrays[i]):
+                # All copies are queued before the one wait below.
                 arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
                 copies[i] = view
         self.stream.synchronize()

@@ -328,6 +328,7 @@ class ReplicaContext:
         check_arguments(merge_fn, args)
         given = (tuple(args), dict(kwargs or {}))
         leaves, structure = _nest.flatten(given)
+        # All replicas must be here, with nests of one structure, before the function runs on any of them.
         self._group.communicator.exchange(signature(current_call(), _nest.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
         before = _context.current.get()

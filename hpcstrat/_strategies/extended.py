@@ -216,6 +216,7 @@ class StrategyExtended:
         if group.updates_on is UpdatesOn.ALL_RANKS:
             with communicator.raise_together():
                 results, returned = self._updated(lambda: fn(*args, **kwargs), variables)
+                # Inside the block, so that what `fn` raises on one rank reaches the others here.
                 communicator.barrier()
         else:
             written = [

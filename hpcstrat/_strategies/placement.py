@@ -49,6 +49,7 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
         named = _devices.named(compute_devices, control.size, call)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _gpu.visible()
+        # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from the same facts.
         everyones = control.all_gather_obj((visible, _gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in everyones]

@@ -216,6 +216,7 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
     Args:
         comm: their MPI communicator.
     """
+    # Not MPI, whose calls the watchdog's thread must not make. The token keeps strangers out who find the port.
     token = secrets.token_bytes(16)
     if comm.rank == 0:
         listener = socket.create_server(("", 0), backlog=comm.size + _STRANGERS)

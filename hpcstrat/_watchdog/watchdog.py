@@ -88,7 +88,7 @@ class Watchdog:
 
     def _note(self) -> RankStatus:
         calls = self._calls
-        waits = calls.waiting.depth > 0
+        waits = calls.waiting.depth > 0  # read, and not locked: a status that is old is corrected by the next
         place = self._place()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
@@ -138,9 +138,9 @@ class Watchdog:
             if diagnosis is not None:
                 self._act(diagnosis)
         elif not self._gone:
-            self._require_judge()
+            self._require_rank_0()
 
-    def _require_judge(self) -> None:
+    def _require_rank_0(self) -> None:
         """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
         if self._channel.dead:
             time.sleep(SETTLING_SECONDS)
@@ -156,7 +156,7 @@ class Watchdog:
         if heard is not None and now - max(heard, self._resumed) >= limit:
             _failure.end_job(
                 f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {self._place()}. check whether rank 0 still runs and its host still answers"
+                f"this rank was at {self._place()}. Check whether rank 0 still runs and its host still answers"
             )
 
     def _act(self, diagnosis: Diagnosis) -> None:
