@@ -94,8 +94,12 @@ def in_cross_replica_context() -> bool:
     return isinstance(context(), AcrossReplicas)
 
 
-def require_cross_replica(group: ReplicaGroup) -> None:
+def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
     """Refuses a call that is not made in the cross-replica context of this group, or outside of every scope.
+
+    Args:
+        group: the replicas.
+        call: the name of the call, where that is not the current one.
 
     Raises:
         RuntimeError: it is not, or the strategy is closed.
@@ -105,9 +109,9 @@ def require_cross_replica(group: ReplicaGroup) -> None:
         found = _set_by_user
     is_here = found is None or (type(found) is AcrossReplicas and found.group is group)
     if is_here and not group.lifetime.is_closed:
-        group.communicator.require_open()
+        group.communicator.require_open(call)
         return
-    call = current_call()
+    call = call or current_call()
     if group.lifetime.is_closed:
         raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
     if isinstance(found, InUpdate):
@@ -128,7 +132,7 @@ def check_cross_replica(owner: Any) -> None:
     require_cross_replica(_group_of(owner))
 
 
-def check_arguments(fn: Any, args: Any) -> None:
+def check_arguments(fn: Any, args: Any, call: str = "") -> None:
     """Checks what is to be called as `fn(*args)`.
 
     Raises:
@@ -136,11 +140,12 @@ def check_arguments(fn: Any, args: Any) -> None:
     """
     if not callable(fn):
         raise TypeError(
-            f"{current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)"
+            f"{call or current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)"
         )
     if not isinstance(args, (tuple, list)):
         raise TypeError(
-            f"{current_call()}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one argument x"
+            f"{call or current_call()}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one "
+            "argument x"
         )
 
 

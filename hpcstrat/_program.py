@@ -61,10 +61,9 @@ def any_rank(flag: Any) -> bool:
     return any(bool(message[0]) for message in communicator.exchange(signature(current_call()), 1, write))
 
 
-@names_call("barrier")
 def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this."""
-    connect().barrier()
+    connect().exchange(signature("barrier"))
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:

@@ -126,14 +126,14 @@ class Communicator(abc.ABC):
         self.calls.storages += 1
         return self.calls.storages
 
-    def require_open(self) -> None:
+    def require_open(self, call: str = "") -> None:
         """Refuses a method of the library that need not communicate where no call may be made.
 
         Raises:
             RuntimeError: in a child of the rank, or the function of an update.
         """
         if self.calls.barred:
-            self.calls.refuse(current_call())
+            self.calls.refuse(call or current_call())
 
     def raise_together(self) -> RaiseTogether:
         """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.

@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """Where each of some arrays lies in a message. Equal arguments give the same object: use `layout`.
+    """Where each of some arrays lies in a message. Equal arguments give the same object: use `layout_of`.
 
     Args:
         shapes: of the arrays.
@@ -84,8 +84,8 @@ def layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], 
     return Layout(shapes, dtypes, alignment)
 
 
-def _up(place: int, alignment: int) -> int:
-    return -(-place // alignment) * alignment
+def _up(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
 
 
 ENTRIES = 128

@@ -17,7 +17,7 @@ from hpcstrat._communicators.connection import disconnect_devices, keep_connecte
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.protocol import signature
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
-from hpcstrat._edge import current_call, enter_call, leave_call, names_call
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._spans import RUN, Details, span
 from hpcstrat._strategies import reduction
@@ -163,21 +163,18 @@ class Strategy(InputMethods, ValueMethods):
             [5]
         """
         del options
-        outer = enter_call("Strategy.run")
-        try:
-            require_cross_replica(self._group)
-            stream = self._group.stream
-            if stream is None:
-                return self._run(fn, args, kwargs)
-            with stream.current():
-                return self._run(fn, args, kwargs)
-        finally:
-            leave_call(outer)
+        # It does not become the current call: that would cost every step, and what runs here is the program's own.
+        require_cross_replica(self._group, "Strategy.run")
+        stream = self._group.stream
+        if stream is None:
+            return self._run(fn, args, kwargs)
+        with stream.current():
+            return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
         communicator, before = self._group.communicator, _context.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
-            check_arguments(fn, args)
+            check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(one) for one in args]

@@ -13,7 +13,7 @@ from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.protocol import signature
-from hpcstrat._edge import current_call
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._types import IndexedSlices
@@ -21,9 +21,12 @@ from hpcstrat._values import DistributedValues, PerReplica, component_of, refuse
 from hpcstrat._variables import Variable
 from hpcstrat.data._checksum import of_array
 
+_CALL = "Strategy.run"
+
 # ---- arguments of replica functions
 
 
+@names_call(_CALL)
 def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Checks that the arrays and numbers among arguments that are no distributed values are equal. Collective.
 
@@ -46,6 +49,7 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
             )
 
 
+@names_call(_CALL)
 def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     """Adds a note to what leaves a replica function where a distributed value among its arguments is empty here."""
     leaves, _ = _nest.flatten((args, kwargs))
@@ -98,6 +102,7 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
     return structure.unflatten(leaves)
 
 
+@names_call(_CALL)
 def check_alike(communicator: Communicator, result: Any) -> None:
     """Checks that all replicas returned nests of one structure. Collective.
 
@@ -150,7 +155,7 @@ def _is_copied(value: Any) -> bool:
 def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
     """Whether an array of any library lies in memory of variables."""
     try:
-        array = from_foreign(current_call(), value)
+        array = from_foreign(_CALL, value)
     except TypeError:  # it has no values in memory
         return False
     return group.storage.has(array) or group.replica_storage.has(array)
