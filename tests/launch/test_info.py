@@ -111,7 +111,7 @@ def test_nothing_is_wrong():
             [rank_inventory()],
             ("/bin/mpirun", "Open MPI"),
             "",
-            "belongs to Open MPI, and mpi4py loads MPICH",
+            "belongs to Open MPI, but mpi4py loads MPICH",
             "one MPI only",
         ),
         ([rank_inventory(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),

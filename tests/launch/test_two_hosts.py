@@ -160,7 +160,7 @@ def test_workers_and_devices(two_hosts):
         (
             "dataset = lambda context: hs.data.Dataset.range(3 + context.input_pipeline_id)\n"
             "    list(strategy.distribute_datasets_from_function(dataset))",
-            "the elements of one worker end before another's",
+            "one worker's elements end before another's",
         ),
         (
             "dataset = lambda context: hs.data.Dataset.range(3 + hs.rank()).batch(1)\n"
