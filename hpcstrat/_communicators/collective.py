@@ -5,20 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
+from hpcstrat._communicators.call_state import CallState
 from hpcstrat._edge import current_call, enter_call, leave_call
 
-if TYPE_CHECKING:
-    from hpcstrat._communicators.base import Communicator
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Caller(Protocol):
+    """What the edge asks of a communicator."""
+
+    @property
+    def calls(self) -> CallState:
+        """The state of its calls."""
+        ...
+
+    def share_error(self, error: BaseException, number: int) -> None:
+        """See `Communicator.share_error`."""
+        ...
+
+    def tear(self, error: BaseException) -> bool:
+        """See `Communicator.tear`."""
+        ...
 
 
 def collective(
     name: str,
     check: Callable[[Any], None] | None = None,
-    communicator_of: Callable[[Any], Communicator] = attrgetter("_group.communicator"),
+    communicator_of: Callable[[Any], Caller] = attrgetter("_group.communicator"),
 ) -> Callable[[_Function], _Function]:
     """Makes a public method the edge of a collective call: names it, and has the ranks raise together.
 
@@ -65,7 +80,7 @@ class RaiseTogether:
 
     __slots__ = ("_communicator", "_number")
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Caller) -> None:
         self._communicator = communicator
 
     def __enter__(self) -> None:
