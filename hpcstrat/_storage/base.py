@@ -74,7 +74,7 @@ class Storage(abc.ABC):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
-    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.form.nbytes))
+    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.layout.nbytes))
     def update(
         self,
         plan: Plan,

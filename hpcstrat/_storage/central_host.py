@@ -110,7 +110,7 @@ class CentralHostStorage(HostStorage):
 
     def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
-        nbytes = -(-plan.form.nbytes // LINE) * LINE
+        nbytes = -(-plan.layout.nbytes // LINE) * LINE
         block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 
@@ -126,7 +126,7 @@ class CentralHostStorage(HostStorage):
             messages = communicator.exchange(agreed)
         else:
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
-            messages = communicator.exchange(agreed, plan.form.nbytes, lambda message: write(message, values))
+            messages = communicator.exchange(agreed, plan.layout.nbytes, lambda message: write(message, values))
         if op is FIRST_REPLICA:
             plan.apply(rule, messages[:1], self._scratch, share=share)
         else:

@@ -78,9 +78,9 @@ class DevicePlan(Plan):
     def take(self, message: Array) -> None:
         """Makes this the message."""
         self.message = message
-        self.gradients = [group.of(message) for group in self.form.groups]
+        self.gradients = [group.of(message) for group in self.layout.groups]
         if _gpu.is_on_gpu(message):
-            self.packings = [PackKernel(self.form, group, message) for group in self.form.groups]
+            self.packings = [PackKernel(self.layout, group, message) for group in self.layout.groups]
         self.updates = [
             (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots) for chunk in self.chunks
         ]
@@ -228,7 +228,7 @@ class DeviceStorage(Storage):
         """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)
         with self._communicator.raise_together(), self._current():
-            message = self._zeros(plan.form.nbytes)
+            message = self._zeros(plan.layout.nbytes)
             self._communicator.exchange(plan.signature())
             plan.take(message)
         plan.give_buffers([message], message)
@@ -240,14 +240,14 @@ class DeviceStorage(Storage):
     def _require_message(self, plan: DevicePlan) -> None:
         if plan.buffers is not None:
             return
-        if self._message is None or self._message.size < plan.form.nbytes:
+        if self._message is None or self._message.size < plan.layout.nbytes:
             # Plans hold views of the message, and so its memory: they let go of it before a larger one is allocated, or
             # the GPU would need room for both.
             for other in self._takers:  # which may never be used again
                 other.let_go()
             self._takers.clear()
             self._message = None  # so that its memory can be used for the larger one
-            self._message = self._zeros(plan.form.nbytes)
+            self._message = self._zeros(plan.layout.nbytes)
         if plan.message is not self._message:
             plan.take(self._message)
             self._takers.add(plan)
@@ -279,7 +279,7 @@ class DeviceStorage(Storage):
             return plan.gradients
         arrays = [stream.here(array) for array in plan.in_order(values)]
         sources = list(plan.gradients)
-        for index, group in enumerate(plan.form.groups):
+        for index, group in enumerate(plan.layout.groups):
             for i in group.members:
                 if arrays[i].dtype != group.dtype:
                     arrays[i] = arrays[i].astype(group.dtype)
@@ -317,7 +317,7 @@ class DeviceStorage(Storage):
     def _host_message(self, plan: DevicePlan) -> Any:
         if not self._is_apart:
             return plan.message
-        nbytes = plan.form.nbytes
+        nbytes = plan.layout.nbytes
         if self._pinned.size < nbytes:
             self._pinned = _gpu.pinned(nbytes)
         plan.message[:nbytes].get(out=self._pinned[:nbytes])  # waits for what the stream does before

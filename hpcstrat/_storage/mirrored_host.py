@@ -68,7 +68,7 @@ class MirroredHostStorage(HostStorage):
     def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
         with self._communicator.raise_together():
-            message = np.zeros(plan.form.nbytes, np.uint8)
+            message = np.zeros(plan.layout.nbytes, np.uint8)
             self._communicator.exchange(plan.signature())
         plan.give_buffers([message], message)
 
@@ -79,13 +79,13 @@ class MirroredHostStorage(HostStorage):
 
         def write(message: Array) -> None:
             if values is None:
-                message[: plan.form.nbytes] = plan.buffer_messages[0]
+                message[: plan.layout.nbytes] = plan.buffer_messages[0]
             else:
                 plan.write(message, values)
 
         with self._lock:
-            if self._sum.size < plan.form.nbytes:
-                self._sum = np.empty(plan.form.nbytes, np.uint8)
+            if self._sum.size < plan.layout.nbytes:
+                self._sum = np.empty(plan.layout.nbytes, np.uint8)
             if communicator.size == 1:
                 communicator.exchange(agreed)
                 if values is None:
@@ -96,9 +96,9 @@ class MirroredHostStorage(HostStorage):
                 return
             if op is not FIRST_REPLICA:
                 reduced = self._sum
-                communicator.reduce_message(agreed, plan.form, write, op, reduced)
+                communicator.reduce_message(agreed, plan.layout, write, op, reduced)
             elif communicator.rank == 0:
-                reduced = communicator.exchange(agreed, plan.form.nbytes, write)[0]
+                reduced = communicator.exchange(agreed, plan.layout.nbytes, write)[0]
             else:
                 reduced = communicator.exchange(agreed)[0]
             plan.apply(rule, [reduced], self._scratch)

@@ -56,16 +56,16 @@ class Plan:
     ) -> None:
         # By number, the order in memory, and not in the order of the call: variables that were made one after another
         # are then one range, and the ranks have the same ranges.
-        self._forms = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
+        self._expected = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
-        self.form: Layout = layout_of(
+        self.layout: Layout = layout_of(
             tuple([block.array.shape for block in variables]),
             tuple([block.array.dtype for block in variables]),
             alignment,
         )
         self.blocks: list[Block] = variables
-        self._facts = [block.held() for block in variables]
+        self._must_match = [block.held() for block in variables]
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
         self.buffer_messages: list[
@@ -76,9 +76,9 @@ class Plan:
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
-        for index, group in enumerate(self.form.groups):
+        for index, group in enumerate(self.layout.groups):
             mine = slice_of(group.elements, rank, size)
-            for place, count, starts in ranges_of(group, variables, slots, self.form.starts, alignment):
+            for place, count, starts in ranges_of(group, variables, slots, self.layout.starts, alignment):
                 for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
                     b = min(a + chunk, place + count, mine.stop)
                     item = group.dtype.itemsize
@@ -89,7 +89,7 @@ class Plan:
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
         self._rank = rank
         self._own = self._own_parts()
-        self._is_compiled = compiles and sum(self.form.sizes) >= compiled.FEWEST
+        self._is_compiled = compiles and sum(self.layout.sizes) >= compiled.FEWEST
         self._addresses: dict[int, tuple[Array, compiled.Table, Array]] = {}
 
     def signature(
@@ -103,7 +103,7 @@ class Plan:
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
-            found = signature(call, *([] if op is FIRST_REPLICA else [op.name]), *self._facts)
+            found = signature(call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match)
             if numbers:
                 found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found
@@ -120,7 +120,7 @@ class Plan:
 
     def arranged(self, message: Array) -> list[Array]:
         """The variables' parts of a message, as views, in the order of the call."""
-        in_order = dict(zip(self._order, self.form.views(message), strict=True))
+        in_order = dict(zip(self._order, self.layout.views(message), strict=True))
         return [in_order[i] for i in range(len(in_order))]
 
     def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
@@ -142,9 +142,9 @@ class Plan:
     def _own_parts(self) -> dict[int, LocalOnlyRange]:
         """By the place in the call, where there is any such part."""
         found: dict[int, LocalOnlyRange] = {}
-        for index, group in enumerate(self.form.groups):
+        for index, group in enumerate(self.layout.groups):
             for i in group.members:
-                begin, size = (self.form.starts[i] - group.start) // group.dtype.itemsize, self.form.sizes[i]
+                begin, size = (self.layout.starts[i] - group.start) // group.dtype.itemsize, self.layout.sizes[i]
                 inside = [
                     k
                     for k, chunk in enumerate(self.chunks)
@@ -158,7 +158,7 @@ class Plan:
 
     def fits(self, gradients: Sequence[Any]) -> bool:
         """Whether these are arrays of the variables' kind, shapes and dtypes, in the order of the call."""
-        for gradient, (kind, shape, dtype) in zip(gradients, self._forms, strict=True):
+        for gradient, (kind, shape, dtype) in zip(gradients, self._expected, strict=True):
             # Equal dtypes need not be identical; those that are not take the longer way.
             if type(gradient) is not kind or gradient.shape != shape or gradient.dtype is not dtype:
                 return False
@@ -266,19 +266,19 @@ class Plan:
 
     def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
-        loops = [(loop_of(group.dtype), group) for group in self.form.groups]
+        loops = [(loop_of(group.dtype), group) for group in self.layout.groups]
         return loops if all(loop is not None for loop, _ in loops) else None
 
     @functools.cached_property
     def cuts(self) -> list[Cut]:
         """This rank's chunks, cut where one variable ends and another begins."""
         found: list[Cut] = []
-        for index, group in enumerate(self.form.groups):
+        for index, group in enumerate(self.layout.groups):
             chunks = [(k, chunk) for k, chunk in enumerate(self.chunks) if chunk.group == index]
             starts = [chunk.start for _, chunk in chunks]
             for i in group.members:
-                begin = (self.form.starts[i] - group.start) // group.dtype.itemsize
-                end = begin + self.form.sizes[i]
+                begin = (self.layout.starts[i] - group.start) // group.dtype.itemsize
+                end = begin + self.layout.sizes[i]
                 first, last = bisect.bisect_right(starts, begin) - 1, bisect.bisect_left(starts, end)
                 for k, chunk in chunks[max(first, 0) : last]:
                     start, stop = max(begin, chunk.start), min(end, chunk.stop)
@@ -294,7 +294,7 @@ class Plan:
         Returns:
             Of each row, the variable's place in the order of a message; and the rows.
         """
-        index = self.form.groups.index(group)
+        index = self.layout.groups.index(group)
         if index not in self._addresses:
             cuts = [cut for cut in self.cuts if cut.group == index]
             arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
@@ -360,7 +360,7 @@ class Plan:
         if kept is None or kept[0] is not messages[0]:
             if len(self._pieces) == 3:
                 self._pieces.clear()
-            flat = [[group.of(message) for message in messages] for group in self.form.groups]
+            flat = [[group.of(message) for message in messages] for group in self.layout.groups]
             pieces = [
                 UpdateChunk(value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value))
                 for group, start, stop, value, slots in self.chunks

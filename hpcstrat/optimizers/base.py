@@ -198,12 +198,7 @@ class Optimizer(abc.ABC):
                 )
             if sparse or key(group, dense) not in self._state.plans:
                 self._check_variables(group, [*dense, *(v for _, v in sparse)])
-            rule = self.update_rule(float(self._current_rate()), self._state.iterations + 1)
-            if sparse and rule.norms is not None:
-                raise ValueError(
-                    f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
-                    "IndexedSlices for its gradient; pass an array"
-                )
+            rule = self._current_rule(sparse)
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
         op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
@@ -225,6 +220,15 @@ class Optimizer(abc.ABC):
         except BaseException as error:
             group.storage.tear(error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
             raise
+
+    def _current_rule(self, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> UpdateRule:
+        rule = self.update_rule(float(self._current_rate()), self._state.iterations + 1)
+        if sparse and rule.norms is not None:
+            raise ValueError(
+                f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
+                "IndexedSlices for its gradient; pass an array"
+            )
+        return rule
 
     def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """The way of nearly all steps: a replica's arrays for variables that were seen, by a rate that cannot fail.
