@@ -119,6 +119,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         memo[id(self)] = other
         other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
         other.trainable = self.trainable
+        # Through storage, as any new variable: the copy has its own memory, on every rank at the same place.
         copied = other._state = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # where making one took the first replica's value
             state.storage.write(copied.block, state.block.view, RULES["assign"])

@@ -52,6 +52,7 @@ class RangeAllocator:
             start, stop = self._free[i]
             begin = -(-start // alignment) * alignment
             if begin + nbytes <= stop:
+                # What alignment skips stays free: a smaller block may fit.
                 rest = [(start, begin), (begin + nbytes, stop)]
                 self._free[i : i + 1] = [(a, b) for a, b in rest if a < b]
                 self._last = begin + nbytes
@@ -64,6 +65,7 @@ class RangeAllocator:
     def free(self, start: int, nbytes: int) -> tuple[int, int]:
         """Takes a range back; returns the whole free range that it is now part of."""
         stop = start + nbytes
+        # Neighbours are merged at once, so that what is left never falls into pieces too small for anything.
         i = bisect.bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -101,6 +103,7 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
+        # At exit nothing is freed: the process' memory goes as a whole, and other threads may still read it.
         block = block_of(self.segment, start, shape, dtype, number)
         weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
         return block
@@ -154,6 +157,7 @@ class SlabAllocator:
         start = self._find(nbytes)
         self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
         part = self.part(start, start + nbytes)
+        # A program must not write to a variable behind the library's back: on the host NumPy forbids it.
         readable = part if _gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
         array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
         block = Block(array, view, start, start + nbytes, number)
@@ -166,6 +170,7 @@ class SlabAllocator:
                 return slab.heap.allocate(nbytes, ALIGNMENT)
             except MemoryError:  # not in this slab
                 continue
+        # Before more is asked for, what nobody uses goes back.
         self._slabs = {number: slab for number, slab in self._slabs.items() if slab.blocks}
         slab = _Slab(self._new_slab(nbytes), self._made * SLAB_ADDRESS_STRIDE)
         self._slabs[self._made] = slab

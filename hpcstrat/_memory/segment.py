@@ -108,6 +108,8 @@ class Segment:
         nbytes = stop - start
         if nbytes <= 0:
             return
+        # The system promises more memory than it has, and ends the process that takes it at its word. So a large
+        # request is compared with what is left, and every one has its pages made now, where their lack is an error.
         if nbytes >= _LARGE and nbytes > (free := available_memory()):
             raise MemoryError(
                 f"{nbytes:,} bytes are wanted and this host has {free:,} left; start fewer ranks on a host"
@@ -139,6 +141,7 @@ def private_segment() -> Segment:
     """A segment of this process alone."""
     file = _nameless_file()
     size = physical_memory()
+    # Reserved addresses cost nothing, but `ulimit -v` may count them: then less has to do.
     while True:
         try:
             os.ftruncate(file, size)
@@ -156,6 +159,8 @@ def shared_segment(comm: Any, size: int) -> Segment:
         RuntimeError: the ranks cannot share memory; on every rank, with the reasons.
     """
     problems: list[str] = []
+    # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide from another. A
+    # file whose name is taken away as soon as all have opened it is the second choice.
     for create in (_nameless_file, _named_file):
         file, path, problem = -1, "", ""
         if comm.rank == 0:

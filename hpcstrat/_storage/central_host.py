@@ -70,6 +70,7 @@ class CentralHostStorage(HostStorage):
         except Exception:
             self._dead.extendleft(told.tolist())
             raise
+        # Every rank counts the same reports in the same call, so all free the same ranges at the same time.
         for message in messages:
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
@@ -78,7 +79,7 @@ class CentralHostStorage(HostStorage):
             start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
             with communicator.raise_together():
-                if communicator.rank == 0:
+                if communicator.rank == 0:  # pages are the file's, and so all ranks'
                     communicator.segment.commit(start, start + nbytes)
                 block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:

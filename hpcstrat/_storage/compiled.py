@@ -323,6 +323,7 @@ def _library(source: str) -> pathlib.Path:
     if cc is None:
         raise FileNotFoundError("there is no C compiler")
     status = os.stat(cc)
+    # A compiler that was updated, or a home on several kinds of machines, must not find the other's code.
     facts = (source, *_FLAGS, os.path.realpath(cc), str(status.st_size), str(status.st_mtime_ns), *_processor())
     folder = _folder()
     path = folder / f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.so"
@@ -334,6 +335,7 @@ def _library(source: str) -> pathlib.Path:
 
 
 def _compile(cc: str, source: str, path: pathlib.Path) -> None:
+    # Renamed when it is whole: a process that dies in between, or reads at the same time, never loads half a file.
     handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
     try:

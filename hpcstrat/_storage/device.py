@@ -308,6 +308,7 @@ class DeviceStorage(Storage):
             value, gradient, slots = plan.updates[cut.chunk]
             here = slice(cut.start, cut.stop)
             variables.append((value[here], gradient[here], [slot[here] for slot in slots]))
+        # All norms in one array: each copy to the host waits for the stream.
         sums = self._zeros(8 * len(variables) * norms.size).view(np.float64).reshape(-1, norms.size)
         for (value, gradient, slots), out in zip(variables, sums, strict=True):
             norms.sums_on_gpu(value, gradient, slots, out)

@@ -84,6 +84,7 @@ class MirroredHostStorage(HostStorage):
                 plan.write(message, values)
 
         with self._lock:
+            # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < plan.layout.nbytes:
                 self._sum = np.empty(plan.layout.nbytes, np.uint8)
             if communicator.size == 1:

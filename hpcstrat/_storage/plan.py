@@ -77,6 +77,7 @@ class Plan:
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
         for index, group in enumerate(self.layout.groups):
+            # A slice of all elements and not of each variable: ranks have equal work, whatever the variables' sizes.
             mine = slice_of(group.elements, rank, size)
             for place, count, starts in ranges_of(group, variables, slots, self.layout.starts, alignment):
                 for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
@@ -206,6 +207,7 @@ class Plan:
                 all.
         """
         is_compiled = op is ReduceOp.SUM and self._is_compiled
+        # Loops sum what NumPy would, in rank order. Other operations are rare, and of small variables.
         if rule.norms is not None:
             self._apply_with_norms(rule, rule.norms, messages, scratch, op, values, share, is_compiled)
             return
@@ -256,7 +258,7 @@ class Plan:
             reduce_chunk(gradient, parts, op)
             sums[variable] += norms.sums(value, gradient, slots)
         rules = self._bound(norms, sums, share)
-        for variable, (value, slots, parts, gradient, work) in cut:
+        for variable, (value, slots, parts, gradient, work) in cut:  # summed again: a copy would cost as much memory
             reduce_chunk(gradient, parts, op)
             rules[variable].apply(value, gradient, slots, work)
 
