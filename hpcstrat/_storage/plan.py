@@ -68,9 +68,7 @@ class Plan:
         self._must_match = [block.held() for block in variables]
         self.chunks: list[Chunk] = []
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
-        self.buffer_messages: list[
-            Array
-        ] = []  # the messages that the ranks' buffers are parts of, as far as it sees them
+        self.buffer_messages: list[Array] = []  # in which the ranks' buffers lie, as far as this rank sees them
         self._buffers_owner: Block | None = None
         self.sums: Block | None = None  # of each rank and variable, where updates take norms
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}

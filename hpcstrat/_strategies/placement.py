@@ -54,13 +54,7 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
     with control.raise_together():
         seen = [gpus for gpus, _ in everyones]
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in everyones):
-            warn_together(
-                f"{call}: this host has GPUs, and CuPy to use them with is not installed, so the replicas compute on "
-                "the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name the devices: "
-                "compute_devices=['CPU:0', ...]",
-                UserWarning,
-                is_lead=control.rank == 0,
-            )
+            _warn_of_missing_cupy(call, is_lead=control.rank == 0)
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if is_one_host:
@@ -86,6 +80,15 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
             is_lead=control.rank == 0,
         )
     return devices, connect_devices(gpus, ordinal, transport)
+
+
+def _warn_of_missing_cupy(call: str, is_lead: bool) -> None:
+    warn_together(
+        f"{call}: this host has GPUs, but CuPy, which uses them, is not installed, so the replicas compute on the CPU; "
+        "`pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name devices: compute_devices=['CPU:0', ...]",
+        UserWarning,
+        is_lead=is_lead,
+    )
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:

@@ -94,9 +94,8 @@ def _prefetched(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Itera
         computing = stream.xp.cuda.Stream(non_blocking=True)
     # While `ahead` slots load, one more is on its way to the GPU.
     slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
-    context = (
-        contextvars.copy_context()
-    )  # so that user functions see the same strategy, and print, as outside the thread
+    # In the thread user functions see the same strategy as outside of it, and print as there.
+    context = contextvars.copy_context()
     executor = ThreadPoolExecutor(1, "hpcstrat-input")
 
     def load(slot: _Slot) -> _Loaded | None:
