@@ -18,23 +18,23 @@ from typing import Any, final
 from hpcstrat._watchdog.rank_status import RankStatus
 
 SLOT = 2048
-"""Bytes of a rank's note in shared memory."""
+"""Bytes of a rank's status in shared memory."""
 
 _HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the writer writes
 
 
 class StatusChannel(abc.ABC):
-    """Where each rank leaves its note.
+    """Where each rank leaves its status.
 
     Attributes:
-        every_rank_sees_all: whether every rank sees all notes; else rank 0 alone does.
+        every_rank_sees_all: whether every rank sees all statuses; else rank 0 alone does.
     """
 
     every_rank_sees_all: bool = True
 
     @abc.abstractmethod
-    def publish(self, note: RankStatus) -> list[RankStatus | None] | None:
-        """Leaves this rank's note; returns all ranks' last ones, or `None` where this rank is not told."""
+    def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
+        """Leaves this rank's status; returns all ranks' last ones, or `None` where this rank is not told."""
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> None:
@@ -67,7 +67,7 @@ class SharedMemoryChannel(StatusChannel):
     def __init__(self, rank: int, slots: Any, processes: Sequence[int]) -> None:
         self._rank = rank
         self._slots = [memoryview(slot) for slot in slots]
-        self._notes: list[RankStatus | None] = [None] * len(self._slots)
+        self._statuses: list[RankStatus | None] = [None] * len(self._slots)
         self._poll = select.poll()
         self._files: dict[int, int] = {}  # of the processes that can be watched -> rank
         self.dead_ranks: list[int] = []
@@ -78,8 +78,8 @@ class SharedMemoryChannel(StatusChannel):
         for file in self._files:
             self._poll.register(file, select.POLLIN)
 
-    def publish(self, note: RankStatus) -> list[RankStatus | None]:
-        message = note.pack()
+    def publish(self, status: RankStatus) -> list[RankStatus | None]:
+        message = status.pack()
         slot = self._slots[self._rank]
         slot[_HEAD.size : _HEAD.size + len(message)] = message
         slot[: _HEAD.size] = _HEAD.pack(len(message), zlib.crc32(message))
@@ -87,8 +87,8 @@ class SharedMemoryChannel(StatusChannel):
             length, checksum = _HEAD.unpack_from(slot)
             message = bytes(slot[_HEAD.size : _HEAD.size + min(length, SLOT - _HEAD.size)])
             if message and zlib.crc32(message) == checksum:
-                self._notes[rank] = RankStatus.unpack(message)
-        return self._notes
+                self._statuses[rank] = RankStatus.unpack(message)
+        return self._statuses
 
     def wait(self, seconds: float) -> None:
         for file, _ in self._poll.poll(1000 * seconds):
@@ -133,7 +133,7 @@ _LOOK_SECONDS = 0.2  # after which it may be found that the time is over
 
 @final
 class TcpChannel(StatusChannel):
-    """Every rank sends its notes to rank 0, which judges, and says so. When it ends, its connections close.
+    """Every rank sends its statuses to rank 0, which judges, and says so. When it ends, its connections close.
 
     Args:
         rank: this process's.
@@ -146,7 +146,7 @@ class TcpChannel(StatusChannel):
     def __init__(self, rank: int, size: int, sockets: dict[int, socket.socket]) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._notes: list[RankStatus | None] = [None] * size
+        self._statuses: list[RankStatus | None] = [None] * size
         self._received: dict[int, bytes] = dict.fromkeys(sockets, b"")
         self._dead: list[int] = []
         self._heard = time.monotonic()
@@ -156,14 +156,14 @@ class TcpChannel(StatusChannel):
             other.setblocking(False)
             self._poll.register(other, select.POLLIN)
 
-    def publish(self, note: RankStatus) -> list[RankStatus | None] | None:
+    def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
         if self._rank == 0:
-            self._notes[0] = note
+            self._statuses[0] = status
             for one in self._sockets.values():
                 with contextlib.suppress(OSError):
                     one.sendall(_BEAT)
-            return self._notes
-        message = note.pack()
+            return self._statuses
+        message = status.pack()
         if 0 in self._sockets:
             with contextlib.suppress(OSError):  # full for a moment, or closed, which `wait` finds
                 self._sockets[0].sendall(_PREFIX.pack(len(message)) + message)
@@ -193,7 +193,7 @@ class TcpChannel(StatusChannel):
             (length,) = _PREFIX.unpack_from(waiting)
             if len(waiting) < _PREFIX.size + length:
                 break
-            self._notes[other] = RankStatus.unpack(waiting[_PREFIX.size : _PREFIX.size + length])
+            self._statuses[other] = RankStatus.unpack(waiting[_PREFIX.size : _PREFIX.size + length])
             waiting = waiting[_PREFIX.size + length :]
         self._received[other] = waiting
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions stand in the place of Python's own
-_LONGEST = (400, 150, 40, 0)  # characters of a text in a note, the first that fits
+_LONGEST = (400, 150, 40, 0)  # characters of a text in a status, the first that fits
 
 LIMIT = 2000
-"""Bytes of a packed note at most."""
+"""Bytes of a packed status at most."""
 
 
 class RankStatus(NamedTuple):
@@ -31,7 +31,7 @@ class RankStatus(NamedTuple):
         patience: seconds that it asks the others to wait longer than usual.
         gone: whether it leaves the program, as it should.
         process: its process id.
-        beat: a number that changes with every note.
+        beat: a number that changes with every status.
     """
 
     number: int
@@ -63,7 +63,7 @@ class RankStatus(NamedTuple):
         """
         fields = json.loads(message)
         if not isinstance(fields, list) or len(fields) != len(cls._fields):
-            raise ValueError(f"{message!r} is no note")
+            raise ValueError(f"{message!r} is no status")
         return cls(*fields)
 
 

@@ -30,7 +30,7 @@ class Diagnosis(NamedTuple):
 
 
 class StallDetector:
-    """Looks at the ranks' notes, again and again.
+    """Looks at the ranks' statuses, again and again.
 
     Args:
         stall_seconds: after these without progress, a report.
@@ -47,41 +47,41 @@ class StallDetector:
         self._dead_since: float | None = None
         self._reported = False
 
-    def diagnose(self, notes: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
-        """What follows from the notes, if anything.
+    def diagnose(self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
+        """What follows from the statuses, if anything.
 
         Args:
-            notes: each rank's last one.
+            statuses: each rank's last one.
             dead: ranks whose processes are no more.
             now: seconds, of any clock that goes on.
         """
         self._pass_over(now)
-        silence = self._silence(notes, now)
-        missing = [rank for rank in dead if not _is_gone(notes[rank])]
+        silence = self._silence(statuses, now)
+        missing = [rank for rank in dead if not _is_gone(statuses[rank])]
         if missing:
             if self._dead_since is None:
                 self._dead_since = now
             if now - self._dead_since >= SETTLING_SECONDS:
-                first = notes[missing[0]]
+                first = statuses[missing[0]]
                 process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 text = (
                     f"the job ends: {_listed(missing)}{process} exited without shutting down (os._exit, a signal, or "
                     "out of memory); look at its last output and at its host's memory"
                 )
-                return self._verdict(True, text, notes, dead, silence)
+                return self._diagnosis(True, text, statuses, dead, silence)
             return None
-        seen = [None if note is None else (note.number, note.progress) for note in notes]
+        seen = [None if status is None else (status.number, status.progress) for status in statuses]
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
             return None
-        if not _anyone_waits(notes, dead, silence):
+        if not _anyone_waits(statuses, dead, silence):
             self._since = now
             return None
         quiet = now - self._since
-        patience = max(note.patience for note in notes if note is not None)
+        patience = max(status.patience for status in statuses if status is not None)
         if quiet >= self._timeout_seconds + patience:
             text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make the same calls"
-            return self._verdict(True, text, notes, dead, silence)
+            return self._diagnosis(True, text, statuses, dead, silence)
         if quiet >= self._stall_seconds + patience and not self._reported:
             self._reported = True
             left = self._timeout_seconds + patience - quiet
@@ -89,7 +89,7 @@ class StallDetector:
                 f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
                 "`with hs.extend_timeout(seconds):` around it allows a known long wait"
             )
-            return self._verdict(False, text, notes, dead, silence)
+            return self._diagnosis(False, text, statuses, dead, silence)
         return None
 
     def _pass_over(self, now: float) -> None:
@@ -100,66 +100,73 @@ class StallDetector:
             self._heard = {rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()}
         self._looked = now
 
-    def _silence(self, notes: Sequence[RankStatus | None], now: float) -> list[float]:
-        """For each rank the seconds since its note was last a new one."""
-        for rank, note in enumerate(notes):
-            beat = -1 if note is None else note.beat
+    def _silence(self, statuses: Sequence[RankStatus | None], now: float) -> list[float]:
+        """For each rank the seconds since its status was last a new one."""
+        for rank, status in enumerate(statuses):
+            beat = -1 if status is None else status.beat
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
-        return [now - self._heard[rank][1] for rank in range(len(notes))]
+        return [now - self._heard[rank][1] for rank in range(len(statuses))]
 
-    def _verdict(
-        self, ends: bool, head: str, notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
+    def _diagnosis(
+        self,
+        ends: bool,
+        head: str,
+        statuses: Sequence[RankStatus | None],
+        dead: Sequence[int],
+        silence: Sequence[float],
     ) -> Diagnosis:
-        last = max((note.number for note in notes if note is not None), default=0)
+        last = max((status.number for status in statuses if status is not None), default=0)
         groups: dict[str, list[int]] = {}
-        for rank, note in enumerate(notes):
-            groups.setdefault(_line(note, last, rank in dead, silence[rank]), []).append(rank)
+        for rank, status in enumerate(statuses):
+            groups.setdefault(_line(status, last, rank in dead, silence[rank]), []).append(rank)
         lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
-        return Diagnosis(ends, _speaker(notes, dead, silence), f"hpcstrat: {head}{lines}")
+        return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
 
 
-def _anyone_waits(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
+def _anyone_waits(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
     """Whether a rank waits that answers: what the others were last seen at may be long over."""
-    if all(_is_gone(note) for note in notes):  # then those that have ended wait for processes that do not
-        return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(notes)))
-    return any(note is not None and note.waits and silence[rank] < SILENT_SECONDS for rank, note in enumerate(notes))
+    if all(_is_gone(status) for status in statuses):  # then those that have ended wait for processes that do not
+        return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(statuses)))
+    return any(
+        status is not None and status.waits and silence[rank] < SILENT_SECONDS for rank, status in enumerate(statuses)
+    )
 
 
-def _is_gone(note: RankStatus | None) -> bool:
-    return note is not None and note.gone
+def _is_gone(status: RankStatus | None) -> bool:
+    return status is not None and status.gone
 
 
 def _quiet(seconds: float) -> str:
     return f"the ranks have been waiting for each other for {seconds:.0f} s"
 
 
-def _speaker(notes: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
+def _reporter(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
     """The lowest rank that waits, or that lives at all, and whose watch is heard."""
-    living = [rank for rank, note in enumerate(notes) if note is not None and rank not in dead]
+    living = [rank for rank, status in enumerate(statuses) if status is not None and rank not in dead]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
-    waiting = [rank for rank in living if (note := notes[rank]) is not None and note.waits]
+    waiting = [rank for rank in living if (status := statuses[rank]) is not None and status.waits]
     return min(waiting or living, default=0)
 
 
-def _line(note: RankStatus | None, last: int, is_dead: bool, silence: float) -> str:
-    if note is None:
+def _line(status: RankStatus | None, last: int, is_dead: bool, silence: float) -> str:
+    if status is None:
         return "has never reported"
-    call = f"call {note.number}, {note.call}" if note.call else "no call"
-    if note.gone and not note.waits:
+    call = f"call {status.number}, {status.call}" if status.call else "no call"
+    if status.gone and not status.waits:
         if is_dead or silence >= SILENT_SECONDS:
             return "has finished"
-        return f"has finished, but its process does not end; now at {note.place}"
-    if is_dead and not note.gone:
-        return f"last seen in {call}, at {note.place}"
+        return f"has finished, but its process does not end; now at {status.place}"
+    if is_dead and not status.gone:
+        return f"last seen in {call}, at {status.place}"
     if silence >= SILENT_SECONDS:
         why = "stopped, or in C code that holds the interpreter lock"
-        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {note.place}"
-    if note.waits:
-        return f"waiting in {call}, at {note.place}"
-    if note.number == last:
-        return f"completed {call}; now at {note.place}"
-    return f"has not arrived; last in {call}; now at {note.place}"
+        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {status.place}"
+    if status.waits:
+        return f"waiting in {call}, at {status.place}"
+    if status.number == last:
+        return f"completed {call}; now at {status.place}"
+    return f"has not arrived; last in {call}; now at {status.place}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

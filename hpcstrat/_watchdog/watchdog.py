@@ -84,9 +84,9 @@ class Watchdog:
         """Tells that this rank's process may end from now on. The watch goes on, for those that do not come."""
         self._gone = True
         with contextlib.suppress(Exception), self._lock:
-            self._channel.publish(self._note())
+            self._channel.publish(self._status())
 
-    def _note(self) -> RankStatus:
+    def _status(self) -> RankStatus:
         calls = self._calls
         waits = calls.waiting.depth > 0  # read, and not locked: a status that is old is corrected by the next
         place = self._place()
@@ -132,7 +132,7 @@ class Watchdog:
         if problems:
             _failure.end_job(problems[0])
         with self._lock:
-            everyones = self._channel.publish(self._note())
+            everyones = self._channel.publish(self._status())
         if everyones is not None:
             diagnosis = self._detector.diagnose(everyones, self._channel.dead, time.monotonic())
             if diagnosis is not None:
@@ -141,7 +141,7 @@ class Watchdog:
             self._require_rank_0()
 
     def _require_rank_0(self) -> None:
-        """Ends the job where rank 0, which alone sees all notes, is no more, or says nothing."""
+        """Ends the job where rank 0, which alone sees all statuses, is no more, or says nothing."""
         if self._channel.dead:
             time.sleep(SETTLING_SECONDS)
             _failure.end_job(

@@ -160,7 +160,7 @@ def test_notes_travel_whole():
     slots = np.zeros((2, SLOT), np.uint8)
     channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
     long = note(3, True, call="c" * 5000, place="p" * 5000)
-    assert channels[0].publish(long) == [channels[0]._notes[0], None]
+    assert channels[0].publish(long) == [channels[0]._statuses[0], None]
     first, second = channels[1].publish(note(4, False))
     assert (
         first is not None
@@ -250,8 +250,8 @@ def test_patience_ends_with_its_block(watch, monkeypatch, seconds):
     with contextlib.ExitStack() as stack:
         for some in seconds:
             stack.enter_context(_program.extend_timeout(some))
-        assert one._note().patience == sum(float(some) for some in seconds)
-    assert one._note().patience == 0
+        assert one._status().patience == sum(float(some) for some in seconds)
+    assert one._status().patience == 0
 
 
 def test_no_working_folder(monkeypatch, tmp_path):
@@ -365,10 +365,10 @@ def test_the_place_of_a_thread_that_waits_in_a_call(watch):
     thread.start()
     is_in.wait(10)
     try:
-        note = one._note()
+        note = one._status()
         assert note.waits and note.place.endswith(" in collective")
     finally:
         is_over.set()
         thread.join(10)
-    note = one._note()
+    note = one._status()
     assert not note.waits and " in collective" not in note.place
