@@ -23,8 +23,8 @@ class Context:
     __slots__ = ("group", "owner")
 
     def __init__(self, group: ReplicaGroup, owner: object) -> None:
-        self.group = group
-        self.owner = owner
+        self.group: ReplicaGroup = group
+        self.owner: object = owner
 
 
 @final

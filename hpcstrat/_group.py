@@ -69,7 +69,7 @@ class Lifetime:
     __slots__ = ("is_closed",)
 
     def __init__(self, is_closed: bool = False) -> None:
-        self.is_closed = is_closed
+        self.is_closed: bool = is_closed
 
 
 @final

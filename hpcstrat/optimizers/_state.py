@@ -30,7 +30,7 @@ class OptimizerState:
     __slots__ = ("iterations", "plans", "slots")
 
     def __init__(self, iterations: int = 0) -> None:
-        self.iterations = iterations
+        self.iterations: int = iterations
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
 
