@@ -32,13 +32,17 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     return leaves, structure
 
 
-@functools.lru_cache(maxsize=1024)
 def describe(structure: Structure) -> str:
     """The structure as text, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
 
     Equal structures have equal descriptions on all ranks, and different ones different descriptions. Keys with equal
     reprs might be sorted differently on another rank, so a description with such keys equals no other rank's.
     """
+    return "*" if structure is _LEAF else _described(structure)  # a structure's hash takes longer than a leaf's rest
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(structure: Structure) -> str:
     kind = structure.type
     if kind is None:
         return "*"
