@@ -64,8 +64,9 @@ from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.reduction import _Inner
 from hpcstrat._timeline import clocks, recorder, start
 from hpcstrat._timeline.clocks import difference
+from hpcstrat._timeline.gpu import GpuSpans
 from hpcstrat._timeline.recorder import Recorder
-from hpcstrat._timeline.spans import Spans
+from hpcstrat._timeline.spans import Span, Spans
 from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_name
 from hpcstrat._values import select
 from hpcstrat._watchdog import channels

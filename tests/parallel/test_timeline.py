@@ -1,6 +1,9 @@
-"""The clocks of a timeline's hosts."""
+"""The clocks of a timeline's hosts, and of their GPUs."""
 
-from internals import clocks, connect
+import time
+
+import pytest
+from internals import GpuSpans, Span, _gpu, clocks, connect
 
 
 def test_the_bounds_of_a_difference_hold_it():
@@ -26,3 +29,27 @@ def test_the_begins_of_several_hosts_are_one_moment():
     after = clocks.meet(communicator, 1)
     for one in communicator.all_gather_obj(zero):
         assert max(come for ((come, _),) in before) <= one <= min(left for ((_, left),) in after)
+
+
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_spans_of_a_gpu_have_times_of_the_host(place):
+    stream = _gpu.Stream(int(place.devices[connect().rank].removeprefix("GPU:")))
+    other = place.xp.cuda.Stream(non_blocking=True)
+    spans, begun = GpuSpans(stream.ordinal), time.perf_counter_ns()
+    found = []
+    for number in range(3):  # more than once: events are used again
+        span, on_host = (Span("communication", name, None, 0, 0) for name in ("on a stream", "on the host"))
+        spans.begin(on_host, None)
+        spans.begin(span, other if number == 1 else stream.raw)
+        with stream.current():
+            assert place.xp.arange(1000).sum() == 499_500
+        spans.end(span)
+        spans.end(on_host)
+        spans.wait_for(span)
+        assert spans.is_done(span) and span.has_range and on_host.has_range and on_host.stream is None
+        found.append(spans.times(span))
+        spans.compare_clocks()
+    slack = 60 * 10**9  # the host notes an event's time a little late, on a busy machine by more
+    assert [track for track, _, _ in found] == [0, 1, 0]
+    for _, begin, end in found:
+        assert begun - slack <= begin <= end <= time.perf_counter_ns() + slack
