@@ -208,8 +208,8 @@ class Alone(StatusChannel):
         self.notes: list[RankStatus | None] = []
         self.is_over = threading.Event()
 
-    def publish(self, note):
-        self.notes.append(note)
+    def publish(self, status):
+        self.notes.append(status)
         if self.trouble is not None:
             raise self.trouble
         return self.notes[-1:]
