@@ -142,8 +142,11 @@ class DistributedIterator(ResumableIterator):
         if self._communicator.size == 1:
             return step.value
         value, rank, size = step.value, self._communicator.rank, self._communicator.size
-        if type(value) is np.ndarray:  # the most common nest needs no flattening
+        # The most common nests need no flattening: one array, and a few side by side.
+        if type(value) is np.ndarray:
             return PerReplica(value, rank, size)
+        if type(value) is tuple and all([type(one) is np.ndarray for one in value]):
+            return tuple([PerReplica(one, rank, size) for one in value])
         leaves, structure = _nest.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
