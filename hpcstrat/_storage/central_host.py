@@ -138,7 +138,7 @@ class CentralHostStorage(HostStorage):
         """What adds up the ranks' sums over their parts of the variables, in rank order and so alike on all of them."""
         communicator = self._communicator
         shape = (communicator.size, len(plan.blocks), count)
-        if plan.sums is None:
+        if plan.sums is None or plan.sums.array.shape != shape:  # an option may choose a formula of other norms
             with call_named(f"{current_call()}: norms"):
                 plan.sums = self.create(np.zeros(shape))
         sums: Array = plan.sums.array

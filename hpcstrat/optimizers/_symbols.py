@@ -42,26 +42,33 @@ WITHOUT_OUT = (*_COMPARISONS, *AS_OPERATIONS, np.where)
 """What takes no array for its result, or one of `bool`."""
 
 
-def _quotient(a: float, b: float) -> float:
-    """`a / b`, with NumPy's results where `b` is 0: the norm of a variable may be."""
-    with np.errstate(all="ignore"):
-        return a / b if b else float(np.divide(a, b))
+def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float]:
+    """Python's function, which is faster, with NumPy's results where it raises: a norm may be 0 or infinite."""
+
+    def compute(*operands: float) -> float:
+        try:
+            return function(*operands)
+        except (ArithmeticError, ValueError):
+            with np.errstate(all="ignore"):
+                return float(ufunc(*map(float, operands)))
+
+    return compute
 
 
 ON_NUMBERS: dict[Any, Callable[..., Any]] = {
     np.add: operator.add,
     np.subtract: operator.sub,
     np.multiply: operator.mul,
-    np.divide: _quotient,
+    np.divide: _as_numpy(operator.truediv, np.divide),
     np.negative: operator.neg,
-    np.power: operator.pow,
+    np.power: _as_numpy(operator.pow, np.power),
     np.square: lambda x: x * x,
     np.absolute: abs,
     np.maximum: max,
     np.minimum: min,
-    np.sqrt: math.sqrt,
-    np.exp: math.exp,
-    np.log: math.log,
+    np.sqrt: _as_numpy(math.sqrt, np.sqrt),
+    np.exp: _as_numpy(math.exp, np.exp),
+    np.log: _as_numpy(math.log, np.log),
     np.less: operator.lt,
     np.less_equal: operator.le,
     np.greater: operator.gt,

@@ -145,6 +145,33 @@ def test_norms_are_those_of_whole_variables(strategy, tmp_path):
         np.testing.assert_allclose(variable.numpy(), value, rtol=1e-4, atol=1e-5)
 
 
+def test_an_option_chooses_how_many_norms(strategy):
+    class Chooses(hs.optimizers.Optimizer):
+        both = False
+
+        @property
+        def slots(self):
+            return {}
+
+        @staticmethod
+        def formula(value, gradient, *, both):
+            length = np.linalg.norm(gradient) + (np.linalg.norm(value) if both else 0)
+            return value - length * gradient
+
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.array([3.0, 4.0])), Chooses(0.5)
+    gradient, expected = strategy.xp.array([3.0, 4.0]), np.array([3.0, 4.0])
+    for both in (False, True):
+        optimizer.both = both
+        strategy.run(optimizer.apply_gradients, args=([(gradient, w)],))
+        total = N * np.array([3.0, 4.0])
+        expected = expected - (np.linalg.norm(total) + both * np.linalg.norm(expected)) * total
+    np.testing.assert_allclose(w.numpy(), expected)
+    optimizer.apply_gradients([(gradient, w)])  # in the cross-replica context: plain gradients, the same everywhere
+    expected = expected - (5 + np.linalg.norm(expected)) * np.array([3.0, 4.0])
+    np.testing.assert_allclose(w.numpy(), expected)
+
+
 def test_a_norm_takes_no_rows(strategy):
     with strategy.scope():
         w, optimizer = hs.Variable(np.ones((4, 3))), LAMB(0.5)

@@ -179,6 +179,15 @@ def test_norms(dtype):
     assert (a == (2 * a_).astype(dtype)).all()
 
 
+def test_numbers_that_overflow_are_as_in_numpy():
+    """An exception in the middle of an update would break it off."""
+    formulas = [lambda w, g: w + np.log(np.linalg.norm(g)), lambda w, g: w - np.exp(1e4 + np.linalg.norm(g))]
+    for formula in (*formulas, lambda w, g: w - (1e300 + np.linalg.norm(g)) ** 2):
+        value = np.zeros(3)
+        optimizer_of(formula).update_rule(0.5, 1).apply(value, np.zeros(3), (), np.empty(3))
+        assert value.tolist() == [-np.inf] * 3
+
+
 def test_a_norm_of_zeros_divides_as_numpy_does():
     rule = optimizer_of(lambda w, g: w + np.where(1 / np.linalg.norm(g) > 1e300, 1, 2)).update_rule(0.5, 1)
     value = np.zeros(3)
