@@ -3,22 +3,28 @@
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python    # which has TensorFlow
 
-The networks of networks.py are trained by SGD with momentum 0.9. The alternatives:
+The networks of networks.py are trained by SGD with momentum 0.9, and the largest by Adam too: next to a window with
+the library's own compiled loop; and by MirroredStrategy, whose updates are sharded or not. The alternatives:
 
     ours         hpcstrat.CentralStorageStrategy
     in buffers   the same, with gradients written to optimizer.gradient_buffers
     allreduce    mpi4py: one Allreduce of the flat gradient, then every rank updates its own copy
     window       mpi4py: one copy in an MPI-3 shared window, each rank updates its slice between two barriers
-    DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
+    hs.torch     PyTorch's module and optimizer, with one all_reduce_gradients, where PyTorch is installed
+    DDP          torch.nn.parallel.DistributedDataParallel over gloo, likewise
+    ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
     TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
+    JAX          shard_map, where --jax names a Python that has it
 
 The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
 They take turns, round by round, so that all see the same state of the machine, and all must end with the same weights.
 The table has medians over rounds on the slowest rank, their ratio to ours, and the goal for that ratio.
 
-TensorFlow is one process for all replicas, started by rank 0. It may use all cores of the ranks, with its own
-choice of threads, and times itself, so that its figure leaves out the pipe. The ranks sleep in its turn, and it waits
-for a line of input in theirs; a pause in between lets its threads stop polling for work.
+TensorFlow and JAX are one process each for all replicas, started by rank 0. They may use all cores of the ranks, with
+their own choice of threads, and time themselves, so that their figures leave out the pipe. The ranks sleep in their
+turns, and they wait for a line of input in all others; a pause in between lets their threads stop polling for work.
+
+With --json the figures are written to a file, of which chart.py draws a picture.
 """
 
 import argparse
@@ -32,7 +38,7 @@ import tempfile
 import time
 
 import numpy as np
-from by_hand import AllReduce, Window
+from by_hand import ADAM_RATE, AllReduce, Window, WindowAdam
 from mpi4py import MPI
 from networks import MOMENTUM, NETWORKS, RATE, data, gradients, initial
 from rounds import header, interleaved, repeated, row
@@ -45,6 +51,7 @@ except ImportError:
     torch = None
 
 GOALS = {"allreduce": (1.5, 1.25, 0.6), "window": (None, None, 1.1), "TensorFlow": (0.5, 0.7, 1.0)}
+ADAM_GOALS = {"window": 1.05}
 PAUSE = 0.02
 COMM = MPI.COMM_WORLD
 
@@ -52,11 +59,11 @@ COMM = MPI.COMM_WORLD
 # ---- the alternatives: each returns a step, and a function that returns the weights
 
 
-def ours(layers, x, y, in_buffers=False):
-    strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
+def ours(layers, x, y, in_buffers=False, make=lambda: hs.optimizers.SGD(RATE, MOMENTUM), strategy=None):
+    strategy = strategy or hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
-        optimizer = hs.optimizers.SGD(RATE, MOMENTUM)
+        optimizer = make()
         buffers = optimizer.gradient_buffers(weights) if in_buffers else None
 
     def replica_step(x, y):
@@ -71,7 +78,11 @@ def by_hand(kind, layers, x, y):
     return lambda: hand.step(gradients(hand.weights, x, y)), lambda: hand.weights
 
 
-def ddp(layers, x, y):
+def torch_sgd(parameters):
+    return torch.optim.SGD(parameters, RATE, MOMENTUM, fused=True)
+
+
+def pytorch(layers, x, y, with_ddp, make=torch_sgd):
     modules = []
     for a, b in itertools.pairwise(layers):
         modules += [torch.nn.Linear(a, b), torch.nn.ReLU()]
@@ -79,29 +90,39 @@ def ddp(layers, x, y):
     with torch.no_grad():
         for parameter, value in zip(module.parameters(), initial(layers), strict=True):
             parameter.copy_(torch.from_numpy(value.T))
-    model = torch.nn.parallel.DistributedDataParallel(module)
-    optimizer = torch.optim.SGD(model.parameters(), RATE, MOMENTUM, fused=True)
+    model = torch.nn.parallel.DistributedDataParallel(module) if with_ddp else module
+    optimizer = make(module.parameters())
     x, y = torch.from_numpy(x), torch.from_numpy(y)
 
     def step():
         optimizer.zero_grad()
-        (COMM.size * (model(x) - y).square().sum() / (2 * len(x))).backward()  # of which it takes the mean over ranks
+        (COMM.size * (model(x) - y).square().sum() / (2 * len(x))).backward()  # of which both take the mean over ranks
+        if not with_ddp:
+            hs.torch.all_reduce_gradients("MEAN", module)
         optimizer.step()
 
-    return step, lambda: [parameter.detach().numpy().T for parameter in model.parameters()]
+    def weights():
+        return [parameter.detach().numpy().T for parameter in module.parameters()]
+
+    if with_ddp:
+        return step, weights
+    strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
+    return lambda: strategy.run(step), weights
 
 
-class TensorFlow:
-    """The process of tensorflow_step.py on rank 0; `None` on the other ranks."""
+class OneProcess:
+    """The process of tensorflow_step.py or jax_step.py on rank 0; `None` on the other ranks."""
 
-    def __init__(self, python):
+    def __init__(self, python, script):
         cores = set().union(*COMM.allgather(os.sched_getaffinity(0)))
         self.process = None
         if COMM.rank == 0:
-            program = pathlib.Path(__file__).with_name("tensorflow_step.py")
+            program = pathlib.Path(__file__).with_name(script)
             command = [python, program, str(COMM.size)]
+            own = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, cores)  # before it starts: JAX has a thread for each core that it sees then
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            os.sched_setaffinity(self.process.pid, cores)
+            os.sched_setaffinity(0, own)
 
     def ask(self, **command):
         """The answer, on rank 0. Collective; the other ranks sleep until it is there."""
@@ -134,7 +155,7 @@ class TensorFlow:
 # ---- the program
 
 
-def measure(layers, tensorflow, rounds):
+def measure(layers, others, rounds):
     """The median times of all alternatives for one network. All must end with the same weights."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
@@ -145,12 +166,13 @@ def measure(layers, tensorflow, rounds):
         "window": by_hand(Window, layers, x, y),
     }
     if torch is not None:
-        made["DDP"] = ddp(layers, x, y)
+        made["hs.torch"] = pytorch(layers, x, y, with_ddp=False)
+        made["DDP"] = pytorch(layers, x, y, with_ddp=True)
     ways = {name: repeated(step) for name, (step, _) in made.items()}
     results = {name: weights for name, (_, weights) in made.items()}
-    if tensorflow is not None:
-        tensorflow.ask(layers=layers, batch=batch)
-        ways["TensorFlow"], results["TensorFlow"] = tensorflow.turn, tensorflow.weights
+    for name, other in others.items():
+        other.ask(layers=layers, batch=batch)
+        ways[name], results[name] = other.turn, other.weights
     medians = interleaved(ways, rounds, steps, COMM)
     expected = results["ours"]()
     for weights in results.values():
@@ -159,12 +181,74 @@ def measure(layers, tensorflow, rounds):
     return medians
 
 
+def measure_adam(layers, rounds):
+    """Likewise with Adam, next to the shared window with the same compiled loop."""
+    batch, steps = NETWORKS[layers]
+    x, y = data(layers, batch, COMM.rank)
+
+    def adam():
+        return hs.optimizers.Adam(ADAM_RATE)
+
+    made = {
+        "ours": ours(layers, x, y, make=adam),
+        "in buffers": ours(layers, x, y, in_buffers=True, make=adam),
+        "window": by_hand(WindowAdam, layers, x, y),
+    }
+    medians = interleaved({name: repeated(step) for name, (step, _) in made.items()}, rounds, steps, COMM)
+    expected = made["ours"][1]()
+    for _, weights in made.values():
+        for one, other in zip(weights(), expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    return medians
+
+
+def measure_sharded(layers, rounds):
+    """Likewise with Adam over mirrored variables, whose updates are sharded or not, here and in PyTorch."""
+    batch, steps = NETWORKS[layers]
+    x, y = data(layers, batch, COMM.rank)
+
+    def mirrored(**options):
+        strategy = hs.MirroredStrategy(["CPU:0"] * hs.size(), **options)
+        return ours(layers, x, y, make=lambda: hs.optimizers.Adam(ADAM_RATE), strategy=strategy)
+
+    made = {"ours": mirrored(shard_updates=True), "unsharded": mirrored()}
+    if torch is not None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        options = {"lr": ADAM_RATE, "eps": 1e-7, "fused": True}
+        made["DDP"] = pytorch(layers, x, y, True, lambda parameters: torch.optim.Adam(parameters, **options))
+        made["ZeRO"] = pytorch(
+            layers, x, y, True, lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options)
+        )
+    medians = interleaved({name: repeated(step) for name, (step, _) in made.items()}, rounds, steps, COMM)
+    # Each library's two with each other: PyTorch's Adam adds its epsilon elsewhere.
+    for sharded, whole in (("ours", "unsharded"), ("ZeRO", "DDP")):
+        if sharded in made:
+            for one, other in zip(made[sharded][1](), made[whole][1](), strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    return medians
+
+
+def named(layers):
+    return f"{'-'.join(map(str, layers))}, {NETWORKS[layers][0]}"
+
+
+def show(name, medians, goals):
+    for way, seconds in medians.items():
+        row(name, way, f"{1e6 * seconds:,.0f}", f"{medians['ours'] / seconds:.2f}", goals.get(way) or "")
+        name = ""
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20, help="turns that each way takes (%(default)s)")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
+    parser.add_argument("--jax", metavar="PYTHON", help="a Python that has JAX")
+    parser.add_argument("--json", metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
-    tensorflow = TensorFlow(options.tensorflow) if options.tensorflow else None
+    pythons = {"TensorFlow": options.tensorflow, "JAX": options.jax}
+    others = {name: OneProcess(python, f"{name.lower()}_step.py") for name, python in pythons.items() if python}
+    figures = {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         if torch is not None:
             torch.set_num_threads(1)
@@ -174,15 +258,16 @@ def main():
         print(f"A step on {COMM.size} ranks, medians of {options.rounds} rounds\n")
         header("network, batch of a replica", "way", "microseconds", "ours / that", "goal")
         for number, layers in enumerate(NETWORKS):
-            medians = measure(layers, tensorflow, options.rounds)
-            name = f"{'-'.join(map(str, layers))}, {NETWORKS[layers][0]}"
-            for way, seconds in medians.items():
-                goal = GOALS.get(way, [None] * len(NETWORKS))[number]
-                row(name, way, f"{1e6 * seconds:,.0f}", f"{medians['ours'] / seconds:.2f}", goal or "")
-                name = ""
+            medians = measure(layers, others, options.rounds)
+            figures[named(layers)] = medians
+            show(named(layers), medians, {way: goals[number] for way, goals in GOALS.items()})
+        show(f"{named(layers)}, Adam", measure_adam(layers, options.rounds), ADAM_GOALS)
+        show(f"{named(layers)}, Adam, sharded", measure_sharded(layers, options.rounds), {})
         COMM.Barrier()
-    if tensorflow is not None:
-        tensorflow.close()
+    for other in others.values():
+        other.close()
+    if options.json and COMM.rank == 0:
+        pathlib.Path(options.json).write_text(json.dumps({"ranks": COMM.size, "seconds": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.structure.toc import AnchorLink
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
@@ -40,6 +41,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return os.path.relpath(target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lets long names in the contents of a page break behind an underscore."""
+    breakable(page.toc.items)
+    return html
+
+
+def breakable(items: list[AnchorLink]) -> None:
+    """Changes the titles of these and of those below them."""
+    for item in items:
+        item.title = item.title.replace("_", "_<wbr>")
+        breakable(item.children)
 
 
 def targets(path: str) -> Iterator[str]:

@@ -25,7 +25,6 @@ def main():
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
-    xp = strategy.xp
     images, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, digits = (images[order] / 16).astype(np.float32), digits[order]
@@ -35,18 +34,16 @@ def main():
     with strategy.scope():
         weights = hs.Variable(np.zeros((64, 10), np.float32))
         optimizer = hs.optimizers.Adam(0.05)
-        accuracy = hs.metrics.Accuracy()
+        accuracy = hs.metrics.SparseCategoricalAccuracy()
         epoch, best_epoch = (hs.Variable(0, dtype=np.int64) for _ in range(2))
         best = hs.Variable(0.0, dtype=np.float64)
 
     def step(images, digits):
-        scores = images @ weights.value()
-        scores = xp.exp(scores - scores.max(axis=1, keepdims=True))
-        errors = scores / scores.sum(axis=1, keepdims=True) - (digits[:, None] == xp.arange(10))
-        optimizer.apply_gradients([(images.T @ errors.astype(np.float32) / 50, weights)])
+        _, d_scores = hs.losses.softmax_cross_entropy(digits, images @ weights.value())
+        optimizer.apply_gradients([(images.T @ d_scores / 50, weights)])
 
     def test(images, digits):
-        accuracy.update_state(digits, (images @ weights.value()).argmax(axis=1))
+        accuracy.update_state(digits, images @ weights.value())
 
     last_file, best_file = (os.path.join(options.folder, name) for name in ("last", "best"))
     state = hs.checkpoint.Checkpoint(

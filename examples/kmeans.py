@@ -35,6 +35,7 @@ def main():
     parser.add_argument("--clusters", type=int, default=10, help="how many (%(default)s)")
     parser.add_argument("--batch-size", type=int, default=512, help="images at a time, of all replicas (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first centres (%(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draws the distances and the centres")
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
@@ -62,21 +63,25 @@ def main():
         of_digit = digits[:, None] == xp.arange(10)
         return (of_cluster.astype(np.int64).T @ of_digit.astype(np.int64))[None]
 
-    before = np.inf
+    totals = []
     for iteration in range(1, 101):
         for variable in (sums, counts):
             variable.assign(np.zeros(variable.shape))
         distance.reset_state()
         for batch in batches:
             strategy.run(assign, args=batch)
-        total = float(distance.result())
-        print(f"iteration {iteration:2}: sum of squared distances {total:.4f}")
-        if total >= before - 1e-9:
+        totals.append(float(distance.result()))
+        print(f"iteration {iteration:2}: sum of squared distances {totals[-1]:.4f}")
+        if len(totals) > 1 and totals[-1] >= totals[-2] - 1e-9:
             break
-        before = total
         old = centres.numpy()
         some = counts.numpy()[:, None]
         centres.assign(np.where(some > 0, sums.numpy() / np.maximum(some, 1), old))
+
+    if options.plot:
+        from pictures import kmeans
+
+        hs.on_lead(kmeans, options.plot, totals, centres.numpy())
 
     table = sum(strategy.reduce("SUM", strategy.run(count_digits, args=batch), axis=0) for batch in batches)
     table = hs.asnumpy(table)

@@ -10,6 +10,8 @@ simulated price is the control variate, which makes the interval some 30 times n
 import argparse
 import math
 
+import numpy as np
+
 import hpcstrat as hs
 
 SPOT, STRIKE, RATE, VOLATILITY, YEARS, DATES = 100.0, 100.0, 0.03, 0.2, 1.0, 12
@@ -29,10 +31,19 @@ def geometric_price():
     return math.exp(-RATE * YEARS) * (forward * normal(d + math.sqrt(variance)) - STRIKE * normal(d))
 
 
+def estimates(moments, paths):
+    """The price and its standard error, plain and with the control variate, by the means of what `simulate` returns."""
+    a, g, aa, gg, ag = moments
+    slope = (ag - a * g) / (gg - g * g)
+    price = a - slope * (g - geometric_price())
+    return a, np.sqrt((aa - a * a) / paths), price, np.sqrt((aa - a * a - slope * (ag - a * g)) / paths)
+
+
 def main():
     parser = argparse.ArgumentParser(description="The price of an Asian option.")
     parser.add_argument("--paths", type=int, default=400_000, help="of all replicas (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draws the price by the number of paths")
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
@@ -50,13 +61,17 @@ def main():
         geometric = discount * xp.maximum(xp.exp(logs.mean(axis=1)) - STRIKE, 0)
         return xp.stack([arithmetic, geometric, arithmetic**2, geometric**2, arithmetic * geometric], axis=1)
 
-    a, g, aa, gg, ag = hs.asnumpy(strategy.reduce("MEAN", strategy.run(simulate), axis=0))
-    slope = (ag - a * g) / (gg - g * g)
-    price = a - slope * (g - geometric_price())
-    spread = math.sqrt((aa - a * a - slope * (ag - a * g)) / options.paths)
-    plain = math.sqrt((aa - a * a) / options.paths)
-    print(f"plain:            {a:.4f} +- {1.96 * plain:.4f} (95 %)")
-    print(f"control variate:  {price:.4f} +- {1.96 * spread:.4f} (95 %)")
+    values = strategy.run(simulate)
+    means = hs.asnumpy(strategy.reduce("MEAN", values, axis=0))
+    plain, plain_error, price, error = estimates(means, options.paths)
+    print(f"plain:            {plain:.4f} +- {1.96 * plain_error:.4f} (95 %)")
+    print(f"control variate:  {price:.4f} +- {1.96 * error:.4f} (95 %)")
+    if options.plot:
+        from pictures import monte_carlo
+
+        sums = hs.asnumpy(strategy.gather(values, axis=0)).cumsum(axis=0)
+        paths = np.unique(np.geomspace(min(1000, options.paths), options.paths, 100, dtype=int))
+        hs.on_lead(monte_carlo, options.plot, paths, *estimates(sums[paths - 1].T / paths, paths))
 
 
 if __name__ == "__main__":

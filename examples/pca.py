@@ -18,11 +18,13 @@ def main():
     parser = argparse.ArgumentParser(description="Principal components of handwritten digits.")
     parser.add_argument("--components", type=int, default=4, help="how many (%(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-9, help="relative change of the variances (%(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draws the components and the digits in their plane")
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
     xp = strategy.xp
-    images = load_digits(return_X_y=True)[0] / 16
+    images, digits = load_digits(return_X_y=True)
+    images = images / 16
 
     def own_part(context):  # as many rows, one more or less, on each replica
         return xp.asarray(np.array_split(images, context.num_replicas_in_sync)[context.replica_id_in_sync_group])
@@ -53,6 +55,11 @@ def main():
     print(f"iterations: {iterations}")
     for i, variance in enumerate(found, start=1):
         print(f"component {i}: variance {variance:.6f}, {100 * variance / total:.2f} % of all")
+    if options.plot:
+        from pictures import pca
+
+        plane = (images - hs.asnumpy(mean)) @ q[:, :2]
+        hs.on_lead(pca, options.plot, q[:, : options.components], plane, digits)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,6 @@ def load_data():
     return hs.data.Dataset.from_tensor_slices(((images / 16).astype(np.float32), digits))
 
 
-def cross_entropy(xp, scores, digits):
-    """Each image's loss, of shape (n,), and its derivative with respect to the scores, of shape (n, 10)."""
-    scores = scores - scores.max(axis=1, keepdims=True)
-    log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
-    true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)
-    return -(true * log_probabilities).sum(axis=1), xp.exp(log_probabilities) - true
-
-
 def main():
     parser = argparse.ArgumentParser(description="Learns to read handwritten digits, and may be stopped at any time.")
     parser.add_argument("--checkpoint", default="checkpoint", help="saved to and gone on from (%(default)s)")
@@ -38,7 +30,6 @@ def main():
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
-    xp = strategy.xp
     with strategy.scope():
         w, b = hs.Variable(np.zeros((64, 10), np.float32)), hs.Variable(np.zeros(10, np.float32))
         optimizer = hs.optimizers.Adam(options.learning_rate)
@@ -47,7 +38,7 @@ def main():
         history = hs.Variable(np.zeros(options.epochs))  # their losses
 
     def train_step(images, digits):
-        losses, d_scores = cross_entropy(xp, images @ w.value() + b.value(), digits)
+        losses, d_scores = hs.losses.softmax_cross_entropy(digits, images @ w.value() + b.value())
         d_scores /= options.batch_size
         optimizer.apply_gradients([(images.T @ d_scores, w), (d_scores.sum(axis=0), b)])
         loss.update_state(losses)

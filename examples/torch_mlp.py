@@ -6,15 +6,12 @@ The tensors use the variables' memory without a copy, so all replicas of a host 
 """
 
 import argparse
-import warnings
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from sklearn.datasets import load_digits
 
 import hpcstrat as hs
-
-warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # which it should not be
 
 
 def make_module(seed):
@@ -29,11 +26,6 @@ def load_data():
     return (images / 16).astype(np.float32), digits
 
 
-def as_tensor(array):
-    """The same memory as a tensor, on the CPU or a GPU."""
-    return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
-
-
 def main():
     parser = argparse.ArgumentParser(description="A PyTorch module over a strategy's variables.")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the images (%(default)s)")
@@ -42,20 +34,18 @@ def main():
 
     strategy = hs.CentralStorageStrategy()
     module = make_module(seed=0)
-    names = [name for name, _ in module.named_parameters()]
     with strategy.scope():
-        variables = [hs.Variable(value, name=name) for name, value in module.named_parameters()]
+        variables = {name: hs.Variable(value, name=name) for name, value in module.named_parameters()}
         optimizer = hs.optimizers.SGD(0.1, momentum=0.9)
         loss = hs.metrics.Mean()
     module.to("meta")  # its own parameters are not used
 
     def step(images, digits):
-        values = [as_tensor(variable.value()).requires_grad_() for variable in variables]
-        inputs = (as_tensor(images),)
-        scores = torch.func.functional_call(module, dict(zip(names, values, strict=True)), inputs)
-        losses = torch.nn.functional.cross_entropy(scores, as_tensor(digits), reduction="none")
-        gradients = torch.autograd.grad(losses.sum() / options.batch_size, values)
-        optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        values, images, digits = hs.torch.as_tensors((variables, images, digits))
+        scores = torch.func.functional_call(module, values, (images,))
+        losses = torch.nn.functional.cross_entropy(scores, digits, reduction="none")
+        (losses.sum() / options.batch_size).backward()
+        optimizer.apply_gradients((values[name].grad, variable) for name, variable in variables.items())
         loss.update_state(losses)
 
     images, digits = load_data()

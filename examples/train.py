@@ -40,14 +40,6 @@ def forward(xp, weights, images):
     return hidden1, hidden2, hidden2 @ w3 + b3
 
 
-def cross_entropy(xp, scores, digits):
-    """Each image's loss, of shape (n,), and its derivative with respect to the scores, of shape (n, 10)."""
-    scores = scores - scores.max(axis=1, keepdims=True)
-    log_probabilities = scores - xp.log(xp.exp(scores).sum(axis=1, keepdims=True))
-    true = (digits[:, None] == xp.arange(10)).astype(scores.dtype)
-    return -(true * log_probabilities).sum(axis=1), xp.exp(log_probabilities) - true
-
-
 def backward(weights, images, hidden1, hidden2, d_scores):
     """The gradients of the weights, summed over the images."""
     _, _, w2, _, w3, _ = weights
@@ -80,6 +72,7 @@ def main():
     parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (%(default)s)")
+    parser.add_argument("--plot", metavar="FILE", help="draws the learning curves")
     options = parser.parse_args()
 
     strategy = STRATEGIES[options.strategy]()  # one replica a rank
@@ -87,21 +80,21 @@ def main():
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial_weights(options.seed)]  # central: once, read by all replicas
         optimizer = hs.optimizers.SGD(options.learning_rate, momentum=0.9)
-        loss, accuracy = hs.metrics.Mean(), hs.metrics.Accuracy()
+        loss, accuracy = hs.metrics.Mean(), hs.metrics.SparseCategoricalAccuracy()
 
     def train_step(images, digits):  # each replica runs it on its part of the batch, which may be empty
         values = [weight.value() for weight in weights]
         hidden1, hidden2, scores = forward(xp, values, images)
-        losses, d_scores = cross_entropy(xp, scores, digits)
+        losses, d_scores = hs.losses.softmax_cross_entropy(digits, scores)
         # All replicas divide by the same number, so that their sums add up to what one replica has for the whole batch.
         gradients = backward(values, images, hidden1, hidden2, d_scores / options.batch_size)
         optimizer.apply_gradients(zip(gradients, weights, strict=True))  # sums over replicas, updates once
         loss.update_state(losses)
-        accuracy.update_state(digits, scores.argmax(axis=1))
+        accuracy.update_state(digits, scores)
 
     def test_step(images, digits):
         *_, scores = forward(xp, [weight.value() for weight in weights], images)
-        accuracy.update_state(digits, scores.argmax(axis=1))
+        accuracy.update_state(digits, scores)
 
     train, test = load_data(options.seed)
     print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}")
@@ -109,18 +102,25 @@ def main():
     train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)  # the last batch is smaller
     evenly = hs.InputOptions(even_batches=True)  # so that every replica has elements of it
     train_batches = strategy.experimental_distribute_dataset(train, evenly)
+    history = []
     for epoch in range(1, options.epochs + 1):
         loss.reset_state()
         accuracy.reset_state()
         for batch in hs.progress(train_batches, desc=f"epoch {epoch}", total=len(train), leave=False):
             strategy.run(train_step, args=batch)
-        print(f"epoch {epoch:2}: loss {loss.result():.6f}, accuracy {accuracy.result():.4f}")
+        history.append((loss.result(), accuracy.result()))
+        print("epoch {:2}: loss {:.6f}, accuracy {:.4f}".format(epoch, *history[-1]))
 
     accuracy.reset_state()
     test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size), evenly)
     for batch in test_batches:
         strategy.run(test_step, args=batch)
-    print(f"test accuracy: {accuracy.result():.4f}")
+    test_accuracy = accuracy.result()
+    print(f"test accuracy: {test_accuracy:.4f}")
+    if options.plot:
+        from pictures import learning
+
+        hs.on_lead(learning, options.plot, history, test_accuracy)
 
 
 if __name__ == "__main__":

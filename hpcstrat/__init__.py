@@ -1,5 +1,7 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
 
+from typing import TYPE_CHECKING, Any
+
 from hpcstrat import _failure, _output, _settings
 from hpcstrat import checkpoint as checkpoint
 from hpcstrat import cluster_resolver as cluster_resolver
@@ -9,7 +11,6 @@ from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
 from hpcstrat._context import in_cross_replica_context as in_cross_replica_context
-from hpcstrat._errors import ReplicaMismatchError as ReplicaMismatchError
 from hpcstrat._program import agree as agree
 from hpcstrat._program import any_rank as any_rank
 from hpcstrat._program import asnumpy as asnumpy
@@ -18,6 +19,9 @@ from hpcstrat._program import broadcast_object as broadcast_object
 from hpcstrat._program import extend_timeout as extend_timeout
 from hpcstrat._program import function as function
 from hpcstrat._program import is_lead as is_lead
+from hpcstrat._program import local_rank as local_rank
+from hpcstrat._program import local_size as local_size
+from hpcstrat._program import on_lead as on_lead
 from hpcstrat._program import patience as patience
 from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
@@ -31,11 +35,12 @@ from hpcstrat._strategies.current import get_strategy as get_strategy
 from hpcstrat._strategies.current import has_strategy as has_strategy
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
-from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
+from hpcstrat._strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from hpcstrat._types import IndexedSlices as IndexedSlices
 from hpcstrat._types import PerReplicaSpec as PerReplicaSpec
 from hpcstrat._types import ReduceOp as ReduceOp
+from hpcstrat._types import ReplicaMismatchError as ReplicaMismatchError
 from hpcstrat._types import TensorSpec as TensorSpec
 from hpcstrat._values import DistributedValues as DistributedValues
 from hpcstrat._values import Mirrored as Mirrored
@@ -52,7 +57,19 @@ from hpcstrat.data import InputReplicationMode as InputReplicationMode
 from hpcstrat.data import RunOptions as RunOptions
 from hpcstrat.data import ValueContext as ValueContext
 
+if TYPE_CHECKING:
+    from hpcstrat import torch as torch
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":  # not before a program asks for it
+        import hpcstrat.torch
+
+        return hpcstrat.torch
+    raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
+
 
 _failure.end_all_ranks_on_early_error()
 _output.install()

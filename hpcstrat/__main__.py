@@ -1,14 +1,24 @@
-"""`python -m hpcstrat info` and `check`, alone or under `mpirun`, and `timeline`."""
+"""`python -m hpcstrat`, or `hpcstrat`: `info` and `check`, alone or under `mpirun`, `timeline`, and `run`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+
+import hpcstrat
+from hpcstrat._cli.run import add_parser as add_run_parser
+from hpcstrat._cli.run import run
 
 
 def main() -> int:
     """Runs the program that the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m hpcstrat", description="What hpcstrat finds on this machine.")
+    is_script = os.path.basename(sys.argv[0]) == "hpcstrat"
+    parser = argparse.ArgumentParser(
+        prog="hpcstrat" if is_script else "python -m hpcstrat",
+        description="Starts programs on several ranks, and says what hpcstrat finds on this machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"hpcstrat {hpcstrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     info = commands.add_parser("info", help="versions, launcher, ranks and devices, and what is wrong with them")
     info.add_argument("--json", action="store_true", help="for programs")
@@ -18,7 +28,10 @@ def main() -> int:
     timeline.add_argument("--plot", metavar="FILE", help="draws it (.png, .svg, .pdf)")
     timeline.add_argument("--steps", type=int, default=4, metavar="N", help="steps in the picture; 4 by default")
     timeline.add_argument("--json", action="store_true", help="for programs")
+    add_run_parser(commands)
     options = parser.parse_args()
+    if options.command == "run":
+        return run(options)
     if options.command == "info":
         from hpcstrat._cli.info import info as show
 

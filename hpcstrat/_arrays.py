@@ -18,7 +18,7 @@ from hpcstrat._types import Array
 from hpcstrat._values import DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
-"""Types that NumPy accepts directly; they are no other library's arrays."""
+"""Types that NumPy accepts directly; they are not another library's arrays."""
 _PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
 _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
@@ -51,6 +51,7 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         ValueError: it is a sequence of arrays of different shapes.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
+    # The usual case, before any protocol is looked up.
     if type(value) is np.ndarray:
         return value
     _refuse_masked(call, value)
@@ -62,7 +63,7 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
     if not on_gpu:
         raise TypeError(f"{call}: the value is on a GPU, and must be in host memory here; pass hs.asnumpy(value)")
     if array is not value:
-        _gpu.hold(array)
+        _gpu.keep_alive(array)
     return array
 
 
@@ -111,6 +112,7 @@ def from_foreign(call: str, value: Any) -> Array:
     """
     if isinstance(value, DistributedValues):
         refuse(call)
+    # CuPy's own arrays need no protocol, and are no other library's.
     if _gpu.is_on_gpu(value):
         return value
     try:

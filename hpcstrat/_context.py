@@ -1,4 +1,4 @@
-"""Which context a line runs in: outside every strategy, in the cross-replica context of one, or in a replica of it."""
+"""Which context a line runs in: outside every strategy, in a strategy's cross-replica context, or in a replica."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Context:
 
     Attributes:
         group: the replicas.
-        owner: what users hold of the context: the strategy or, in a replica function, the `ReplicaContext`.
+        owner: the user's object for the context: the strategy or, in a replica function, the `ReplicaContext`.
     """
 
     __slots__ = ("group", "owner")
@@ -54,12 +54,25 @@ class InUpdate(AcrossReplicas):
         super().__init__(group, owner)
         self.variables = variables
 
+    def require_writable(self, variable: object) -> None:
+        """Refuses to write a variable that was not passed to the update.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        if not any(variable is one for one in self.variables):
+            raise RuntimeError(
+                f"{current_call()}: this update may write only the variables that were passed to it; pass it too"
+            )
+
 
 _group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
+# A context variable, so that threads of the program each have a context, and a thread that it starts has none.
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside of every strategy."""
 
+# Of the process and not of a thread, as in TensorFlow: it stands for every line outside of scopes.
 _set_by_user: AcrossReplicas | None = None
 
 
@@ -107,6 +120,7 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
     found = current.get()
     if found is None:
         found = _set_by_user
+    # By type and not by `isinstance`: an update's context is a cross-replica one too, but must not communicate.
     is_here = found is None or (type(found) is AcrossReplicas and found.group is group)
     if is_here and not group.lifetime.is_closed:
         group.communicator.require_open(call)
@@ -136,7 +150,8 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
     """Checks what is to be called as `fn(*args)`.
 
     Raises:
-        TypeError: `fn` cannot be called, or `args` is no tuple or list, whose elements would be taken for arguments.
+        TypeError: `fn` is not callable, or `args` is not a tuple or list, such as an array, whose elements would become
+            arguments.
     """
     if not callable(fn):
         raise TypeError(
@@ -157,4 +172,5 @@ def _shows() -> bool | None:
     return isinstance(found, InReplica) and found.group.communicator.size > 1
 
 
+# Filled in from above: the output lies below the contexts, and must not import them.
 _output.replica_context = _shows

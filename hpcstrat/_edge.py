@@ -1,4 +1,4 @@
-"""The edge between a program and the library: the name of the call that a line is in.
+"""The edge between a program and the library: the name of the call that a line is in, warnings at the program's line.
 
 A public method names itself here once. Messages, signatures and spans of all that it calls ask for that name, so no
 layer in between carries it. It is a context variable, because several threads may be in calls of their own at once.
@@ -7,11 +7,15 @@ layer in between carries it. It is a context variable, because several threads m
 from __future__ import annotations
 
 import functools
+import sys
+import warnings
 from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast, final
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
+_warned: set[str] = set()
 
 _call: ContextVar[str] = ContextVar("hpcstrat_call", default="hpcstrat")
 
@@ -24,6 +28,7 @@ leave_call: Callable[[Token[str]], None] = _call.reset
 """Ends the call: the name of the one around it counts again."""
 
 
+# A class, and no generator with `contextmanager`, whose block costs several times as much.
 @final
 class call_named:
     """A block that is in a call of this name."""
@@ -59,3 +64,47 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
         return cast("_Function", edge)
 
     return decorate
+
+
+# ---- warnings
+
+
+def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
+    """Warns on the lead, at the line of the program. Where a filter makes it an error, all ranks that call this raise.
+
+    Raises:
+        Warning: `category`, as the filters have it.
+    """
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and _module(frame.f_globals).partition(".")[0] in _OWN:
+        level, frame = level + 1, frame.f_back
+    if is_lead:
+        warnings.warn(message, category, stacklevel=level)
+    elif _is_error(message, category, _module(frame.f_globals), frame.f_lineno):
+        # The other ranks stay silent, since one warning is enough, but must raise where the lead does: else it would
+        # raise alone.
+        raise category(message)
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns that a function has a new name, once a process. Call it directly in the function of the old name."""
+    if old not in _warned:
+        _warned.add(old)
+        warnings.warn(f"{old} is now called {new}; use that", DeprecationWarning, stacklevel=3)
+
+
+def _module(names: dict[str, object]) -> str:
+    return str(names.get("__name__", ""))
+
+
+def _is_error(message: str, category: type[Warning], module: str, line: int) -> bool:
+    """What the filters make of a warning; to give it and to catch it would change what is shown of others."""
+    for action, text, kind, of_module, of_line in warnings.filters:
+        if (
+            (text is None or text.match(message))
+            and issubclass(category, kind)
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action == "error"
+    return False

@@ -1,4 +1,4 @@
-"""This process's GPU: which there are, the stream that a strategy works on, pinned host memory."""
+"""GPUs of this process: which there are, the stream that a strategy works on, pinned host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 
 def load_cupy(wanted_by: str) -> Any:
-    """The module `cupy`, whose matrix products take variables from now on, as its other functions of arrays do.
+    """The module `cupy`. From now on its matrix products accept variables, as its other array functions do.
 
     Raises:
         RuntimeError: it is not installed. `wanted_by` begins the message.
@@ -26,13 +26,14 @@ def load_cupy(wanted_by: str) -> Any:
         )
     import cupy  # pyright: ignore[reportMissingImports]
 
+    # Once, in the module itself: programs call `cupy.matmul`, and CuPy's own `@` looks it up there.
     if not hasattr(cupy.matmul, "__wrapped__"):
         cupy.matmul, cupy.dot = map(_taking_variables, (cupy.matmul, cupy.dot))
     return cupy
 
 
 def _taking_variables(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of CuPy that takes what gives it a CuPy array, too.
+    """A function of CuPy that also accepts objects that give it a CuPy array.
 
     `x @ w` with an array on the left is CuPy's: it lets pass whatever it could convert, looks for `matmul` in its own
     module, and that takes nothing but arrays.
@@ -75,6 +76,7 @@ def visible() -> tuple[str, ...]:
     except OSError:
         return ()
     count = ctypes.c_int()
+    # A driver without a GPU, or one that does not start, is none.
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return ()
     # The second version tells the parts of a GPU that is divided (MIG) from one another.
@@ -103,13 +105,14 @@ class Stream:
         ordinal: CUDA's number of the GPU.
         cuda: the module `cupy.cuda`.
         raw: the `cupy.cuda.Stream`.
-        reads: events after which this stream has read memory that `hold` kept, and that memory.
+        reads: events after which this stream has read memory that `keep_alive` kept, and that memory.
     """
 
     def __init__(self, ordinal: int) -> None:
         self.xp: Any = load_cupy("a GPU")
         self.ordinal: int = ordinal
         self.cuda: Any = self.xp.cuda
+        # A stream belongs to the GPU that is current when it is made.
         self.cuda.Device(ordinal).use()
         self.raw: Any = self.cuda.Stream(non_blocking=True)
         self._entered = self.cuda.Event(disable_timing=True)
@@ -144,10 +147,11 @@ class Stream:
         return self.xp.asarray(array)
 
     def let_go(self) -> None:
-        """Lets go of the memory that `hold` kept, as far as this stream has read it."""
+        """Lets go of the memory that `keep_alive` kept, as far as this stream has read it."""
         dead = _dead[self.ordinal]
         if dead:
             event = self.cuda.Event(disable_timing=True)
+            # Whatever still reads this memory was queued before this event.
             event.record(self.raw)
             self.reads.append((event, [dead.popleft() for _ in range(len(dead))]))
         while self.reads and self.reads[0][0].done:
@@ -172,6 +176,7 @@ class _Current:
         self._device = runtime.getDevice()
         if self._device != stream.ordinal:
             runtime.setDevice(stream.ordinal)
+        # What the program has queued on its own stream, such as the arrays it passes, must be there first.
         self._outer = stream.wait_for_current()
         if self._outer.ptr != stream.raw.ptr:
             stream.raw.__enter__()  # not use(), which a `with stream:` block inside would undo for what follows it
@@ -205,12 +210,13 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
-def hold(array: Any) -> None:
+def keep_alive(array: Any) -> None:
     """Keeps the memory of a CuPy array, which is another library's, until a strategy's stream has read it.
 
     Its library orders the memory's next use with its own streams only. When the array itself dies, whatever reads it is
     on the stream.
     """
+    # The memory and not the array: a finalizer that held the array would keep it alive for good.
     memory = array.data
     weakref.finalize(array, _dead[memory.device_id].append, memory).atexit = False
 

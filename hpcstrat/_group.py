@@ -64,7 +64,7 @@ class Workers:
 
 @final
 class Lifetime:
-    """Whether a strategy was closed: the one fact of a group that changes."""
+    """Whether a strategy was closed: the only thing about a group that changes."""
 
     __slots__ = ("is_closed",)
 
@@ -109,6 +109,7 @@ class ReplicaGroup:
     mirrors: bool = False
     requires_aggregation: bool = True
     hosts: Sequence[int] = ()
+    # An object of its own: the group is frozen, and shared by all that belongs to the strategy.
     lifetime: Lifetime = field(default_factory=Lifetime)
     workers: Workers = field(init=False)
     device: _devices.Device = field(init=False)
@@ -117,6 +118,7 @@ class ReplicaGroup:
     def __post_init__(self) -> None:
         communicator = self.communicator
         hosts = self.hosts or (0,) * communicator.size
+        # The communicator has made it, since strategies on one GPU share both.
         stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
         # Steps read them, so they are no properties; a frozen dataclass lets its fields be set in this way only.
         object.__setattr__(self, "workers", Workers(tuple(hosts), communicator.rank))
@@ -143,9 +145,10 @@ class ReplicaGroup:
         return contextlib.nullcontext() if self.stream is None else self.stream.current()
 
 
+# One for the whole process, so that variables made outside of every scope belong together.
 @functools.cache
 def default_group() -> ReplicaGroup:
-    """The one replica that every process is outside of every scope. Starts no MPI."""
+    """The group of one replica that every process is outside every scope. Does not start MPI."""
     communicator = SoloCommunicator()
     storage = MirroredHostStorage(communicator)
     return ReplicaGroup(

@@ -1,4 +1,4 @@
-"""A process beside this one, which speaks for it, and ends it, while C code holds Python: MPI's start waits so.
+"""A helper process that reports for a rank, and ends it, while C code blocks Python, as MPI's start does.
 
 The process runs this file, as a script of its own: it must start fast, and imports the standard library alone.
 """
@@ -17,15 +17,17 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _LOOK_SECONDS = 0.2
+_FOLDER = "/dev/shm"
+_PREFIXES = ("mpich_shm_", "sm_segment.")  # of MPICH's and Open MPI's files there
 
 
 class Step(NamedTuple):
-    """What is done if this process is still in the guarded block then.
+    """What to do if this process is still in the guarded block at some time.
 
     Attributes:
-        seconds: from the block's begin; `inf` is never.
-        text: goes to standard error.
-        ends: whether this process is killed then, which makes the launcher end the others.
+        seconds: since the block began; `inf` means never.
+        text: printed to standard error.
+        ends: whether this process is killed as well, which makes the launcher end the others.
     """
 
     seconds: float
@@ -35,9 +37,9 @@ class Step(NamedTuple):
 
 @contextlib.contextmanager
 def guarded(steps: Sequence[Step]) -> Iterator[None]:
-    """A block beside which another process takes these steps, in their order, until the block ends.
+    """A block during which another process takes these steps, in order, until the block ends.
 
-    Where no process can be started, nothing guards the block.
+    If no process can be started, the block is not guarded.
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -50,14 +52,15 @@ def guarded(steps: Sequence[Step]) -> Iterator[None]:
         yield
     finally:
         if guard is not None:
+            # It holds nothing, and has nothing left to do.
             guard.kill()
             guard.communicate()
 
 
 def unlink_segments(process: int, prefix: str = "/dev/shm/mpich_shm_") -> None:
-    """Unlinks MPI's own segments, which an end by force would leave behind: those that this process has mapped.
+    """Unlinks MPI's own segments that this process has mapped, which a forced end would leave behind.
 
-    By default MPICH's; only where every rank of the host has mapped it, or none will any more.
+    By default MPICH's. Call it only when every rank of the host has mapped them, or none will.
     """
     _unlink(_segments(process, prefix))
 
@@ -76,6 +79,36 @@ def _unlink(segments: set[tuple[str, ...]]) -> None:
         with contextlib.suppress(OSError):
             if not deleted and os.stat(path).st_ino == int(inode):
                 os.unlink(path)
+
+
+def unlink_orphans(since: float) -> None:
+    """Unlinks MPI's own segments that nobody uses: their ranks were killed in the start of MPI, or with their guards.
+
+    Only this user's, made since then (as `time.time`), that no process has open or mapped: who makes a segment has it
+    open until it has mapped it, so it cannot be in between.
+    """
+    paths: dict[int, str] = {}  # by inode
+    device = None
+    with contextlib.suppress(OSError):
+        device = os.stat(_FOLDER).st_dev
+        for entry in os.scandir(_FOLDER):
+            status = entry.stat(follow_symlinks=False)
+            if entry.name.startswith(_PREFIXES) and status.st_uid == os.getuid() and status.st_ctime >= since - 1:
+                paths[status.st_ino] = entry.path
+    for process in filter(str.isdigit, os.listdir("/proc") if paths else []):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    file = os.stat(f"/proc/{process}/fd/{name}")
+                    if file.st_dev == device:
+                        paths.pop(file.st_ino, None)
+            with open(f"/proc/{process}/maps") as maps:
+                for line in maps:
+                    if f" {_FOLDER}/" in line:
+                        paths.pop(int(line.split()[4]), None)
+    for path in paths.values():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _is_stopped(process: int) -> bool:
@@ -98,7 +131,9 @@ def _main(process: int) -> None:
             segments |= _segments(process)
             before, looked = looked, time.monotonic()
             if _is_stopped(process):  # a suspended job's time does not count
+                # Ctrl-Z stops the rank, and not this process, which has a session of its own.
                 begin += looked - before
+        # The process has ended, and this one has another parent now.
         if os.getppid() != process:
             return
         for file in (2, 1):  # the first that is not closed

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 _MARK = "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
 _SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<nodes>[0-9]+)\))?")  # 2(x3): 2 tasks on each of 3 nodes
-_RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+"""Variables that hold a rank, the one that counts first."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the launcher says of this process, before MPI starts.
+    """What the launcher says about this process, before MPI starts.
 
     Attributes:
         name: for messages, e.g. `"mpirun of Open MPI"` or `"srun"`.
@@ -45,7 +46,7 @@ class Launcher:
 def find() -> Launcher | None:
     """The launcher of this process, or None where it was started by hand.
 
-    An `mpirun` comes before `srun`, because on a cluster it starts its daemons, and so their children, through `srun`.
+    `mpirun` is looked for before `srun`, because on a cluster it starts its daemons, and so the ranks, through `srun`.
     """
     size = _number("OMPI_COMM_WORLD_SIZE")
     if size is not None:
@@ -56,6 +57,7 @@ def find() -> Launcher | None:
             local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
+    # A step of srun may have PMI's variables as well, from its plug-in, so PMI is asked before Slurm.
     size = _number("PMI_SIZE")
     if size is not None:
         return _pmi(size)
@@ -77,16 +79,18 @@ def find() -> Launcher | None:
 
 
 def mark_children() -> None:
-    """From now on the processes that this rank starts can tell that they are none: see `is_child`."""
+    """From now on the processes that this rank starts can tell that they are not ranks: see `is_child`."""
     os.environ[_MARK] = _mark()
 
 
 def is_child() -> bool:
-    """Whether a rank has started this process, which has the launcher's variables from it, and is no rank itself."""
+    """Whether a rank has started this process, which then has the launcher's variables, but is not a rank itself."""
+    # Not imported: a process that it has started has the module already.
     multiprocessing = sys.modules.get("multiprocessing.process")
     if is_importing_child() or (multiprocessing is not None and multiprocessing.parent_process() is not None):
         return True
     mark = os.environ.get(_MARK, "")
+    # Of the same job, but another process: the variables were inherited. Of another job, the program was started anew.
     if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
         return True
     connection = _number("PMI_FD")  # to the launcher; a child does not get it
@@ -94,7 +98,7 @@ def is_child() -> bool:
 
 
 def is_importing_child() -> bool:
-    """Whether `multiprocessing` has spawned this process, and it still imports its parent's script."""
+    """Whether `multiprocessing` has spawned this process, and is still importing its parent's script."""
     multiprocessing = sys.modules.get("multiprocessing.process")  # which such a process has imported
     return multiprocessing is not None and hasattr(multiprocessing.current_process(), "_inheriting")
 
@@ -104,12 +108,13 @@ def _mark() -> str:
 
 
 def find_process() -> int | None:
-    """The process of the launcher that has started this one, perhaps through shells and other wrappers.
+    """The launcher's process that started this one, perhaps through shells and other wrappers.
 
     It is the nearest ancestor without the rank's variables, or of another user, as Slurm's is. `None` where the system
     does not show it.
     """
-    marks = [f"{name}={os.environ[name]}".encode() for name in _RANK_NAMES if name in os.environ][:1]
+    # Wrappers between launcher and rank have the rank's variables too, so they are passed over.
+    marks = [f"{name}={os.environ[name]}".encode() for name in RANK_NAMES if name in os.environ][:1]
     process = os.getppid()
     while marks and process > 1:
         try:
@@ -119,6 +124,7 @@ def find_process() -> int | None:
             with open(f"/proc/{process}/stat", "rb") as file:
                 process = int(file.read().rpartition(b")")[2].split()[1])
         except PermissionError:
+            # Another user's process, such as Slurm's daemon: that is no wrapper of ours.
             return process
         except OSError:
             return None
@@ -152,7 +158,7 @@ def expand_tasks(tasks: str) -> list[int]:
     for part in tasks.split(","):
         match = _SLURM_TASKS.fullmatch(part)
         if match is None:
-            raise ValueError(f"{tasks!r} is no list of numbers of tasks: {part!r} is not like 2 or 2(x3)")
+            raise ValueError(f"{tasks!r} is not a list of numbers of tasks: {part!r} is not like 2 or 2(x3)")
         found += [int(match["tasks"])] * int(match["nodes"] or 1)
     return found
 

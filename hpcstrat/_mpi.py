@@ -20,7 +20,7 @@ _MPICHS = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
 
 
 def load() -> Any:
-    """The module `mpi4py.MPI`. Other than its import by itself this does not start MPI.
+    """The module `mpi4py.MPI`. Unlike a plain import, this does not start MPI.
 
     Raises:
         ImportError: there is no mpi4py, or no MPI library.
@@ -31,6 +31,8 @@ def load() -> Any:
     import mpi4py
 
     rc = mpi4py.rc
+    # Importing mpi4py.MPI starts MPI at once, but the launcher must be compared with the library first: with the wrong
+    # pair MPI ends in its own words, or gives ranks that each think they are alone.
     starts = rc.initialize
     if starts and "mpi4py.MPI" not in sys.modules:
         if rc.finalize is None:
@@ -44,11 +46,11 @@ def load() -> Any:
 
 
 def start(mpi: Any) -> None:
-    """Starts MPI, where it has not been. Collective.
+    """Starts MPI unless it has been started. Collective.
 
     Raises:
-        RuntimeError: this is the `mpirun` of another MPI, which would end in MPI's own words, or in ranks that each
-            think that they are alone; or `/dev/shm` is too full.
+        RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank would believe it is
+            alone; or `/dev/shm` is too full.
     """
     if mpi.Is_initialized():
         return
@@ -66,15 +68,17 @@ def start(mpi: Any) -> None:
         level = rc.thread_level if rc.initialize else "multiple"
         mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     if not rc.initialize:
+        # Who switched mpi4py's start off has switched off its end too.
         atexit.register(_finalize, mpi)
 
 
 def _check_shared_memory(launcher: _launcher.Launcher | None) -> None:
-    """Refuses a `/dev/shm` in which MPI, when it starts, would end in a bus error or a segmentation fault.
+    """Refuses a `/dev/shm` so full that MPI's start would end in a bus error or a segmentation fault.
 
-    What it needs is measured: with 24 MiB for 2 ranks, 32 for 4 and 8, MPICH 5 always starts; with less it depends.
+    The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks and 32 MiB for 4 and 8; with less, not always.
     """
     ranks = launcher.local_size if launcher is not None else None
+    # One rank alone shares memory with nobody.
     if ranks is None or ranks < 2:
         return
     try:
@@ -96,15 +100,16 @@ def _finalize(mpi: Any) -> None:
 
 
 def _is_foreign(launcher: _launcher.Launcher, mpi: Any) -> bool:
-    """Whether this launcher is known not to be this library's. What cannot be known, MPI's number of ranks shows."""
+    """Whether the launcher certainly belongs to another MPI. In unclear cases MPI's number of ranks shows it later."""
     vendor = mpi.get_vendor()[0]
     if launcher.name in _OF_OPEN_MPI:
+        # What starts MPI's ranks must speak the library's protocol: PMIx, or MPICH's PMI.
         return vendor in _MPICHS and not _speaks_pmix()
     return launcher.name in _OF_MPICH and vendor == _OPEN_MPI and not launcher.alone
 
 
 def _speaks_pmix() -> bool:
-    """Whether the MPI library was built with PMIx, which is how MPICH can be started by Open MPI's launcher."""
+    """Whether the MPI library was built with PMIx, so that Open MPI's launcher can start MPICH's ranks."""
     try:
         with open("/proc/self/maps") as maps:
             return any("libpmix" in line for line in maps)
@@ -113,7 +118,7 @@ def _speaks_pmix() -> bool:
 
 
 def refuse(launcher: _launcher.Launcher, mpi: Any, what: str) -> NoReturn:
-    """Raises what is said where the launcher is another MPI's.
+    """Raises the error for a launcher of another MPI.
 
     Args:
         launcher: it.
@@ -125,6 +130,7 @@ def refuse(launcher: _launcher.Launcher, mpi: Any, what: str) -> NoReturn:
     """
     vendor, version = mpi.get_vendor()
     own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
+    # Slurm itself belongs to no MPI; which protocol it speaks is an option of srun.
     if launcher.name == "srun":
         remedy = f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or with its mpirun"
     else:

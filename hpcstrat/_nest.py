@@ -18,6 +18,7 @@ Structure: TypeAlias = optree.PyTreeSpec
 _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
 _LEAF: Structure = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
+# Types that are known to be leaves: most nests are one of these, and optree need not be asked.
 _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
@@ -27,6 +28,7 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
         return [nest], _LEAF
     leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
     for leaf in leaves:
+        # A class is registered when it is first met: optree takes dataclasses and subclasses of dict for leaves.
         if type(leaf) not in _leaf_types and _register(type(leaf)):
             return flatten(nest)
     return leaves, structure
@@ -54,6 +56,7 @@ def _described(structure: Structure) -> str:
     if not issubclass(kind, dict):
         names = getattr(kind, "_fields", structure.entries())
         return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, members))})"
+    # Text, because the structure itself cannot be compared across processes: a hash differs from process to process.
     keys = [repr(key) for key in structure.entries()]
     text = f"{{{', '.join(map('{}: {}'.format, keys, members))}}}"
     if len(set(keys)) < len(keys):

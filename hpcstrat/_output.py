@@ -1,17 +1,26 @@
-"""Standard output that reads as one program's: what this rank prints shows only where it should."""
+"""Standard output and standard error that read like one program's: a rank's text shows only where it should."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import dis
+import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
-from hpcstrat import _launcher
+from hpcstrat import _failure, _launcher
 
 _VARIABLE = "HPCSTRAT_OUTPUT"
+_ERRORS_VARIABLE = "HPCSTRAT_STDERR"
+_LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
+_HIDDEN_CHARACTERS = 1 << 14  # of what is hidden of standard error, the last are kept
+_LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that what all have said is said by rank 0 alone
 _CREATOR = "_hpcstrat_replica_context"
 
 _installed = False
@@ -29,13 +38,14 @@ replica_context: Callable[[], bool | None] = _no_context
 
 
 def install() -> None:
-    """Gates `sys.stdout` under a launcher that started several processes; starts no MPI.
+    """Gates `sys.stdout` and `sys.stderr` under a launcher that started several processes; starts no MPI.
 
     Rank 0 shows everything. The other ranks show what they print in a replica context; with `HPCSTRAT_OUTPUT=lead`
-    nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, also where the ranks share a pipe.
+    nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, also where the ranks share a pipe. Of standard
+    error they also show whatever may tell of a failure; with `HPCSTRAT_STDERR=all` everything.
 
     Raises:
-        ValueError: the variable has another value.
+        ValueError: a variable has another value.
     """
     global _installed, _hides, _lead_only
     launcher = _launcher.find()
@@ -47,22 +57,39 @@ def install() -> None:
             f"{_VARIABLE}={mode!r} is not allowed: 'all' shows what every rank prints, 'lead' what rank 0 prints only. "
             "Without it each replica shows inside `strategy.run`, and rank 0 alone elsewhere."
         )
+    errors_mode = os.environ.get(_ERRORS_VARIABLE, "")
+    if errors_mode not in ("", "all"):
+        raise ValueError(
+            f"{_ERRORS_VARIABLE}={errors_mode!r} is not allowed: 'all' shows what every rank writes to standard error. "
+            f"Without it that goes by the rules of {_VARIABLE}, and whatever tells of a failure is shown."
+        )
     _installed = True
     _hides = launcher.rank > 0 and mode != "all"
     _lead_only = mode == "lead"
+    # It is None where Python was started without one.
     if sys.stdout is not None:
         _shadow(sys.stdout)
     if _hides:
         _note_creators()
+        # An engine of a notebook sends its errors where the notebook shows them as that engine's.
+        if not errors_mode and sys.stderr is not None and ipython_shell() is None:
+            _ErrorGate(sys.stderr)
+
+
+def ipython_shell() -> Any:
+    """The shell of IPython that this program runs in, such as a notebook's; else None."""
+    ipython = sys.modules.get("IPython")
+    return None if ipython is None else ipython.get_ipython()
 
 
 def shows() -> bool:
-    """Whether what this thread prints now is to be seen."""
+    """Whether what this thread prints now is shown."""
     return not _hides or (not _lead_only and _in_replica_context())
 
 
 def _in_replica_context() -> bool:
     context = replica_context()
+    # Threads of the program's own, such as a progress bar's, have no context: their creator's counts.
     if context is None:
         context = getattr(threading.current_thread(), _CREATOR, False)
     return context
@@ -74,21 +101,35 @@ def _shadow(stream: Any) -> None:
     The object stays the same one, because others may hold it; `print` and `writelines` go through the attribute. A
     stream that takes no attributes is not Python's own and stays as it is.
     """
-    write, flush = stream.write, stream.flush
+    flush = stream.flush
     buffer = getattr(stream, "buffer", None)
     parts: dict[int, str] = {}  # by thread, what it wrote of a line so far: `print(a, b)` writes in four pieces
 
-    def write_line(text: str) -> int:
-        if not isinstance(text, str):
-            return write(text)  # which raises
-        if shows():
-            thread = threading.get_ident()
-            line = parts.pop(thread, "") + text
-            if "\n" in text or "\r" in text:
-                pass_on(line)
+    write: Callable[[str], int] = stream.write
+    shadow: Callable[[str], int] | None = None
+
+    def shadow_write() -> None:
+        nonlocal write, shadow
+        if stream.write is shadow:
+            return
+        shadowed = write = stream.write
+
+        def write_line(text: str) -> int:
+            if not isinstance(text, str) or getattr(_inside_write, "value", False):
+                return shadowed(text)  # which raises, or is an older shadow's
+            if shows():
+                thread = threading.get_ident()
+                line = parts.pop(thread, "") + text
+                if "\n" in text or "\r" in text:
+                    pass_on(line)
+                else:
+                    # Kept until the line is whole: pieces of several ranks would mix in the pipe that they share.
+                    parts[thread] = line
             else:
-                parts[thread] = line
-        return len(text)
+                _log(text)
+            return len(text)
+
+        stream.write = shadow = write_line
 
     def flush_parts() -> None:
         for thread in list(parts):
@@ -103,8 +144,11 @@ def _shadow(stream: Any) -> None:
             _inside_write.value = False
 
     with contextlib.suppress(AttributeError):
-        stream.write = write_line
+        shadow_write()
         stream.flush = flush_parts
+        if (shell := ipython_shell()) is not None:
+            # IPython puts a `write` of its own there for each cell, and then the former one, which may not be ours.
+            shell.events.register("pre_execute", shadow_write)
     if buffer is None:
         return
     # The stream passes on at once what it was given, so that it never does so in another context.
@@ -121,8 +165,106 @@ def _shadow(stream: Any) -> None:
         buffer.write = write_shown_bytes
 
 
+class _ErrorGate:
+    """Hides what this rank writes to standard error, but nothing that may tell of a failure.
+
+    Shown are: what is written in a replica context, while an exception is handled, by Python as it ends, by C code, and
+    what is logged as an error. The rest is kept, and shown if this rank fails.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        """Gates the stream, which stays the same object, because others may hold it."""
+        self._write = stream.write
+        self._flush = stream.flush
+        self._hidden = ""
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._program = sys._getframe()
+        while self._program.f_back is not None:
+            self._program: FrameType = self._program.f_back
+        with contextlib.suppress(AttributeError):  # it takes no attributes: not Python's own
+            stream.write = self.write
+            _failure.hidden_errors = self.take
+            _show_logged_errors()
+            _call_before_exit(self._show_if_failed)
+            _failure.show_hidden_errors = self._show_at_exit
+            atexit.register(self._show_at_exit)
+
+    def write(self, text: str) -> int:
+        """As the stream's."""
+        if not isinstance(text, str) or self._shows():
+            return self._write(text)
+        with self._lock:
+            self._hidden = (self._hidden + text)[-_HIDDEN_CHARACTERS:]
+        _log(text)
+        return len(text)
+
+    def take(self) -> str:
+        """What is hidden so far; nothing of it from now on."""
+        with self._lock:
+            text, self._hidden = self._hidden, ""
+        # Of a progress bar the last state.
+        return "\n".join(line.rpartition("\r")[2] for line in text.rstrip("\r\n").split("\n"))
+
+    def _shows(self) -> bool:
+        if shows() or _failure.is_reporting() or sys.exc_info()[0] is not None or os.getpid() != self._process:
+            return True
+        try:
+            sys._getframe(2)
+        except ValueError:  # no Python code writes, but Python itself, at its end
+            return True
+        return False
+
+    def _show_at_exit(self) -> None:
+        if _failure.leaves_early():  # its report will have it
+            return
+        # The program ended well where its outermost frame returned, or by the status 0.
+        code, last = self._program.f_code.co_code, self._program.f_lasti
+        if not dis.opname[code[last]].startswith("RETURN") and _failure.exit_status not in (0, None):
+            self._show_if_failed(1)
+
+    def _show_if_failed(self, status: int) -> None:
+        if status and self._hidden and os.getpid() == self._process:
+            time.sleep(_LEAD_DELAY)
+            with contextlib.suppress(Exception):
+                self._write(_failure.tagged(self.take()))
+                self._flush()
+
+
+def _show_logged_errors() -> None:
+    """From now on what is logged as an error, or worse, is shown on any rank."""
+    handle = logging.Handler.handle
+
+    def handle_reporting(self: logging.Handler, record: logging.LogRecord) -> Any:
+        if record.levelno < logging.ERROR:
+            return handle(self, record)
+        with _failure.reporting():
+            return handle(self, record)
+
+    logging.Handler.handle = handle_reporting
+
+
+def _call_before_exit(call: Callable[[int], None]) -> None:
+    """From now on `os._exit` calls this first."""
+    leave = os._exit
+
+    def leave_after_call(status: int) -> Any:
+        call(status)
+        leave(status)
+
+    os._exit = leave_after_call
+
+
+def _log(text: str) -> None:
+    """Appends hidden text to the file that the launcher keeps of this rank."""
+    path = os.environ.get(_LOG_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "a", errors="replace") as file:
+            file.write(text)
+
+
 def _note_creators() -> None:
-    """From now on a new thread counts as its creator's context, until it has one of its own."""
+    """From now on a new thread counts as in its creator's context, until it has one of its own."""
     start = threading.Thread.start
 
     def start_noting_creator(self: threading.Thread) -> None:

@@ -13,13 +13,15 @@ from hpcstrat import _launcher, _nest, _world
 from hpcstrat._arrays import host_copy
 from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect, connected
-from hpcstrat._communicators.protocol import signature
-from hpcstrat._edge import current_call, names_call
+from hpcstrat._communicators.protocol import signature_of
+from hpcstrat._edge import current_call, names_call, warn_renamed
 from hpcstrat._variables import Variable
-from hpcstrat._warnings import warn_renamed
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+_HOUR = 3600.0  # seconds
 
 
 def rank() -> int:
@@ -35,9 +37,45 @@ def size() -> int:
     return _world.size()
 
 
+def local_rank() -> int:
+    """This process's index among the ranks of its host, 0..local_size-1. Starts nothing, as `size`."""
+    return _world.local()[0]
+
+
+def local_size() -> int:
+    """The number of ranks on this host. Starts nothing, unless the launcher does not say."""
+    return _world.local()[1]
+
+
 def is_lead() -> bool:
     """Whether this is rank 0. Starts nothing."""
     return rank() == 0
+
+
+@collective("on_lead", communicator_of=lambda _: connect())
+def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Runs `fn(*args, **kwargs)` on rank 0 alone; all ranks return its result. Collective: all ranks call this.
+
+    For what one process must do, and all must wait for: a download, a file, an evaluation. The others wait for an hour
+    longer than they would elsewhere before they report that rank 0 does not come.
+
+    Args:
+        fn: makes no collective call; the other ranks are not in it.
+        *args: its arguments. Those of the other ranks are ignored.
+        **kwargs: likewise.
+
+    Returns:
+        What the function returned, or an equal object.
+
+    Raises:
+        Exception: what the function raised on rank 0, on every rank.
+        TypeError: its result cannot be pickled.
+    """
+    communicator, result = connect(), None
+    if communicator.rank == 0:
+        with extend_timeout(_HOUR):
+            result = fn(*args, **kwargs)
+    return communicator.broadcast_obj(result)
 
 
 @names_call("broadcast_object")
@@ -58,12 +96,13 @@ def any_rank(flag: Any) -> bool:
     def write(message: np.ndarray[Any, Any]) -> None:
         message[0] = own
 
-    return any(bool(message[0]) for message in communicator.exchange(signature(current_call()), 1, write))
+    return any(bool(message[0]) for message in communicator.exchange(signature_of(current_call()), 1, write))
 
 
 def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this."""
-    connect().exchange(signature("barrier"))
+    # Without the edge that other calls have, whose cost would show: nothing here can fail on one rank alone.
+    connect().exchange(signature_of("barrier"))
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:
@@ -86,10 +125,11 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
         number = math.nan
     if not number >= 0:
         raise ValueError(f"extend_timeout: seconds is {seconds!r}; it must be a number from 0 up")
+    # Not `connect`: the ranks may be anywhere, and this call is no meeting.
     communicator = connected()
     if communicator is None or communicator.watchdog is None:
         return nullcontext()
-    return communicator.watchdog.patience(number)
+    return communicator.watchdog.extend_timeout(number)
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:

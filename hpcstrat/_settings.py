@@ -14,6 +14,7 @@ _KNOWN = (
     "HPCSTRAT_COMPILE",
     "HPCSTRAT_OUTPUT",
     "HPCSTRAT_STALL_SECONDS",
+    "HPCSTRAT_STDERR",
     "HPCSTRAT_TEST_GPU",  # of the tests, as the next two
     "HPCSTRAT_TEST_SLURM",
     "HPCSTRAT_TEST_TENSORFLOW",
@@ -70,6 +71,7 @@ def timeline() -> str:
 
 def unknown() -> dict[str, str]:
     """Environment variables that look like the library's and are not, each with the nearest that is."""
+    # Variables that do nothing are worse than errors: a misspelt time-out shows only when a job hangs.
     names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in _KNOWN)
     if not names:
         return {}
@@ -79,7 +81,7 @@ def unknown() -> dict[str, str]:
 
 
 def warn_of_unknown() -> None:
-    """Warns of each on rank 0, because a misspelt variable would do nothing without a word."""
+    """Warns of each on rank 0, because a misspelt variable would silently do nothing."""
     launcher = _launcher.find()
     if launcher is not None and launcher.rank > 0:
         return

@@ -29,10 +29,10 @@ class Details(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What notes spans."""
+    """What records spans."""
 
     def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
-        """Opens a span; `None` where none is noted."""
+        """Opens a span; `None` where none is recorded."""
         ...
 
     def end(self, span: Any) -> None:
@@ -44,7 +44,7 @@ _recorder: Recorder | None = None
 
 
 def record_to(recorder: Recorder | None) -> None:
-    """From now on this recorder notes the spans."""
+    """From now on this recorder records the spans."""
     global _recorder
     _recorder = recorder
 
@@ -59,6 +59,7 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
     describe = details if callable(details) else lambda *_, **__: Details(details)
 
     def decorate(function: _Function) -> _Function:
+        # Decided once, at import: without a timeline the function itself is returned, and no call pays for it.
         return cast("_Function", _recorded(function, category, describe)) if _settings.timeline() else function
 
     return decorate

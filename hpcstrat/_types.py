@@ -1,11 +1,12 @@
-"""Small types that every layer uses: reduce operations, array specifications, sparse slices, a strategy's options."""
+"""Small types that every layer uses: the library's error, reduce operations, array specifications, sparse slices."""
 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,13 @@ MaybeNone: TypeAlias = Any
 """`Thing | MaybeNone` is a `Thing`, or None where the caller asked for it, as type checkers need not be told."""
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+class ReplicaMismatchError(ValueError):
+    """Replicas disagree where they must agree: on the call, on a shape, on a dtype, on an option.
+
+    It is raised on every rank, and its message names every rank's value.
+    """
 
 
 class ReduceOp(enum.Enum):
@@ -66,10 +74,16 @@ def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -
     """
     if isinstance(given, choices):
         return given
-    if isinstance(given, str) and given.upper() in choices.__members__:
-        return choices[given.upper()]
+    if isinstance(given, str) and (found := _named(choices, given)) is not None:
+        return cast("_Choice", found)
     names = ", ".join(f"{choices.__name__}.{name}" for name in choices.__members__)
     raise ValueError(f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string")
+
+
+@functools.lru_cache(maxsize=256)
+def _named(choices: type[enum.Enum], name: str) -> enum.Enum | None:
+    # Kept, because `__members__` is made anew each time, and programs pass "SUM" and "MEAN" in every step.
+    return choices.__members__.get(name.upper())
 
 
 class TensorSpec:
@@ -88,6 +102,7 @@ class TensorSpec:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.name: str | None = name
 
+    # The class counts too: the specification of one replica's component is not that of a value.
     def _key(self) -> tuple[Any, ...]:
         return (type(self), self.shape, self.dtype, self.name)
 
@@ -139,7 +154,7 @@ class IndexedSlices:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes one replica's value is told about the replica.
+    """What a function that makes one replica's value gets to know about the replica.
 
     Attributes:
         replica_id_in_sync_group: the index of the replica.
@@ -152,7 +167,7 @@ class ValueContext:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`, which concern compilation and change nothing here.
+    """Options of `Strategy.run`. They concern compilation, and change nothing here.
 
     Attributes:
         experimental_enable_dynamic_batch_size: batches may differ in size.

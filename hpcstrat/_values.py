@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -86,29 +87,23 @@ def component_of(value: Any) -> Any:
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, np.ndarray, np.float32, np.float64})
 
 
-def _is_plain(nest: Any) -> bool:
-    """Whether no distributed value is in it for certain, at a fifth of the cost of flattening it."""
+def select(nest: Any) -> Any:
+    """`nest` with every distributed value replaced by the component of this process's replica.
+
+    What has none in it is itself and no copy: a function may append to a list that it is given.
+    """
     kind = type(nest)
     if kind in _PLAIN:
-        return True
+        return nest
+    if kind is PerReplica or kind is Mirrored:
+        return nest._component
+    # The nests of most batches, at a third of the cost of flattening them.
+    if kind is tuple or kind is list:
+        own = [select(value) for value in nest]
+        return nest if all(map(operator.is_, own, nest)) else kind(own)
     if kind is dict:
-        nest = nest.values()
-    elif kind is not tuple and kind is not list:
-        return False
-    for one in nest:
-        if type(one) not in _PLAIN and not _is_plain(one):
-            return False
-    return True
-
-
-def select(nest: Any) -> Any:
-    """`nest` with every distributed value replaced by the component of this process's replica."""
-    if _is_plain(nest):
-        return nest
+        own = [select(value) for value in nest.values()]
+        return nest if all(map(operator.is_, own, nest.values())) else dict(zip(nest, own, strict=True))
     leaves, structure = _nest.flatten(nest)
-    for leaf in leaves:
-        if isinstance(leaf, DistributedValues):
-            break
-    else:
-        return nest
-    return structure.unflatten([leaf._component if isinstance(leaf, DistributedValues) else leaf for leaf in leaves])
+    own = [component_of(leaf) for leaf in leaves]
+    return nest if all(map(operator.is_, own, leaves)) else structure.unflatten(own)

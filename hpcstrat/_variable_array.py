@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,29 @@ from hpcstrat._variable_state import VariableState, in_replica_of
 Axis: TypeAlias = "int | Sequence[int] | None"
 
 
+@final
+class VariableReference:
+    """A variable by its identity: equal to the references of the same variable only."""
+
+    __slots__ = ("_variable",)
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    def deref(self) -> Any:
+        """The variable."""
+        return self._variable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, VariableReference) and self._variable is other._variable
+
+    def __hash__(self) -> int:
+        return id(self._variable)
+
+    def __repr__(self) -> str:
+        return f"<Reference to {self._variable!r}>"
+
+
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     """What reads a variable. Nothing here communicates; a variable with a value a replica refuses where it would."""
 
@@ -25,7 +48,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     _state: VariableState
     name: str
 
-    # ---- facts
+    # ---- properties
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,14 +80,22 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         """Bytes of all elements."""
         return self._state.block.view.nbytes
 
+    def get_shape(self) -> tuple[int, ...]:
+        """The shape, by TensorFlow's other name."""
+        return self.shape
+
+    def ref(self) -> VariableReference:
+        """What stands for this variable, and no other, in sets and as a key: `==` of variables compares elements."""
+        return VariableReference(self)
+
     # ---- the array
 
     def value(self) -> Array:
         """The array: in a replica context storage itself, read-only; elsewhere a copy. Never communicates.
 
         Storage is shared memory, which every rank may be reading. NumPy refuses to write to it, but for `np.add.at` and
-        the like, which do not look at whether an array is read-only: pass them a copy, `read_value()`. With
-        `HPCSTRAT_CHECK=1` the next update finds what they wrote.
+        the like before NumPy 2.5, which do not look at whether an array is read-only: pass them a copy, `read_value()`.
+        With `HPCSTRAT_CHECK=1` the next update finds what they wrote.
 
         Raises:
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
@@ -74,6 +105,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         if type(context) is InReplica and context.group is state.group:
             return view.view()  # whose shape and flags the caller may change
         self._check_readable()
+        # Outside of a replica the next write may come at any line, so a value that changes would surprise.
         return view.copy()
 
     def _readable(self) -> Array:
@@ -99,10 +131,12 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
                     f"Variable {out.name!r} in {ufunc.__name__}: a variable is not written in place, as by `+=`, "
                     "`out=` or `at`; use assign, assign_add or assign_sub"
                 )
+        # Straight from storage: the result is a fresh array, so nothing has to be copied.
         arrays = [x._readable() if isinstance(x, ReadableAsArray) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __getitem__(self, index: Any) -> Array:
+        # A part of storage may leave only where reads are views; a single element is a copy already.
         part = self._readable()[index]
         return part if in_replica_of(self._state.group) or isinstance(part, np.generic) else part.copy()
 
@@ -110,8 +144,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
         def __setitem__(self, index: Any, value: Any) -> None:
             raise TypeError(
-                f"Variable {self.name!r} does not support item assignment; change a copy, `new = v.numpy()`, and pass "
-                "all of it to v.assign(new)"
+                f"Variable {self.name!r} does not support item assignment; write rows by "
+                "v.scatter_update(IndexedSlices(values, indices)), elements by v.scatter_nd_update(indices, values), "
+                "or all of it by v.assign(new)"
             )
 
     def __len__(self) -> int:
@@ -148,6 +183,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def item(self, *index: Any) -> Any:
         """The one element, or that at `index`, as a Python number."""
+        # CuPy's own `item` takes no index.
         return _gpu.to_host(self._readable()).item(*index)
 
     def tolist(self) -> Any:
@@ -179,6 +215,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
         """The array in another dtype; without `copy` the array itself if it has it."""
+        # Without `copy` NumPy gives storage itself where the dtype is right; that leaves as `value()` does.
         array = self._readable().astype(dtype, copy=copy)
         return self.value() if array is self._state.block.view else array
 
@@ -249,6 +286,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
+        # A copy to the host that nobody asked for would make each such line wait for the GPU, unseen.
         if _gpu.is_on_gpu(array):
             raise TypeError(
                 f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
@@ -265,7 +303,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
-        if self._state.interface is None or self._state.block.torn or not in_replica_of(self._state.group):
+        if self._state.interface is None or self._state.block.interrupted_by or not in_replica_of(self._state.group):
             raise AttributeError(
                 f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
             )

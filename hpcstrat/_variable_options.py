@@ -1,4 +1,4 @@
-"""Choices for a new variable: synchronization, aggregation, and and creators that take part in making it."""
+"""Choices for a new variable: synchronization, aggregation, and the creators that take part in making it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How values that replicas write to a variable become one."""
+    """How the values that replicas write to a variable become one."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -36,7 +36,7 @@ OPERATIONS: dict[VariableAggregation, Aggregation] = {
     VariableAggregation.MEAN: ReduceOp.MEAN,
     VariableAggregation.ONLY_FIRST_REPLICA: FIRST_REPLICA,
 }
-"""What aggregates values, where a variable has an aggregation."""
+"""The operation of each aggregation."""
 
 NO_AGGREGATION = (
     "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "
@@ -63,6 +63,7 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
         creators.reset(token)
 
 
+# A metaclass, because TensorFlow's programs call `Variable(...)`, which a creator may answer with any object.
 class VariableType(type):
     """Passes `Variable(...)` through the creators of `variable_creator_scope`."""
 
@@ -74,6 +75,7 @@ class VariableType(type):
                 return make(*args, **kwargs)
             given = cls.__signature__.bind(*args, **kwargs)
             given.apply_defaults()
+            # From the outside in, so the innermost scope wraps last and is asked first.
             for creator in asked:
                 make = functools.partial(creator, make)
             return make(**given.arguments)

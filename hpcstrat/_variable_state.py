@@ -43,6 +43,7 @@ class VariableState:
         view = self.block.view
         # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere outside of a replica.
         has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
+        # Made once: `np.asarray` of a variable asks for it, and an array makes a new dict each time.
         self.interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
 
     @property
@@ -81,6 +82,7 @@ class VariableState:
         context = _context.context()
         if context is None or context.group is self.group:
             return
+        # With one replica there is nobody to differ from.
         differs = isinstance(context, InReplica) and context.group.communicator.size > 1
         if self.group is not default_group() or differs:
             raise RuntimeError(self._foreign_context_message(context))

@@ -1,4 +1,4 @@
-"""Variables: numbers that live as long as the program and that all replicas see."""
+"""Variables: arrays that live as long as the program and that all replicas see."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from hpcstrat import _context, _gpu
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.reduction import check_reducible
+from hpcstrat._communicators.collective import collective
 from hpcstrat._context import InReplica, InUpdate, require_cross_replica
 from hpcstrat._edge import call_named, current_call, enter_call, leave_call, names_call
-from hpcstrat._types import FIRST_REPLICA, Array, MaybeNone, ReduceOp, parse_choice
-from hpcstrat._variable_array import ReadableAsArray
+from hpcstrat._types import FIRST_REPLICA, Array, MaybeNone, parse_choice
 from hpcstrat._variable_options import (
     NO_AGGREGATION,
     OPERATIONS,
@@ -22,37 +21,38 @@ from hpcstrat._variable_options import (
     VariableSynchronization,
     VariableType,
 )
+from hpcstrat._variable_rows import WritableByRows
 from hpcstrat._variable_state import VariableState
 from hpcstrat._variable_writing import RULES, as_initial_value, as_written_value, shared_out
 
 
-class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
-    """Numbers that live in the strategy's storage. In arithmetic a variable acts as its array, and has its methods.
+class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+    """An array that lives in the strategy's storage. In arithmetic a variable acts as that array, and has its methods.
 
-    Making one is collective under a strategy: all ranks do it, and the parameter rank's initial value counts.
+    Making one under a strategy is collective: all ranks do it, and the parameter rank's initial value is used.
 
-    A read never communicates, but for `read_value` and `numpy` of an `ON_READ` variable in the cross-replica context.
+    A read never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the cross-replica context.
     In a replica context `value()`, and what arithmetic and indexing use, is the array in storage itself, read-only,
     valid until the next write to the variable; everywhere else reads are copies. `copy.deepcopy` makes another variable
-    of the same strategy, which is collective as making one is.
+    of the same strategy, and is collective, too.
 
     Args:
-        initial_value: an array, a number, a sequence of numbers, or a callable without arguments that gives one. As in
-            TensorFlow Python floats make `float32` and ints `int32`; arrays keep their dtype.
-        trainable: whether optimizers are meant to change it. By default true, but false for `ON_READ`.
+        initial_value: an array, a number, a sequence of numbers, or a callable without arguments that returns one. As
+            in TensorFlow, Python floats become `float32` and ints `int32`; arrays keep their dtype.
+        trainable: whether optimizers should change it. By default true, except for `ON_READ`.
         name: a name; by default `Variable`.
-        dtype: the dtype, where it is not the initial value's.
-        synchronization: `ON_READ` keeps a number of its own on each replica, brought together when it is read in the
-            cross-replica context.
-        aggregation: how values that the replicas write become one.
+        dtype: the dtype, if not the initial value's.
+        synchronization: `ON_READ` keeps a separate value on each replica. Reading it in the cross-replica context
+            aggregates them.
+        aggregation: how the values that the replicas write become one.
         shape: the shape that the initial value must have.
 
     Raises:
-        TypeError: the initial value is no array of numbers.
-        ValueError: it has another shape than `shape`, or an argument is no known choice.
+        TypeError: the initial value is not an array of numbers.
+        ValueError: its shape is not `shape`, or an argument is not one of the choices.
         RuntimeError: made inside the function of `StrategyExtended.update`.
         ReplicaMismatchError: its shape or dtype differs between ranks.
-        MemoryError: there is no room for it, on any rank.
+        MemoryError: there is not enough memory for it, on any rank.
 
     Examples:
         As one replica prints it; with two, `seen` is 2:
@@ -73,10 +73,10 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         1
     """
 
-    __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
+    __slots__ = ("__weakref__", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    @names_call("Variable")
+    @collective("Variable", lambda _: _require_no_update(), lambda _: _context.group().communicator)
     def __init__(
         self,
         initial_value: Any = None,
@@ -88,25 +88,24 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         shape: Sequence[int] | None = None,
     ) -> None:
         group = _context.group()
-        _require_no_update()
-        with group.communicator.raise_together():
-            self.synchronization: VariableSynchronization = parse_choice(
-                VariableSynchronization, synchronization or "AUTO", current_call(), "synchronization"
+        self.synchronization: VariableSynchronization = parse_choice(
+            VariableSynchronization, synchronization or "AUTO", current_call(), "synchronization"
+        )
+        self.aggregation: VariableAggregation = parse_choice(
+            VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
+        )
+        # Without synchronization a write would change this rank's copy only, and mirrors must stay equal.
+        if self.synchronization is VariableSynchronization.NONE and group.mirrors:
+            raise ValueError(
+                f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
+                "replicas change together; leave it out, or take ON_READ for one value a replica"
             )
-            self.aggregation: VariableAggregation = parse_choice(
-                VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
-            )
-            # Without synchronization a write would change this rank's copy only, and mirrors must stay equal.
-            if self.synchronization is VariableSynchronization.NONE and group.mirrors:
-                raise ValueError(
-                    f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
-                    "replicas change together; leave it out, or take ON_READ for one value a replica"
-                )
-            is_on_read = self.synchronization is VariableSynchronization.ON_READ
-            self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
-            initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
+        is_on_read = self.synchronization is VariableSynchronization.ON_READ
+        self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
+        initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
         self.name: str = _common_name(group.communicator, "Variable" if name is None else str(name))
         with call_named(f"Variable {self.name!r}"):
+            # Only the parameter rank's value counts; a rank that meant another one would never notice.
             group.communicator.require_equal([initial])
             self._state = VariableState(group, is_on_read, initial)
 
@@ -115,6 +114,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         # One of its own with the same value, of the same strategy; as collective as making one is.
         state = self._state
         _require_no_update()
+        # Not through the class, which would ask the creators of variables again.
         other = object.__new__(type(self))
         memo[id(self)] = other
         other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
@@ -163,8 +163,8 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         Args:
             value: an array, a number or a sequence, of exactly the variable's shape, whose dtype casts safely. In a
                 replica context a Python number is aggregated as an array is: with `SUM`, over all replicas.
-            use_locking: taken for TensorFlow's sake, as the next.
-            name: not used.
+            use_locking: ignored; accepted for compatibility with TensorFlow.
+            name: ignored, likewise.
             read_value: whether the variable is returned.
 
         Returns:
@@ -206,41 +206,28 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             state.require_writable()
             if state.is_on_read:
                 self._write_own(verb, value)
-            # The script's own level writes one value, the same on all ranks; replicas write one each, to be aggregated.
-            elif isinstance(context, InReplica) and state.group.requires_aggregation:
-                self._write_aggregated(verb, value)
             else:
-                with state.group.communicator.raise_together():
-                    new = self._as_written(verb, value)
-                state.group.communicator.require_equal([new])
-                state.storage.update(state.plan_alone(), [new], FIRST_REPLICA, RULES[verb])
+                self._write_common(verb, value, is_replica=isinstance(context, InReplica))
         finally:
             leave_call(outer)
 
     def _write_in_update(self, update: InUpdate, verb: str, value: Any) -> None:
         """A write in the function of `StrategyExtended.update`, by this rank alone."""
-        if not any(self is one for one in update.variables):
-            raise RuntimeError(
-                f"{current_call()}: this update may write only the variables that were passed to it; pass it too"
-            )
+        update.require_writable(self)
         state = self._state
         state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
 
-    def _write_aggregated(self, verb: str, value: Any) -> None:
-        """A write in a replica context: the replicas' values become one first."""
-        with self._state.group.communicator.raise_together():
-            if self.aggregation is VariableAggregation.NONE:
-                raise ValueError(f"{current_call()} in a replica context: {NO_AGGREGATION}")
-            op = OPERATIONS[self.aggregation]
-            if op is not FIRST_REPLICA:
-                check_reducible(self.dtype, op)
+    def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
+        """A write to a variable that all replicas share."""
+        state, communicator = self._state, self._state.group.communicator
+        # Replicas write a value each, to be aggregated. The script's own level writes one, the same on all ranks.
+        is_aggregated = is_replica and state.group.requires_aggregation
+        with communicator.raise_together():
+            op = self._write_operation() if is_aggregated else FIRST_REPLICA
             new = self._as_written(verb, value)
-            if op is ReduceOp.MEAN and self.dtype.kind in "iu":
-                raise ValueError(
-                    f"{current_call()}: the mean of the replicas' values is float64 and does not fit "
-                    f"{self.dtype.name}; make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
-                )
-        self._state.storage.update(self._state.plan_alone(), [new], op, RULES[verb])
+        if not is_aggregated:
+            communicator.require_equal([new])
+        state.storage.update(state.plan_alone(), [new], op, RULES[verb])
 
     def _write_own(self, verb: str, value: Any) -> None:
         """A write to an ON_READ variable: each replica has its own."""
@@ -248,6 +235,8 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
             state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
+        # One value for all replicas. Reading it back must give that value, also where the reading adds the replicas'
+        # own ones.
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.raise_together():
             if is_sum and verb != "assign":
@@ -260,6 +249,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                 new = shared_out(new, group.communicator.size)
         group.communicator.require_equal([new])
         with group.communicator.change():
+            # The root's, so that all replicas have the same bits even where ranks computed slightly different ones.
             new = group.communicator.broadcast_obj(_gpu.to_host(new), group.root)
             state.storage.write(state.block, new, RULES[verb])
 
@@ -291,6 +281,7 @@ def _common_name(communicator: Communicator, name: str) -> str:
     if communicator.size == 1 or not isinstance(_context.context(), InReplica):
         return name
     names = communicator.all_gather_obj(name)
+    # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 are one variable's.
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
 

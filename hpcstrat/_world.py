@@ -1,19 +1,23 @@
-"""The MPI world: started once, by the first strategy; ended on all ranks by an error of one."""
+"""The MPI world: started once, by the first strategy, with a share of its host's cores for each rank."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
-from hpcstrat import _blas, _failure, _guard, _launcher, _mpi
+from hpcstrat import _failure, _guard, _launcher, _mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+_BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +48,7 @@ class World:
 
 
 _world: World | None = None
+# Threads may make their first strategies at the same time, and MPI starts only once.
 _start_lock = threading.Lock()
 
 
@@ -75,13 +80,26 @@ def size() -> int:
     launcher = _launcher.find()
     if launcher is None:
         return 1
+    # A bare PMIx launcher does not say how many there are; only MPI knows.
     return start().size if launcher.size is None else launcher.size
+
+
+def local() -> tuple[int, int]:
+    """This rank's index among the ranks of its host, and how many these are. Starts nothing, as `size`."""
+    launcher = _launcher.find()
+    if _world is None:
+        if launcher is None:
+            return 0, 1
+        if launcher.local_rank is not None and launcher.local_size is not None:
+            return launcher.local_rank, launcher.local_size
+    world = start()
+    return world.local_rank, world.local_size
 
 
 def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
     """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
 
-    With `consequence`, the rank whose error it is a consequence of reports first.
+    With `consequence`, the rank that caused the error reports first.
     """
     _failure.end_job(message, status, consequence)
 
@@ -104,20 +122,26 @@ def _connect() -> World:
     _mpi.start(mpi)
     _check_launcher(launcher, mpi)
 
+    # A duplicate of our own: messages of the program's, or of other libraries, on the world can then never be taken for
+    # ours.
     comm = mpi.COMM_WORLD.Dup()
+    # Asked of MPI, and not of the launcher's variables: it knows which ranks can share memory.
     host_comm = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
     if comm.size > 1:
         _failure.end_all_ranks_on_error(comm.rank, mpi)
-    shares = host_comm.allgather((comm.rank, _blas.cores()))
+    shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
+    # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's counts.
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
+    # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees it by itself.
     if host_comm.rank == 0:  # by now every rank has mapped it
         _guard.unlink_segments(os.getpid())
     if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
         _guard.unlink_segments(os.getpid(), "/dev/shm/sm_segment.")
     if comm.size > 1:
-        _blas.limit_threads(_blas.share([cores for _, cores in shares], host_comm.rank))
+        # Otherwise each rank's BLAS would take every core of the host, and the ranks would take turns.
+        limit_blas_threads(share_of_cores([cores for _, cores in shares], host_comm.rank))
     leads = [int(lead) for lead in gathered[:, 0]]
     index = {lead: host for host, lead in enumerate(dict.fromkeys(leads))}
     return World(
@@ -163,7 +187,7 @@ def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
 
 
 def _check_process() -> None:
-    """Refuses a process that a rank has started: MPI has no connection for it, or takes it for its parent."""
+    """Refuses a process started by a rank: MPI has no connection for it, or takes it for its parent."""
     if not _launcher.is_child():
         return
     text = (
@@ -180,8 +204,47 @@ def _check_process() -> None:
 
 
 def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:
-    """Refuses the `mpirun` of another MPI: every rank would think that it is alone."""
+    """Refuses the `mpirun` of another MPI: every rank would believe it is alone."""
     size = mpi.COMM_WORLD.size
     if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
         return
     _mpi.refuse(launcher, mpi, f"has {size} rank{'s' if size > 1 else ''}")
+
+
+# ---- cores
+
+
+def own_cores() -> int:
+    """The cores that this process may run on, as a bit mask."""
+    return sum(1 << core for core in os.sched_getaffinity(0))
+
+
+def share_of_cores(masks: Sequence[int], rank: int) -> int:
+    """How many of a host's cores are one rank's, where each core is shared by the ranks that may run on it.
+
+    Args:
+        masks: for each rank of the host, the cores it may run on.
+        rank: the rank among them.
+    """
+    own = [core for core in range(masks[rank].bit_length()) if masks[rank] >> core & 1]
+    # The small addend is for sums such as 1/3 + 1/3 + 1/3.
+    return max(1, int(sum(1 / sum(mask >> core & 1 for mask in masks) for core in own) + 1e-9))
+
+
+def limit_blas_threads(count: int) -> None:
+    """Lowers BLAS to `count` threads, unless the user's environment says how many there are to be."""
+    variables = thread_variables(count)
+    if not variables:
+        return
+    for library in ThreadpoolController().lib_controllers:
+        # Lowered only: a library that uses fewer threads has its reasons.
+        if library.user_api == "blas" and library.num_threads > count:
+            library.set_num_threads(count)
+    os.environ.update(variables)  # for libraries that are loaded later: SciPy brings a BLAS of its own
+
+
+def thread_variables(count: int) -> dict[str, str]:
+    """The variables that limit BLAS to `count` threads; none where the user's environment says how many there are."""
+    if any(os.environ.get(name) for name in _BLAS_VARIABLES):
+        return {}
+    return dict.fromkeys(_BLAS_VARIABLES, str(count))

@@ -1,4 +1,4 @@
-"""Losses of one replica's share of a batch, scaled so that their sum over replicas is the loss of the batch."""
+"""Losses with their gradients, and what scales them so that their sum over replicas is the loss of the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context
+from hpcstrat import _arrays, _context, _gpu
+from hpcstrat._types import Array
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -75,3 +76,184 @@ def _replicas(call: str) -> int:
             f"{call} was called in the cross-replica context; call it inside the function of Strategy.run"
         )
     return _context.group().communicator.size
+
+
+# ---- losses with their gradients
+
+
+def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
+    """The cross-entropy of labels and the softmax of logits, with its gradient. Never communicates.
+
+    For `p = exp(logits) / sum(exp(logits))`, over the classes, and one-hot labels `y`, the loss is `-sum(y * log(p))`
+    and the gradient `p * sum(y) - y` (Goodfellow, Bengio and Courville, "Deep Learning", 2016, section 6.2.2.3). The
+    largest logit is subtracted first, so that nothing overflows.
+
+    Args:
+        labels: class indices, integers of shape `(...)`; or one-hot labels or probabilities, of the shape of `logits`.
+        logits: floats, of shape `(..., classes)`.
+
+    Returns:
+        The losses, of shape `(...)`, and the gradient of their sum with respect to `logits`, of its shape. Both are on
+        the device of `logits` and have its dtype; 16 bits are computed in `float32`.
+
+    Raises:
+        TypeError: `logits` are not floats, or class indices are not integers.
+        ValueError: the shapes do not fit; or a class index is negative or not below the number of classes. On a GPU,
+            where the host does not wait to look, the loss and the gradient of such an index are NaN.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> losses, gradient = hs.losses.softmax_cross_entropy([0, 1], np.log([[0.5, 0.5], [0.2, 0.8]]))
+        >>> print(losses.round(4))
+        [0.6931 0.2231]
+        >>> print(gradient.round(4))
+        [[-0.5  0.5]
+         [ 0.2 -0.2]]
+    """
+    call = "softmax_cross_entropy"
+    y, x, dtype = _as_floats(call, labels, logits, "logits")
+    xp = _gpu.array_module(x)
+    if not x.ndim or not x.shape[-1]:
+        raise ValueError(f"{call}: logits has shape {x.shape}; its last dimension must be that of classes")
+    if y.shape not in (x.shape, x.shape[:-1]):
+        raise ValueError(
+            f"{call}: labels has shape {y.shape} and logits {x.shape}; pass labels of the logits' shape, or class "
+            "indices, which lack the last dimension"
+        )
+    shifted = x - x.max(axis=-1, keepdims=True)
+    log_p = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
+    p = xp.exp(log_p)
+    if y.shape == x.shape:
+        y = y.astype(x.dtype, copy=False)
+        with np.errstate(invalid="ignore"):  # where a label is 0 nothing counts, not even the logarithm of 0
+            losses = -xp.where(y != 0, y * log_p, 0).sum(axis=-1)
+        gradient = p * y.sum(axis=-1, keepdims=True) - y
+    else:
+        if y.dtype.kind not in "iu":
+            raise TypeError(f"{call}: labels are class indices of dtype {y.dtype.name}; they must be integers")
+        is_class = (y >= 0) & (y < x.shape[-1])
+        if xp is np and not is_class.all():
+            raise ValueError(f"{call}: labels has class indices that are negative, or not below {x.shape[-1]}")
+        of_label = y[..., None] == xp.arange(x.shape[-1])
+        losses, gradient = -xp.where(of_label, log_p, 0).sum(axis=-1), p - of_label.astype(x.dtype)
+        if xp is not np:
+            losses = xp.where(is_class, losses, np.nan)
+            gradient = xp.where(is_class[..., None], gradient, np.nan)
+    return losses.astype(dtype, copy=False), gradient.astype(dtype, copy=False)
+
+
+def sigmoid_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
+    """The cross-entropy of labels and the sigmoid of logits, with its gradient. Never communicates.
+
+    For a label `y` and `p = 1 / (1 + exp(-x))` the loss is `-y * log(p) - (1 - y) * log(1 - p)`, and the gradient
+    `p - y`. It is computed as `max(x, 0) - x * y + log(1 + exp(-|x|))`, as by TensorFlow's
+    `sigmoid_cross_entropy_with_logits`, so that nothing overflows.
+
+    Args:
+        labels: 0 or 1, or probabilities, of the shape of `logits`.
+        logits: floats, of any shape.
+
+    Returns:
+        The losses and the gradient of their sum with respect to `logits`, of its shape. Both are on the device of
+        `logits` and have its dtype; 16 bits are computed in `float32`.
+
+    Raises:
+        TypeError: `logits` are not floats.
+        ValueError: the shapes differ.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> losses, gradient = hs.losses.sigmoid_cross_entropy([1, 0], [0.0, 2.0])
+        >>> print(losses.round(4), gradient.round(4))
+        [0.6931 2.1269] [-0.5     0.8808]
+    """
+    y, x, dtype = _as_pair("sigmoid_cross_entropy", labels, logits, "logits")
+    xp = _gpu.array_module(x)
+    small = xp.exp(-abs(x))
+    losses = xp.maximum(x, 0) - x * y + xp.log1p(small)
+    gradient = xp.where(x >= 0, 1, small) / (1 + small) - y
+    return losses.astype(dtype, copy=False), gradient.astype(dtype, copy=False)
+
+
+def squared_error(labels: Any, predictions: Any) -> tuple[Array, Array]:
+    """The squared error of each element, `(predictions - labels)**2`, with its gradient. Never communicates.
+
+    Keras's mean squared error is the mean over the last dimension: divide the gradient by the size of that dimension.
+
+    Args:
+        labels: true values, of the shape of `predictions`.
+        predictions: floats, of any shape.
+
+    Returns:
+        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both are on the device of
+        `predictions` and have its dtype; 16 bits are computed in `float32`.
+
+    Raises:
+        TypeError: `predictions` are not floats.
+        ValueError: the shapes differ.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> losses, gradient = hs.losses.squared_error([1.0, 2.0], [1.5, 0.0])
+        >>> print(losses, gradient)
+        [0.25 4.  ] [ 1. -4.]
+    """
+    y, x, dtype = _as_pair("squared_error", labels, predictions, "predictions")
+    errors = x - y
+    return (errors * errors).astype(dtype, copy=False), (2 * errors).astype(dtype, copy=False)
+
+
+def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Array]:
+    """Huber's loss of each element, with its gradient: quadratic for small errors, linear for large ones.
+
+    For an error `e = predictions - labels` the loss is `e**2 / 2` if `|e| <= delta`, and otherwise
+    `delta * (|e| - delta / 2)` (Huber, "Robust Estimation of a Location Parameter", 1964). Keras's is the mean over the
+    last dimension. Never communicates.
+
+    Args:
+        labels: true values, of the shape of `predictions`.
+        predictions: floats, of any shape.
+        delta: where the loss becomes linear.
+
+    Returns:
+        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both are on the device of
+        `predictions` and have its dtype; 16 bits are computed in `float32`.
+
+    Raises:
+        TypeError: `predictions` are not floats.
+        ValueError: the shapes differ, or `delta` is not positive.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> losses, gradient = hs.losses.huber([1.0, 2.0], [1.5, 5.0])
+        >>> print(losses, gradient)
+        [0.125 2.5  ] [0.5 1. ]
+    """
+    if not delta > 0:
+        raise ValueError(f"huber: delta is {delta!r}; it must be positive")
+    y, x, dtype = _as_pair("huber", labels, predictions, "predictions")
+    errors = x - y
+    gradient = errors.clip(-delta, delta)
+    losses = gradient * (errors - gradient / 2)
+    return losses.astype(dtype, copy=False), gradient.astype(dtype, copy=False)
+
+
+def _as_pair(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, Any, np.dtype[Any]]:
+    """`_as_floats` of equal shapes, with the labels in the dtype to compute in."""
+    y, x, dtype = _as_floats(call, labels, predictions, name)
+    if y.shape != x.shape:
+        raise ValueError(f"{call}: labels has shape {y.shape} and {name} {x.shape}; they must be equal")
+    return y.astype(x.dtype, copy=False), x, dtype
+
+
+def _as_floats(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, Any, np.dtype[Any]]:
+    """Labels, predictions in the dtype to compute in, both on the predictions' device, and the predictions' dtype."""
+    y, x = (_arrays.as_array(call, value, on_gpu=True) for value in (labels, predictions))
+    dtype = x.dtype
+    if dtype.kind not in "fV" or not _arrays.is_numeric(dtype):
+        raise TypeError(f"{call}: {name} is of dtype {dtype.name}; it must be an array of floats")
+    if not _arrays.is_numeric(y.dtype) or y.dtype.kind == "c":
+        raise TypeError(f"{call}: labels is of dtype {y.dtype.name}; it must be an array of real numbers")
+    y = _gpu.array_module(x).asarray(y) if _gpu.is_on_gpu(x) else _gpu.to_host(y)
+    return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype

@@ -28,6 +28,10 @@ OPTIMIZERS = {
     "SGD with Nesterov's momentum": optimizers.SGD(0.1, 0.9, nesterov=True),
     "Adam": optimizers.Adam(0.1),
     "AdamW": optimizers.AdamW(0.1),
+    "Adamax": optimizers.Adamax(0.1),
+    "Nadam": optimizers.Nadam(0.1),
+    "Adadelta": optimizers.Adadelta(0.1),
+    "Lion": optimizers.Lion(0.1),
     "Adagrad": optimizers.Adagrad(0.1),
     "RMSprop": optimizers.RMSprop(0.1),
     "RMSprop with momentum": optimizers.RMSprop(0.1, momentum=0.5),
@@ -40,5 +44,10 @@ OPTIMIZERS = {
 def optimizers_of(dtype):
     """Those that variables of this dtype can have, by name."""
     if dtype.kind == "c":
-        return OPTIMIZERS
-    return OPTIMIZERS | {"choices": Choosing(0.1), "norms": LAMB(0.1)}
+        return {name: one for name, one in OPTIMIZERS.items() if name not in ("Adamax", "Lion")}
+    options = {
+        "clipped values": optimizers.SGD(0.1, 0.9, clipvalue=0.5),
+        "averages": optimizers.SGD(0.1, use_ema=True, weight_decay=0.1),
+        "averages that overwrite": optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
+    }
+    return OPTIMIZERS | options | {"choices": Choosing(0.1), "norms": LAMB(0.1)}

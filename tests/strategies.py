@@ -2,6 +2,14 @@
 
 import hpcstrat as hs
 
+
+class ShardedMirroredStrategy(hs.MirroredStrategy):
+    """Mirrored variables whose updates and slots are split over the replicas."""
+
+    def __init__(self, devices=None):
+        super().__init__(devices, shard_updates=True)
+
+
 STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
 """Those for any number of replicas on one host."""
 

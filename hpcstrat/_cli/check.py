@@ -14,8 +14,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._edge import names_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._strategies.base import group_of
-from hpcstrat._strategies.mirrored import MirroredStrategy
-from hpcstrat._strategies.multi_worker import MultiWorkerMirroredStrategy
+from hpcstrat._strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
 from hpcstrat._types import ReduceOp
 
 _SIZES = (1 << 10, 1 << 20, 1 << 25)  # bytes
@@ -44,19 +43,22 @@ def check() -> int:
 
 
 def _timed(communicator: Communicator, call: Callable[[], bool]) -> tuple[float, bool]:
-    """The best time of some rounds, of the slowest rank, and whether all were right on all ranks."""
+    """The slowest rank's best time of several rounds, and whether all ranks were right in all of them."""
     times, right = [], True
     for _ in range(_ROUNDS):
+        # All ranks begin together, so that nobody's lateness counts as time of the call.
         communicator.barrier()
         begin = time.perf_counter()
         right &= call()
         times.append(time.perf_counter() - begin)
-    everyones = communicator.all_gather_obj((min(times), right))
-    return max(seconds for seconds, _ in everyones), all(one for _, one in everyones)
+    by_rank = communicator.all_gather_obj((min(times), right))
+    return max(seconds for seconds, _ in by_rank), all(one for _, one in by_rank)
 
 
 def _all_reduce(group: ReplicaGroup, count: int) -> bool:
     xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
+    # Numbers that differ from rank to rank and from element to element, and whose sum is exact: a mixed-up part cannot
+    # look right.
     (total,) = group.communicator.all_reduce([xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
     return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
 

@@ -34,29 +34,30 @@ class Fault(NamedTuple):
 @names_call("info")
 def info(as_json: bool) -> int:
     """Prints the tables on the lead; returns the exit status, 1 if there are faults. Collective."""
+    # This program has to work where others fail, so each rank looks around before it tries to connect.
     own, error, communicator = inventory.own_inventory(), "", None
-    everyones, is_lead = [own], own["rank"] == 0  # by the launcher's word, before the ranks are connected
+    by_rank, is_lead = [own], own["rank"] == 0  # by the launcher's word, before the ranks are connected
     try:
         communicator = connect()
-        everyones, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
+        by_rank, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
     except RuntimeError as problem:
         error = str(problem)
     mpirun = inventory.find_mpirun() if is_lead else (None, "")
-    found = find_faults(everyones, mpirun, error) if is_lead else []
+    found = find_faults(by_rank, mpirun, error) if is_lead else []
     if is_lead and as_json:
         print(
             json.dumps(
                 {
                     "launcher": inventory.describe_launcher(),
                     "mpirun": mpirun[0],
-                    "ranks": [inventory.as_any(one) for one in everyones],
+                    "ranks": [inventory.as_any(one) for one in by_rank],
                     "faults": [one._asdict() for one in found],
                 },
                 indent=2,
             )
         )
     elif is_lead:
-        _show(everyones, mpirun, found)
+        _show(by_rank, mpirun, found)
     if communicator is None:
         return 1
     return int(communicator.broadcast_obj(bool(found)))
@@ -73,6 +74,7 @@ def find_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], 
     found = []
     if error:
         found.append(Fault(f"the ranks are not connected: {error}", "do as the message says"))
+    # What keeps ranks from connecting comes first, as the rest may follow from it.
     found += _launcher_faults(ranks, mpirun)
     found += _version_faults(ranks)
     found += _host_faults(ranks)
@@ -82,20 +84,20 @@ def find_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], 
     return found
 
 
-def _show(everyones: list[RankInventory], mpirun: tuple[str | None, str], found: list[Fault]) -> None:
+def _show(by_rank: list[RankInventory], mpirun: tuple[str | None, str], found: list[Fault]) -> None:
     console = Console(markup=False, emoji=False)  # names and remedies may hold brackets: '.[mpich]'
     versions = Table(title="Versions", show_header=False)
-    for name, version in everyones[0]["versions"].items():
+    for name, version in by_rank[0]["versions"].items():
         versions.add_row(name, version)
     versions.add_row("Python's path", inventory.own_python())
     path, owner = mpirun
     versions.add_row("mpirun", f"{path or 'not found'}{f' ({owner})' if owner else ''}")
     versions.add_row("launcher", inventory.describe_launcher())
-    versions.add_row("large updates", everyones[0]["updates"])
+    versions.add_row("large updates", by_rank[0]["updates"])
     console.print(versions)
     ranks = Table("rank", "host", "device", "cores", "/dev/shm, MiB left", title="Ranks")
-    for one in everyones:
-        local = [other["rank"] for other in everyones if other["host"] == one["host"]].index(one["rank"])
+    for one in by_rank:
+        local = [other["rank"] for other in by_rank if other["host"] == one["host"]].index(one["rank"])
         gpus = one["gpus"]
         device = f"GPU:{local % len(gpus)} ({gpus[local % len(gpus)]})" if gpus else "CPU:0"
         ranks.add_row(str(one["rank"]), one["host"], device, _spans(one["cores"]), str(one["shared_memory"] or "none"))
@@ -163,6 +165,7 @@ def _host_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
             )
         cores = {core for rank in here for core in rank["cores"]}
         if len(cores) < len(here):
+            # Open MPI binds each rank to one core by default, and then the ranks' threads share it.
             is_bound = len(cores) < here[0]["host_cores"]
             found.append(
                 Fault(

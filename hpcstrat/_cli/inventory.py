@@ -17,10 +17,9 @@ import numpy as np
 
 import hpcstrat
 from hpcstrat import _gpu, _launcher, _mpi, _settings
+from hpcstrat._run import mpiexec
 from hpcstrat._storage import compiled
 from hpcstrat.optimizers import SGD
-
-_MPIRUN_SECONDS = 10
 
 
 class RankInventory(TypedDict):
@@ -77,15 +76,8 @@ def find_mpirun() -> tuple[str | None, str]:
     path = shutil.which("mpirun")
     if path is None:
         return None, ""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        result = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_MPIRUN_SECONDS, check=False
-        )
-        for line in result.stdout.splitlines():
-            for vendor, sign in (("Open MPI", "Open MPI"), ("Intel MPI", "Intel(R) MPI"), ("MPICH", "HYDRA")):
-                if sign in line:
-                    return path, vendor
-    return path, ""
+    vendor = mpiexec.vendor_of([path])
+    return path, "" if vendor is None else vendor.name
 
 
 def _versions() -> dict[str, str]:

@@ -82,15 +82,15 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
         ),
     }
     found = sorted((kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind])
-    told = [f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}." for kind in found]
-    told = told or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
+    advice = [f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}." for kind in found]
+    advice = advice or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
-        told.append(
+        advice.append(
             f"Some steps take much longer than most: the mean is {1e3 * ranks[0].mean:.3g} ms, the median "
             f"{1e3 * ranks[0].step:.3g} ms. The shares include them, and what the program does between steps, such as "
             "an evaluation."
         )
-    return told
+    return advice
 
 
 def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> None:
@@ -174,6 +174,7 @@ def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
     waits = {rank.rank: rank.shares["waiting"] for rank in ranks}
     last = min(waits, key=lambda rank: waits[rank])
     others = [share for rank, share in waits.items() if rank != last]
+    # Who waits least is who the others wait for.
     if others and waits[last] < _STANDS_OUT * min(others):
         return (
             f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work that only this rank "

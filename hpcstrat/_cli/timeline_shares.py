@@ -91,6 +91,7 @@ def read(path: str) -> Timeline:
     events = [event for file in (path, *parts_beside(path)) for event in _events(file)]
     timeline = Timeline({}, {}, {})
     begun: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    # What a kill left open ends when the trace does.
     last = max((event.get("ts", 0) + event.get("dur", 0) for event in events), default=0) / 1e6
     # Outer events before the inner ones that begin with them.
     for event in sorted(events, key=lambda event: (event.get("ts", 0), -event.get("dur", 0))):
@@ -135,6 +136,7 @@ def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
         return []
     ((name, _),) = collections.Counter(span.name for span in runs).most_common(1)
     begins = [span.begin for span in runs if span.name == name]
+    # The first step makes plans, slots and kernels, which no later one does.
     return begins[1:]
 
 
@@ -163,6 +165,7 @@ def move_waiting(timeline: Timeline) -> Timeline:
             ]
             for rank, tracks in moved.items()
         }
+        # After a kill the ranks may have written different numbers, and the k-th kernels no longer belong together.
         if len({len(indices) for indices in each.values()}) > 1:
             continue
         for indices in zip(*each.values(), strict=True):

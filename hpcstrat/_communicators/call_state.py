@@ -1,4 +1,4 @@
-"""What the ranks of a group have called, as this one counts it, and what keeps this one from calling more."""
+"""The calls that a group's ranks have made, as this rank counts them, and what forbids further ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hpcstrat._communicators.protocol import CallSignature
 from hpcstrat._watchdog.rank_status import user_frame, user_frame_in_call
 
 
-class Torn(NamedTuple):
-    """A call that an exception broke off.
+class Interruption(NamedTuple):
+    """A call that an exception interrupted midway, after which the ranks' states can no longer be trusted.
 
     Attributes:
         call: the user's name of the method.
@@ -25,6 +25,7 @@ class Torn(NamedTuple):
     error: BaseException
 
 
+# A counter, and no list of stacks: the watchdog reads it from its own thread, without a lock and at no cost to calls.
 class Waiting:
     """A block in which this rank waits for the others. Such blocks nest; the watchdog's thread reads `depth`."""
 
@@ -41,39 +42,40 @@ class Waiting:
 
 
 class CallState:
-    """What the communicators of one group have in common.
+    """What the communicators of one group share.
 
     Attributes:
-        number: of calls made.
-        agreed: the last of them.
-        storages: how many there are of variables of these ranks.
+        number: how many calls were made.
+        last_signature: the last call's.
+        storages: how many storages of variables these ranks have made.
         settled: the number of the last call from which all ranks raised together.
-        thread: the thread that made the last one.
-        waiting: the block in which this rank is while it exchanges anything with the others.
+        thread: the thread that made the last call.
+        waiting: the block that this rank is in while it waits for the others.
         barred: whether no call may be made, for one of the next three reasons.
         paused: the call that not all ranks are in, during which none may be made.
-        torn: the call that was broken off on this rank alone, or in the middle.
+        interruption: the call that an exception interrupted, on this rank alone or midway.
         forked: whether this process is a child of the rank.
-        faults: a number that tells after which calls exceptions were raised that the ranks do not know of.
-        fault: the last of them.
+        faults: hash of the calls after which this rank had exceptions that other ranks may not know of.
+        fault: the last such exception.
         faulty: the number of the call after which it was raised.
     """
 
     __slots__ = (
-        *("__weakref__", "agreed", "barred", "fault", "faults", "faulty", "forked", "number"),
-        *("paused", "settled", "storages", "thread", "torn", "waiting"),
+        *("__weakref__", "barred", "fault", "faults", "faulty", "forked", "interruption"),
+        *("last_signature", "number", "paused", "settled", "storages", "thread", "waiting"),
     )
 
     def __init__(self) -> None:
         self.number: int = 0
-        self.agreed: CallSignature | None = None
+        self.last_signature: CallSignature | None = None
         self.settled: int = 0
         self.storages: int = 0
         self.thread: int = threading.get_ident()
         self.waiting: Waiting = Waiting()
+        # One flag for every reason, since each call tests it; `refuse` finds out which it was.
         self.barred: bool = False
         self.paused: str | None = None
-        self.torn: Torn | None = None
+        self.interruption: Interruption | None = None
         self.forked: bool = False
         self.faults: int = 0
         self.fault: BaseException | None = None
@@ -83,12 +85,13 @@ class CallState:
     def pause(self, call: str | None) -> None:
         """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
         self.paused = call
-        self.barred = self.forked or self.torn is not None or call is not None
+        self.barred = self.forked or self.interruption is not None or call is not None
 
-    def tear(self, call: str, error: BaseException) -> None:
-        """Notes that an exception broke `call` off: the next call ends the job."""
-        if self.torn is None:
-            self.torn = Torn(call, error)
+    def mark_interrupted(self, call: str, error: BaseException) -> None:
+        """Notes that an exception interrupted `call`: the next call ends the job."""
+        # The first one counts: later ones often follow from it.
+        if self.interruption is None:
+            self.interruption = Interruption(call, error)
         self.barred = True
 
     def note_fault(self, error: BaseException) -> None:
@@ -99,24 +102,25 @@ class CallState:
             self.fault, self.faulty = error, self.number
 
     def refuse(self, call: str) -> NoReturn:
-        """What `barred` says of the call that is to be made.
+        """Raises, or ends the job, for the reason why no call may be made.
 
         Raises:
             RuntimeError: it may be made later, or by another process.
         """
-        place = user_frame()
+        location = user_frame()
         if self.forked:
             raise RuntimeError(
-                f"{call} was called at {place}, in process {os.getpid()}, which the program forked: it is no rank and "
-                "must not communicate. Let it compute, and make the call in the rank's own process"
+                f"{call} was called at {location}, in process {os.getpid()}, which the program forked: it is not a "
+                "rank and must not communicate. Let it compute, and make the call in the rank's own process"
             )
-        if self.torn is not None:
-            lines = "".join(traceback.format_exception(self.torn.error))
-            where = call if call == place else f"{call}, at {place}"
+        if self.interruption is not None:
+            lines = "".join(traceback.format_exception(self.interruption.error))
+            # At the end of the program there is no line to name, and the call has the same name.
+            where = call if call == location else f"{call}, at {location}"
             _world.end_job(
-                f"{lines}hpcstrat: this exception broke {self.torn.call} off on this rank and was caught: it may "
-                f"be done in part, or on other ranks only. So the job ends, at {where}. Leave such an exception "
-                "uncaught; to save when a signal comes, use checkpoint.PreemptionHandler"
+                f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this rank and was caught: "
+                f"the call may be half done, or done on other ranks only. So the job ends, at {where}. Leave such an "
+                "exception uncaught; to save when a signal comes, use checkpoint.PreemptionHandler"
             )
         raise RuntimeError(
             f"{call} was called inside the function of {self.paused}, an update, which one rank runs: nothing may "
@@ -129,6 +133,7 @@ class CallState:
         Raises:
             RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order to make the two.
         """
+        # Two threads may come here at once; without the lock both would find the owner idle.
         with _changing:
             theirs = user_frame_in_call(self.thread)
             if theirs is None:
@@ -138,11 +143,14 @@ class CallState:
         try:
             raise RuntimeError(
                 f"{call} was called in the thread {name!r}, at {own}, while another is in "
-                f"{self.agreed.call if self.agreed else 'a call'}, at {theirs}: one thread at a time may be in a "
-                "collective call, because their order must be the same on all ranks; make them in one thread"
+                f"{self.last_signature.call if self.last_signature else 'a call'}, at {theirs}: one thread "
+                "at a time may be in a collective call, because their order must be the same on all ranks; make them "
+                "in one thread"
             )
         except RuntimeError as error:
-            self.tear(call, error)
+            # Not raised only: if the program caught it and went on, ranks could make the two threads' calls in
+            # different orders.
+            self.mark_interrupted(call, error)
             raise
 
 
@@ -151,7 +159,7 @@ _changing = threading.Lock()
 
 
 def _forbid_in_child() -> None:
-    """A forked child has its parent's place in shared memory, and would be taken for it."""
+    """A forked child has its parent's slot in shared memory, and would be taken for it."""
     global _changing
     _changing = threading.Lock()  # the parent's may be held by a thread that the child does not have
     for calls in _all:

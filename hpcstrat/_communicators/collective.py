@@ -25,8 +25,8 @@ class Caller(Protocol):
         """See `Communicator.share_error`."""
         ...
 
-    def tear(self, error: BaseException) -> bool:
-        """See `Communicator.tear`."""
+    def mark_interrupted(self, error: BaseException) -> bool:
+        """See `Communicator.mark_interrupted`."""
         ...
 
 
@@ -51,9 +51,11 @@ def collective(
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
-        def edge(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        def edge(*args: Any, **kwargs: Any) -> Any:
             outer = enter_call(name)
+            owner = args[0] if args else None  # a function that is given keywords only has none
             try:
+                # Outside of the shared part: a rank in the wrong context is alone there, and would wait for the others.
                 if check is not None:
                     check(owner)
                 communicator = communicator_of(owner)
@@ -63,7 +65,7 @@ def collective(
                 # As `raise_together`, without the four calls of its block.
                 number = calls.number
                 try:
-                    return function(owner, *args, **kwargs)
+                    return function(*args, **kwargs)
                 except BaseException as error:
                     communicator.share_error(error, number)
                     raise
@@ -100,5 +102,6 @@ class Change(RaiseTogether):
     __slots__ = ()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+        # Before the first exchange nothing that ranks share has changed: `raise_together` is enough.
         if error is not None and self._communicator.calls.number != self._number:
-            self._communicator.tear(error)
+            self._communicator.mark_interrupted(error)

@@ -1,4 +1,4 @@
-"""Connecting the ranks, and their GPUs, and the end of it at the end of the program."""
+"""Connects the ranks and their GPUs, and disconnects them at the end of the program."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hpcstrat import _gpu, _launcher, _settings, _world
+from hpcstrat import _failure, _gpu, _launcher, _settings, _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
@@ -30,6 +30,7 @@ _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 _users: dict[DeviceCommunicator, int] = {}
 
 
+# A cache and no global variable, so that `connected` can ask whether it was called.
 @functools.cache
 def connect() -> HostCommunicator:
     """The communicator of all ranks of the program, the same for every strategy. Starts MPI. Collective, once.
@@ -48,6 +49,7 @@ def _connect() -> HostCommunicator:
     launcher = _launcher.find()
     alone = launcher is None or launcher.alone
     end_with_launcher()
+    # MPI's start waits for every rank, and cannot be interrupted from Python.
     with contextlib.nullcontext() if alone else waiting_for_all("the others to connect"):
         world = _world.start()
         if world.comm is None or world.size == 1:
@@ -81,15 +83,16 @@ def _check_versions(communicator: HostCommunicator) -> None:
         "Python": ".".join(map(str, sys.version_info[:2])),
         "NumPy": np.__version__,
         "hpcstrat": sys.modules["hpcstrat"].__version__,
+        # These two change which collective calls are made, so they must be equal as versions must.
         "HPCSTRAT_CHECK": str(int(communicator.checks)),
         "HPCSTRAT_TIMELINE": _settings.timeline() or "not set",
     }
     with call_named("connecting the ranks"):
-        everyones = communicator.all_gather_obj(own)
+        by_rank = communicator.all_gather_obj(own)
     problems = [
-        f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(everyones))}"
+        f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(by_rank))}"
         for name in own
-        if len({other[name] for other in everyones}) > 1
+        if len({other[name] for other in by_rank}) > 1
     ]
     if problems:
         raise RuntimeError(
@@ -112,10 +115,12 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, transport: Devic
     Raises:
         RuntimeError: the transport does not start, on any rank.
     """
+    # By the GPUs of all ranks: each rank finds the same entry, or none.
     communicator = _connected.get(gpus)
     if communicator is None:
         control = connect()
         with call_named("connecting the GPUs"), control.raise_together():
+            # One rank may find no memory for a context on its GPU; the others would wait for it in NCCL.
             stream = None if ordinal is None else _gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = transport.connect(control, stream)
@@ -155,6 +160,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
         return
+    _failure.show_hidden_errors()  # before the others, which may wait for this rank, end the job
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself

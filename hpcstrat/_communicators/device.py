@@ -1,16 +1,38 @@
-"""Communicators of replicas on GPUs: records and host arrays use the host communicator, GPU arrays NCCL or staging."""
+"""Communicators of replicas on GPUs: their interface, and the one that stages GPU arrays through host memory."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, final
+
+import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import Communicator, Write
+from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
+from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._spans import Details
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._communicators.packing import layout_of
+from hpcstrat._communicators.protocol import signature_of
+from hpcstrat._edge import call_named
+from hpcstrat._spans import COMMUNICATION, Details, span
+from hpcstrat._types import Array, Bytes, ReduceOp
+
+
+class Segment(NamedTuple):
+    """Some elements of a flat array that belong to one rank.
+
+    Attributes:
+        rank: that rank.
+        start, stop: the elements.
+        place: where the first of them is in the rank's own array, of its elements only.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    place: int
 
 
 def on_stream(name: str) -> Callable[..., Details]:
@@ -21,7 +43,7 @@ def on_stream(name: str) -> Callable[..., Details]:
 class DeviceCommunicator(Communicator):
     """Ranks of which some, or all, compute on GPUs.
 
-    Besides the calls of every communicator it has three for storage: they move flat arrays that lie on each rank's own
+    Besides the calls of every communicator it has some for storage: they move flat arrays that lie on each rank's own
     device, after the ranks have agreed on what they do by a call of their own.
 
     Args:
@@ -35,11 +57,13 @@ class DeviceCommunicator(Communicator):
         self.watchdog = control.watchdog
         self.stream = stream
 
-    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        return self._control._post(record, nbytes, write)
+    def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL sees it, where it
+        # would hang.
+        return self._control.exchange_records(record, nbytes, write)
 
-    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
-        return self._control._messages(sizes, write)
+    def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
+        return self._control.collect_messages(sizes, write)
 
     @abc.abstractmethod
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
@@ -57,5 +81,184 @@ class DeviceCommunicator(Communicator):
         """Copies the array of rank `root` to all ranks' arrays."""
 
     @abc.abstractmethod
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+        """Sums the ranks' arrays, and brings each rank the elements of its segments, to its `out`."""
+
+    @abc.abstractmethod
+    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+        """Copies each segment of its rank's array to all ranks' arrays."""
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Gives back what the transport holds. No rank may have work under way that others do not have too."""
+
+
+@final
+class StagedCommunicator(DeviceCommunicator):
+    """Replicas of both kinds, GPUs that NCCL does not connect, or one replica alone.
+
+    A GPU array is copied to pinned host memory, moved by the control communicator, and copied back. A rank that
+    computes on the CPU makes the same calls with its host arrays.
+    """
+
+    def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
+        super().__init__(control, stream)
+        self._pinned: Bytes = np.empty(0, np.uint8)
+
+    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+        return self._staged(lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays)
+
+    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+        if self.size == 1:  # where the control communicator, which would check, is not asked
+            for array in arrays:
+                check_gatherable([array.shape], axis)
+        return self._staged(lambda hosts: self._control.gather_arrays(must_match, hosts, axis), arrays)
+
+    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+        return self._staged(lambda hosts: self._control.broadcast_arrays(must_match, hosts, root), arrays)
+
+    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+        def move(hosts: Sequence[Array]) -> list[Array]:
+            leaves = [hosts[i : i + self.size] for i in range(0, len(hosts), self.size)]
+            return self._control.reduce_parts(must_match, leaves, op)
+
+        return self._staged(
+            move, [part for leaf in parts for part in leaf], [_gpu.is_on_gpu(leaf[0]) for leaf in parts]
+        )
+
+    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+        places = [(i, rank) for i, one in enumerate(outgoing) for rank in one.to]
+        found = [(i, source) for i, one in enumerate(outgoing) for source in one.sources]
+
+        def move(hosts: Sequence[Array]) -> list[Array]:
+            to: list[dict[int, Array]] = [{} for _ in outgoing]
+            for (i, rank), host in zip(places, hosts, strict=True):
+                to[i][rank] = host
+            staged = [one._replace(to=to[i], is_on_gpu=False) for i, one in enumerate(outgoing)]
+            received = self._control.exchange_parts(must_match, staged)
+            return [received[i][source] for i, source in found]
+
+        if self.size == 1:  # this rank alone, and nothing is exchanged
+            with contextlib.nullcontext() if self.stream is None else self.stream.current():
+                return [{rank: array.copy() for rank, array in one.to.items()} for one in outgoing]
+        arrays = self._staged(
+            move, [outgoing[i].to[rank] for i, rank in places], [outgoing[i].is_on_gpu for i, _ in found]
+        )
+        results: list[dict[int, Array]] = [{} for _ in outgoing]
+        for (i, source), array in zip(found, arrays, strict=True):
+            results[i][source] = array
+        return results
+
+    def _staged(
+        self,
+        move: Callable[[Sequence[Array]], list[Array]],
+        arrays: Sequence[Array],
+        on_gpu: Sequence[bool] | None = None,
+    ) -> list[Array]:
+        """What `move` makes of host copies of the arrays; `on_gpu` are the results that go to the GPU.
+
+        By default each array's result goes where that array is.
+        """
+        if self.stream is None:
+            return move(arrays)
+        with self.stream.current():
+            arrays = [self.stream.here(array) if _gpu.is_on_gpu(array) else array for array in arrays]
+            if self.size == 1:
+                # With one replica nothing is exchanged: copy on the device. Host arrays go to the control communicator.
+                return [array.copy() if _gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
+            results = move(self._host_copies(arrays))
+            if on_gpu is None:
+                on_gpu = [_gpu.is_on_gpu(array) for array in arrays]
+            return [
+                self.stream.xp.asarray(result) if is_there else result
+                for is_there, result in zip(on_gpu, results, strict=True)
+            ]
+
+    def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays with those on the GPU in pinned memory, valid until the next call."""
+        assert self.stream is not None
+        layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        # Kept from call to call: pinning memory is slow, because the system must lock each page. It is reused once the
+        # stream was waited for.
+        if self._pinned.size < layout.nbytes:
+            self._pinned = _gpu.pinned(layout.nbytes)
+        copies = list(arrays)
+        for i, view in enumerate(layout.views(self._pinned)):
+            if _gpu.is_on_gpu(arrays[i]):
+                # All copies are queued before the one wait below.
+                arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
+                copies[i] = view
+        self.stream.synchronize()
+        return copies
+
+    @span(COMMUNICATION, on_stream("all-reduce"))
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
+        """See `DeviceCommunicator.all_reduce_flat`."""
+        if self.size > 1:
+            hosts = self._on_host(array.reshape(-1))
+            with call_named("the sum of gradients"):
+                _fill(out, self._control.reduce_arrays((op.name,), hosts, op)[0])
+        elif array is not out:
+            out[...] = array.reshape(-1)
+
+    @span(COMMUNICATION, on_stream("reduce"))
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        # Through the host all ranks have the messages anyway, and what `out` is on the others is undefined.
+        self.all_reduce_flat(array, out, op)
+
+    @span(COMMUNICATION, on_stream("broadcast"))
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """See `DeviceCommunicator.broadcast_flat`."""
+        if self.size == 1:
+            return
+        # The root's number is part of it: ranks that take different ones for the root would otherwise wait for each
+        # other.
+        signature = signature_of("new values", array.dtype, array.shape, root)
+        if self.rank == root:
+            own = self._on_host(array)[0].view(np.uint8)
+
+            def write(message: Bytes) -> None:
+                message[: own.size] = own
+
+            self._control.exchange(signature, own.size, write)
+        else:
+            message = self._control.exchange(signature)[root]
+            _fill(array, message[: array.nbytes].view(array.dtype))
+
+    @span(COMMUNICATION, on_stream("reduce-scatter"))
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+        """See `DeviceCommunicator.reduce_scatter_flat`."""
+        with call_named("the sum of gradients"):
+            hosts = self._on_host(array.reshape(-1))
+            (total,) = self._control.reduce_arrays((ReduceOp.SUM.name,), hosts, ReduceOp.SUM)
+        for rank, start, stop, place in segments:
+            if rank == self.rank:
+                _fill(out[place : place + stop - start], total[start:stop])
+
+    @span(COMMUNICATION, on_stream("all-gather"))
+    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+        """See `DeviceCommunicator.all_gather_flat`."""
+        own = [self._on_host(array[start:stop])[0].copy() for rank, start, stop, _ in segments if rank == self.rank]
+        with call_named("new values"):
+            everything = [np.concatenate([np.empty(0, array.dtype), *own])]
+            (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)
+        begin = 0
+        for rank, start, stop, _ in sorted(segments):  # in the order of the ranks
+            if rank != self.rank:
+                _fill(array[start:stop], new[begin : begin + stop - start])
+            begin += stop - start
+
+    def _on_host(self, array: Array) -> list[Array]:
+        return [array] if self.stream is None else self._host_copies([array])
+
+    def close(self) -> None:
+        """See `DeviceCommunicator.close`. There is nothing."""
+
+
+def _fill(array: Array, host: Array) -> None:
+    """Writes host memory, which may be overwritten afterwards, to a flat array anywhere."""
+    if _gpu.is_on_gpu(array):
+        array.set(np.ascontiguousarray(host))
+    else:
+        array[...] = host

@@ -1,17 +1,18 @@
-"""How NumPy arrays move: as messages, one a rank. Alone, a rank has nothing to move."""
+"""How NumPy arrays move: as messages, one per rank. A single rank has nothing to move."""
 
 from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Communicator, Write, check_gatherable
+from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
+from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import RangeAllocator
@@ -23,31 +24,26 @@ SMALL_MESSAGE_BYTES = 1 << 15
 """Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
 
 
-def describe_message(_: Communicator, agreed: CallSignature, layout: Layout, *__: Any, **___: Any) -> Details:
+def describe_message(_: Communicator, signature: CallSignature, layout: Layout, *__: Any, **___: Any) -> Details:
     """The span of `HostCommunicator.reduce_message`."""
-    return Details(agreed.call, layout.nbytes)
+    return Details(signature.call, layout.nbytes)
 
 
 class HostCommunicator(Communicator):
     """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
     @abc.abstractmethod
-    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Reduces the ranks' messages of this layout, elementwise in rank order, into `out`, on every rank."""
 
-    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         _check_on_host(arrays)
-        layout, agreed = _agreed(
-            current_call(),
-            must_match,
-            tuple([array.shape for array in arrays]),
-            tuple([array.dtype for array in arrays]),
-        )
+        layout, signature = _layout_and_signature_of(must_match, arrays)
         out = np.empty(layout.nbytes, np.uint8)
         try:
-            self.reduce_message(agreed, layout, lambda message: layout.write(message, arrays), op, out)
+            self.reduce_message(signature, layout, lambda message: layout.write(message, arrays), op, out)
         except BaseException as error:  # a signal's, say: the others may wait for this rank's part
-            self.tear(error)
+            self.mark_interrupted(error)
             raise
         return layout.views(out)
 
@@ -55,23 +51,104 @@ class HostCommunicator(Communicator):
         for group in layout.groups:
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         _check_on_host(arrays)
-        layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
-        shapes = pack_shapes(arrays)
-        start = -(-shapes.nbytes // 16) * 16
-
-        def write(message: Bytes) -> None:
-            message[: shapes.nbytes] = shapes.view(np.uint8)
-            for view, array in zip(layout.views(message[start:]), arrays, strict=True):
-                view[...] = array
-
         kinds = [array.dtype for array in arrays]
-        messages = self.exchange(signature(current_call(), *must_match, *kinds), start + layout.nbytes, write)
+        # Shapes travel in the message and not in the signature: they may differ along the axis, so all must be here to
+        # be compared.
+        messages = self.exchange(signature_of(current_call(), *must_match, *kinds), *_packed(arrays))
         parts = [_parse(message, kinds) for message in messages]
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+
+    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+        _check_on_host(arrays)
+        layout, signature = _layout_and_signature_of(must_match, arrays)
+        if self.rank == root:
+            messages = self.exchange(signature, layout.nbytes, lambda message: layout.write(message, arrays))
+        else:
+            messages = self.exchange(signature)
+        return layout.views(messages[root][: layout.nbytes].copy())
+
+    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+        everyone = range(self.size)
+        outgoing = [Outgoing(leaf[0].dtype, dict(enumerate(leaf)), everyone, is_on_gpu=False) for leaf in parts]
+        results = []
+        for received in self._received(must_match, outgoing):
+            out = np.empty_like(received[self.rank])
+            reduce_flat(out.reshape(-1), [received[rank].reshape(-1) for rank in everyone], op)
+            results.append(out)
+        return results
+
+    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+        return [
+            {source: array.copy() for source, array in received.items()}
+            for received in self._received(must_match, outgoing)
+        ]
+
+    def _received(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+        """What comes, valid until the next call."""
+        everyone = range(self.size)
+        sections = [_packed([one.to[rank] for one in outgoing if rank in one.to]) for rank in everyone]
+        for one in outgoing:
+            _check_on_host(list(one.to.values()))
+        received = self.exchange_sections(
+            signature_of(current_call(), *must_match),
+            [nbytes for nbytes, _ in sections],
+            lambda rank, section: sections[rank][1](section),
+        )
+        results: list[dict[int, Array]] = [{} for _ in outgoing]
+        for source, section in enumerate(received):
+            here = [i for i, one in enumerate(outgoing) if source in one.sources]
+            for i, array in zip(here, _parse(section, [outgoing[i].dtype for i in here]), strict=True):
+                results[i][source] = array
+        return results
+
+    def exchange_sections(
+        self, signature: CallSignature, sizes: Sequence[int], write: Callable[[int, Bytes], None]
+    ) -> list[Bytes]:
+        """What every rank has for this one, valid until the next call. Collective.
+
+        Args:
+            signature: what all ranks agree on.
+            sizes: for each rank, bytes of what this one has for it; they may differ from rank to rank.
+            write: writes what is for a rank, given that rank and the memory.
+        """
+        # One message for all, in which each rank finds its section by a table at the beginning.
+        table = np.zeros((self.size, 2), np.int64)
+        start = _aligned(table.nbytes)
+        for rank, size in enumerate(sizes):
+            table[rank] = start, start + size
+            start = _aligned(start + size)
+
+        def write_all(message: Bytes) -> None:
+            message[: table.nbytes] = table.reshape(-1).view(np.uint8)
+            for rank, (begin, end) in enumerate(table.tolist()):
+                write(rank, message[begin:end])
+
+        messages = self.exchange(signature, start, write_all)
+        places = [message[16 * self.rank : 16 * (self.rank + 1)].view(np.int64).tolist() for message in messages]
+        return [message[begin:end] for message, (begin, end) in zip(messages, places, strict=True)]
+
+    def sum_sections(
+        self, signature: CallSignature, layouts: Sequence[Layout], nbytes: int, write: Callable[[int, Bytes], None]
+    ) -> list[Bytes]:
+        """Messages whose sum, in this order, is that of what all ranks have for this one; valid until the next call.
+
+        It is what `reduce_message` sums, bit for bit. Collective.
+
+        Args:
+            signature: what all ranks agree on.
+            layouts: for each rank, of what this one has for it; equal on all ranks.
+            nbytes: bytes of the whole as one message.
+            write: as of `exchange_sections`.
+        """
+        return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
+
+    def gather_sections(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
+        """Every rank's section, on every rank, valid until the next call; `sizes` are their bytes. Collective."""
+        return self.exchange(signature, sizes[self.rank], write)
 
 
 class MemorySharingCommunicator(HostCommunicator):
@@ -99,12 +176,37 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
             )
 
 
+def _aligned(nbytes: int) -> int:
+    """The next multiple of 16 bytes, where the groups of a layout start."""
+    return -(-nbytes // 16) * 16
+
+
+def _packed(arrays: Sequence[Array]) -> tuple[int, Write]:
+    """Bytes of a message of arrays with their shapes in front, which `_parse` reads; and what writes it."""
+    layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+    shapes = pack_shapes(arrays)
+    start = _aligned(shapes.nbytes)
+
+    def write(message: Bytes) -> None:
+        message[: shapes.nbytes] = shapes.view(np.uint8)
+        layout.write(message[start:], arrays)
+
+    return start + layout.nbytes, write
+
+
+def _layout_and_signature_of(must_match: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Layout, CallSignature]:
+    shapes, dtypes = tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+    return _layout_and_signature(current_call(), must_match, shapes, dtypes)
+
+
+# Made together and kept: a loop reduces the same shapes at every step, and for a few numbers describing them anew would
+# cost more than their sum.
 @functools.lru_cache(maxsize=1024)
-def _agreed(
+def _layout_and_signature(
     call: str, must_match: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
 ) -> tuple[Layout, CallSignature]:
     """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
-    return layout_of(shapes, dtypes), signature(call, *must_match, *zip(dtypes, shapes, strict=True))
+    return layout_of(shapes, dtypes), signature_of(call, *must_match, *zip(dtypes, shapes, strict=True))
 
 
 def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -126,7 +228,7 @@ def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], in
 def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
     """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
     shapes, offset = unpack_shapes(message, len(kinds))
-    return layout_of(tuple(shapes), tuple(kinds)).views(message[-(-offset // 16) * 16 :])
+    return layout_of(tuple(shapes), tuple(kinds)).views(message[_aligned(offset) :])
 
 
 @final
@@ -136,24 +238,24 @@ class SoloCommunicator(HostCommunicator):
     def __init__(self) -> None:
         super().__init__(rank=0, size=1)
 
-    def _count(self, agreed: CallSignature) -> None:
+    def _count(self, signature: CallSignature) -> None:
         # Several threads may be here at once: nobody waits for them.
         if self.calls.barred:
-            self.calls.refuse(agreed.call)
+            self.calls.refuse(signature.call)
         self.calls.number += 1
-        self.calls.agreed = agreed
+        self.calls.last_signature = signature
 
-    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+    def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         return [memoryview(record)]
 
-    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
+    def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         message = np.empty(sizes[0], np.uint8)  # a fresh one, because several threads may each be here
         if write is not None:
             write(message)
         return [message]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """The message is the result."""
-        self._count(agreed)
+        self._count(signature)
         write(out)

@@ -1,4 +1,4 @@
-"""Ranks that disagree: what they tell each other, the error that all raise, and the end of the job if they cannot."""
+"""Ranks that disagree: their reports, the error that all raise, and the end of the job if they cannot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import NamedTuple, NoReturn
 
 from hpcstrat import _failure, _world
 from hpcstrat._communicators.protocol import LEAVING, CallDescription
-from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._types import ReplicaMismatchError
 from hpcstrat._watchdog.rank_status import user_frame
 
+# Other ranks raise an error from its class and its text. The exception itself might not be picklable, and a class of
+# the user's may not exist on another rank, so only these travel.
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -29,26 +31,27 @@ _MANY = 4
 
 
 class RankReport(NamedTuple):
-    """What one rank tells.
+    """One rank's report.
 
     Attributes:
         words: the call that it makes.
-        place: where that is in the program.
+        location: file and line of the program that makes it.
         problem: the class and the text of the exception that it raises; `None` where it raises none.
     """
 
     words: CallDescription
-    place: str
+    location: str
     problem: tuple[str, str] | None
 
 
 def report_of(words: CallDescription, error: Exception | None) -> RankReport:
-    """What this rank tells, which raises `error` if that is one."""
+    """This rank's report, with the error that it raises, if any."""
     return RankReport(words, user_frame(), None if error is None else _problem(error))
 
 
 def _problem(error: Exception) -> tuple[str, str]:
     cls = type(error)
+    # The nearest base class that other ranks know, so that the same `except` works on all of them.
     name = next((one.__name__ for one in cls.__mro__ if one in _EXCEPTIONS.values()), "")
     try:
         text = str(error) or repr(error)
@@ -58,7 +61,7 @@ def _problem(error: Exception) -> tuple[str, str]:
 
 
 def raise_as(rank: int, other: RankReport) -> NoReturn:
-    """Raises what another rank does."""
+    """Raises the error of another rank."""
     assert other.problem is not None
     name, message = other.problem
     consequence = _EXCEPTIONS[name](f"{message} (found by rank {rank})")
@@ -66,22 +69,24 @@ def raise_as(rank: int, other: RankReport) -> NoReturn:
     raise consequence
 
 
-def lines(everyones: Sequence[RankReport]) -> str:
-    """A line a rank: its call, and where it makes it. Of many variables, those by which the ranks differ.
+def lines(by_rank: Sequence[RankReport]) -> str:
+    """One line per rank: its call, and where it makes it. Of many variables, only those that differ.
 
-    Where they differ by a number alone, such as a learning rate, how that would work.
+    If the ranks differ only in a number, such as a learning rate, a line says how that would work.
     """
-    shown = [report.words for report in everyones]
+    shown = [report.words for report in by_rank]
+    # Of hundreds of variables the two that differ would be lost. Different calls are shown whole.
     if len({words.call for words in shown}) == 1:
         passed = _different([words.passed for words in shown])
         numbers = _different([words.numbers for words in shown])
         shown = [CallDescription(words.call, *parts) for words, *parts in zip(shown, passed, numbers, strict=True)]
     listed = "".join(
-        f"\n  rank {rank}: {words}, at {report.place}"
-        for rank, (words, report) in enumerate(zip(shown, everyones, strict=True))
+        f"\n  rank {rank}: {words}, at {report.location}"
+        for rank, (words, report) in enumerate(zip(shown, by_rank, strict=True))
     )
+    # Ranks that differ by a learning rate alone usually train a model each, as searches do.
     same_but_numbers = (
-        len({report.words[:2] for report in everyones}) == 1 and len({words.numbers for words in shown}) > 1
+        len({report.words[:2] for report in by_rank}) == 1 and len({words.numbers for words in shown}) > 1
     )
     return listed + _MODEL_EACH if same_but_numbers else listed
 
@@ -107,6 +112,7 @@ def end_after_fault(rank: int, numbers: Sequence[int], words: CallDescription, e
         error: the exception, if it was this rank's.
     """
     where = f"rank {rank} is in {words}, at {user_frame()}"
+    # The rank that knows the error reports it. The others only say that they follow.
     if error is not None:
         lines = "".join(traceback.format_exception(error))
         _world.end_job(
@@ -133,16 +139,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _different(everyones: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+def _different(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Each rank's, without what all have, where they are many; and in the place of that its number."""
-    if max(map(len, everyones)) <= _MANY:
-        return list(everyones)
-    common = set.intersection(*map(set, everyones))
-    if not common or all(set(one) == common for one in everyones):
-        return [_short(one) for one in everyones]
+    if max(map(len, by_rank)) <= _MANY:
+        return list(by_rank)
+    common = set.intersection(*map(set, by_rank))
+    if not common or all(set(one) == common for one in by_rank):
+        return [_short(one) for one in by_rank]
     return [
         _short(tuple(item for item in one if item not in common), sum(item in common for item in one))
-        for one in everyones
+        for one in by_rank
     ]
 
 

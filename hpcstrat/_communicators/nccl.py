@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.base import check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, on_stream
-from hpcstrat._communicators.host import HostCommunicator, pack_shapes, unpack_shapes
-from hpcstrat._communicators.nccl_start import describe, load_nccl, start
+from hpcstrat._communicators.base import Outgoing, check_gatherable
+from hpcstrat._communicators.host import pack_shapes, unpack_shapes
+from hpcstrat._communicators.nccl_link import NcclLink, is_short
 from hpcstrat._communicators.packing import PackKernel, layout_of
-from hpcstrat._communicators.protocol import signature
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._communicators.protocol import signature_of
+from hpcstrat._communicators.reduction import REDUCTIONS
 from hpcstrat._edge import current_call
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, ReduceOp
 
-_TYPES = {
-    **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
-    **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
-    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as many reals.
-    "bool": "NCCL_UINT8",
-    "complex64": "NCCL_FLOAT32",
-    "complex128": "NCCL_FLOAT64",
-}
+_Given = TypeVar("_Given")
 
 
 @final
-class NcclCommunicator(DeviceCommunicator):
+class NcclCommunicator(NcclLink):
     """Every rank on a GPU. GPU arrays move on the strategy's stream; the host never waits for them.
 
     Every call begins with a record, as on the host, so that a mismatch is an error on all ranks before NCCL sees it.
@@ -46,22 +38,9 @@ class NcclCommunicator(DeviceCommunicator):
         RuntimeError: NCCL does not start, on any rank.
     """
 
-    stream: _gpu.Stream
-
-    def __init__(self, control: HostCommunicator, stream: _gpu.Stream) -> None:
-        super().__init__(control, stream)
-        self._nccl = load_nccl()
-        self._comm: Any = start(control, stream)
-        with stream.current():
-            self._done: Any = stream.xp.cuda.Event(disable_timing=True)  # what NCCL was last asked for
-        if self.watchdog is not None:
-            self.watchdog.add_check(self._failure, self._is_pending)
-        self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
-        self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
-
     # ---- arrays
 
-    def _reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
             layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
             with self.stream.current():
@@ -75,57 +54,173 @@ class NcclCommunicator(DeviceCommunicator):
                         PackKernel(layout, group, out)(arrays)
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
-                self.exchange(signature(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays]))
+                self.exchange(
+                    signature_of(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays])
+                )
                 for group, part in zip(layout.groups, parts, strict=True):
                     self._all_reduce(current_call(), part, group.of(out), op)
                 return layout.views(out)
 
         return self._apart(
-            must_match, arrays, move, lambda hosts, must_match: self._control._reduce_arrays(must_match, hosts, op)
+            must_match, arrays, move, lambda hosts, must_match: self._control.reduce_arrays(must_match, hosts, op)
         )
 
-    def _gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
         def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
             shapes = pack_shapes(arrays).view(np.uint8)
 
             def write(message: Any) -> None:
                 message[: shapes.size] = shapes
 
+            # The shapes first, and through the host: a rank must know what it will receive before it asks NCCL for it.
             messages = self.exchange(
-                signature(current_call(), *must_match, *[a.dtype for a in arrays]), shapes.size, write
+                signature_of(current_call(), *must_match, *[a.dtype for a in arrays]), shapes.size, write
             )
-            everyones = [unpack_shapes(message, len(arrays))[0] for message in messages]
+            by_rank = [unpack_shapes(message, len(arrays))[0] for message in messages]
             for i in range(len(arrays)):
-                check_gatherable([shapes[i] for shapes in everyones], axis)
+                check_gatherable([shapes[i] for shapes in by_rank], axis)
             with self.stream.current():
                 with self.raise_together():
                     arrays = [self.stream.here(array) for array in arrays]
-                    parts = [_Parts.of(self.stream.xp, a, [one[i] for one in everyones]) for i, a in enumerate(arrays)]
+                    parts = [_Parts.of(self.stream.xp, a, [one[i] for one in by_rank]) for i, a in enumerate(arrays)]
                     self.exchange(
-                        signature(current_call(), "memory")
+                        signature_of(current_call(), "memory")
                     )  # a rank that lacks it stops those that would wait for it
                 return self._gather(parts, axis)
 
         return self._apart(
-            must_match, arrays, move, lambda hosts, must_match: self._control._gather_arrays(must_match, hosts, axis)
+            must_match, arrays, move, lambda hosts, must_match: self._control.gather_arrays(must_match, hosts, axis)
         )
+
+    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
+            with self.stream.current():
+                copies = [self.stream.here(array).copy("C") for array in arrays]
+                self.exchange(
+                    signature_of(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays])
+                )
+                for array in copies:
+                    self.broadcast_flat(array.reshape(-1), root)
+                return copies
+
+        return self._apart(
+            must_match, arrays, move, lambda hosts, must_match: self._control.broadcast_arrays(must_match, hosts, root)
+        )
+
+    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+        def move(parts: Sequence[Sequence[Array]], must_match: tuple[Any, ...]) -> list[Array]:
+            xp = self.stream.xp
+            with self.stream.current():
+                flat = [xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf]) for leaf in parts]
+                if REDUCTIONS[op].is_mean:  # as in `_all_reduce`
+                    flat = [array.astype(np.float32) if is_short(array) else array for array in flat]
+                out = [xp.empty(leaf[self.rank].shape, array.dtype) for leaf, array in zip(parts, flat, strict=True)]
+                self.exchange(signature_of(current_call(), *must_match))
+                self._reduce_scatter(flat, [[part.size for part in leaf] for leaf in parts], out, op)
+                return [array.astype(leaf[0].dtype, copy=False) for leaf, array in zip(parts, out, strict=True)]
+
+        return self._apart(
+            must_match,
+            parts,
+            move,
+            lambda hosts, must_match: self._control.reduce_parts(must_match, hosts, op),
+            lambda leaf: _gpu.is_on_gpu(leaf[0]),
+        )
+
+    @span(COMMUNICATION, lambda self, flat, *_: Details(current_call(), sum(a.nbytes for a in flat), self.stream))
+    def _reduce_scatter(
+        self, flat: Sequence[Array], sizes: Sequence[Sequence[int]], out: Sequence[Array], op: ReduceOp
+    ) -> None:
+        """Reduces flat arrays, of which `sizes[i][r]` elements go to each rank r, one behind the other."""
+        operation, stream = self._operations[op], self.stream.raw.ptr
+        with self._grouped(current_call()):
+            for source, counts, target in zip(flat, sizes, out, strict=True):
+                address, total, kind = self._flat(source)
+                factor = total // max(source.size, 1)  # a complex number counts as two
+                if len(set(counts)) == 1 and total:
+                    self._comm.reduceScatter(address, target.data.ptr, factor * counts[0], kind, operation, stream)
+                    continue
+                # NCCL's takes equal parts only.
+                for root, count in enumerate(counts):
+                    if count:
+                        into = target.data.ptr if root == self.rank else address
+                        self._comm.reduce(address, into, factor * count, kind, operation, root, stream)
+                        address += count * source.dtype.itemsize
+        for target in out:
+            self._divide(target, op)
+
+    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+        def move(outgoing: Sequence[Outgoing], must_match: tuple[Any, ...]) -> list[dict[int, Array]]:
+            # The shapes first, and through the host, as in `gather_arrays`.
+            shapes = [
+                {rank: np.array([array.ndim, *array.shape], np.int64) for rank, array in one.to.items()}
+                for one in outgoing
+            ]
+            kinds = [
+                Outgoing(np.dtype(np.int64), to, one.sources, is_on_gpu=False)
+                for to, one in zip(shapes, outgoing, strict=True)
+            ]
+            everyones = self._control.exchange_parts(must_match, kinds)
+            with self.stream.current():
+                with self.raise_together():
+                    sent = [
+                        {
+                            rank: self.stream.xp.ascontiguousarray(self.stream.here(array))
+                            for rank, array in one.to.items()
+                        }
+                        for one in outgoing
+                    ]
+                    received = [
+                        {
+                            source: self.stream.xp.empty(tuple(shape[1:].tolist()), one.dtype)
+                            for source, shape in of.items()
+                        }
+                        for one, of in zip(outgoing, everyones, strict=True)
+                    ]
+                    self.exchange(signature_of(current_call(), "memory"))
+                self._send_and_receive(sent, received)
+            return received
+
+        return self._apart(
+            must_match,
+            outgoing,
+            move,
+            lambda hosts, must_match: self._control.exchange_parts(must_match, hosts),
+            lambda one: one.is_on_gpu,
+        )
+
+    @span(COMMUNICATION, lambda self, sent, _: Details(current_call(), _bytes_in(sent), self.stream))
+    def _send_and_receive(self, sent: Sequence[dict[int, Array]], received: Sequence[dict[int, Array]]) -> None:
+        stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
+        with self._grouped(current_call()):
+            # What two ranks send each other pairs up in the order of these calls, so in that of the arguments.
+            for to, of in zip(sent, received, strict=True):
+                for rank, array in to.items():
+                    if array.nbytes:
+                        self._comm.send(array.data.ptr, array.nbytes, kind, rank, stream)
+                for rank, array in of.items():
+                    if array.nbytes:
+                        self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
 
     def _apart(
         self,
         must_match: Sequence[Any],
-        arrays: Sequence[Array],
-        move: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
-        move_on_host: Callable[[Sequence[Array], tuple[Any, ...]], list[Array]],
-    ) -> list[Array]:
-        """Moves the arrays on the GPU and those on the host, each their own way; which are which must agree."""
-        on_gpu = [i for i, array in enumerate(arrays) if _gpu.is_on_gpu(array)]
-        on_host = [i for i in range(len(arrays)) if i not in on_gpu]
+        given: Sequence[_Given],
+        move: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
+        move_on_host: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
+        is_on_gpu: Callable[[_Given], bool] = _gpu.is_on_gpu,
+    ) -> list[Any]:
+        """Moves what is on the GPU and what is on the host, each its own way; which are which must agree."""
+        on_gpu = [i for i, one in enumerate(given) if is_on_gpu(one)]
+        on_host = [i for i in range(len(given)) if i not in on_gpu]
+        # Part of what must match. Without arrays on a GPU, a message about something else need not speak of one.
         on_which = [f"on the GPU {on_gpu}"] if on_gpu else []
-        results: list[Array] = [None] * len(arrays)
+        results: list[Any] = [None] * len(given)
+        # In one order on all ranks: one in NCCL and one in a call of the host would wait for each other.
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
-            if indices or (way is move_on_host and not arrays):
+            if indices or (way is move_on_host and not given):
                 with self.raise_together():  # the second way has one of its own
-                    found = way([arrays[i] for i in indices], (*must_match, *on_which))
+                    found = way([given[i] for i in indices], (*must_match, *on_which))
                 for i, result in zip(indices, found, strict=True):
                     results[i] = result
         return results
@@ -134,130 +229,21 @@ class NcclCommunicator(DeviceCommunicator):
     def _gather(self, gathered: Sequence[_Parts], axis: int) -> list[Array]:
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._guarded(current_call()):
-            # NCCL starts the calls of a group together. One by one, two ranks that both send first would wait for ever.
-            self._nccl.groupStart()
-            try:
-                for own, whole, sizes, starts, _ in gathered:
-                    if not whole.size:
-                        continue
-                    source, target = own.data.ptr, whole.data.ptr
-                    if len(set(sizes)) == 1:
-                        self._comm.allGather(source, target, sizes[0], kind, stream)
-                        continue
-                    for peer in range(self.size):  # this rank itself too: NCCL copies
-                        if sizes[self.rank]:
-                            self._comm.send(source, sizes[self.rank], kind, peer, stream)
-                        if sizes[peer]:
-                            self._comm.recv(target + starts[peer], sizes[peer], kind, peer, stream)
-            finally:  # after an error too: an open group would hold back every later call
-                self._nccl.groupEnd()
+        with self._grouped(current_call()):
+            for own, whole, sizes, starts, _ in gathered:
+                if not whole.size:
+                    continue
+                source, target = own.data.ptr, whole.data.ptr
+                if len(set(sizes)) == 1:
+                    self._comm.allGather(source, target, sizes[0], kind, stream)
+                    continue
+                # NCCL's all-gather takes equal parts only.
+                for peer in range(self.size):  # this rank itself too: NCCL copies
+                    if sizes[self.rank]:
+                        self._comm.send(source, sizes[self.rank], kind, peer, stream)
+                    if sizes[peer]:
+                        self._comm.recv(target + starts[peer], sizes[peer], kind, peer, stream)
         return [parts.along(self.stream.xp, axis) for parts in gathered]
-
-    # ---- for storage
-
-    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
-        """See `DeviceCommunicator.all_reduce_flat`."""
-        self._all_reduce("the sum of gradients", array, out, op)
-
-    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.stream))
-    def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
-        if REDUCTIONS[op].is_mean and _is_short(out):
-            wide = array.reshape(-1).astype(
-                np.float32
-            )  # the sum of 16-bit floats may overflow where their mean does not
-            self._all_reduce(what, wide, wide, op)
-            out[...] = wide
-        elif array.size:
-            target, count, kind = self._flat(out)
-            with self._guarded(what):
-                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.stream.raw.ptr)
-            self._divide(out, op)
-
-    @span(COMMUNICATION, on_stream("reduce"))
-    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
-        """See `DeviceCommunicator.reduce_flat`."""
-        if REDUCTIONS[op].is_mean and _is_short(array):
-            wide = array.reshape(-1).astype(np.float32)
-            self.reduce_flat(wide, wide, op, root)
-            out[...] = wide
-        elif out.size:
-            target, count, kind = self._flat(out)
-            with self._guarded("the sum of gradients"):
-                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.stream.raw.ptr)
-            if self.rank == root:
-                self._divide(out, op)
-
-    @span(COMMUNICATION, on_stream("broadcast"))
-    def broadcast_flat(self, array: Array, root: int) -> None:
-        """See `DeviceCommunicator.broadcast_flat`."""
-        if array.size:
-            address = array.data.ptr
-            with self._guarded("the broadcast of new values"):
-                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
-
-    def _flat(self, array: Array) -> tuple[int, int, int]:
-        """Address, number of elements and NCCL's type of a flat array."""
-        dtype = array.dtype
-        kind = self._types.get(dtype)
-        if kind is None:
-            kind = self._types[dtype] = getattr(self._nccl, _TYPES[dtype.name])
-        return array.data.ptr, 2 * array.size if dtype.kind == "c" else array.size, kind
-
-    def _divide(self, array: Array, op: ReduceOp) -> None:
-        if REDUCTIONS[op].is_mean:
-            if array.dtype.kind == "c":
-                array = array.view(array.real.dtype)
-            array /= self.size
-
-    # ---- life
-
-    def close(self) -> None:
-        """See `DeviceCommunicator.close`."""
-        if self._comm is not None:
-            self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
-            self._forget().destroy()
-
-    def _guarded(self, what: str) -> _Guard:
-        if self._comm is None:
-            raise RuntimeError(f"{what}: the strategy's NCCL communicator is closed; make another strategy")
-        return _Guard(self, what)
-
-    def _failure(self) -> str:
-        """What NCCL says has gone wrong since the last call, if anything: a peer or the network is gone, say.
-
-        The watchdog asks, because a host that waits for the GPU never hears of it.
-        """
-        comm = self._comm
-        try:
-            if comm is not None:
-                comm.check_async_error()
-        except Exception as error:  # CuPy has no name for NCCL's newer results: they are a KeyError
-            return (
-                f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
-                f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
-            )
-        return ""
-
-    def _is_pending(self) -> bool:
-        """Whether the GPU has not come to the end of what NCCL was last asked for.
-
-        A host that waits for that GPU, and so for the other ranks, is in the program, or in CuPy.
-        """
-        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watchdog's thread has made none current
-        return not self._done.done
-
-    def _forget(self) -> Any:
-        """NCCL's communicator, which from now on nobody uses and nobody watches."""
-        comm, self._comm = self._comm, None
-        if self.watchdog is not None and comm is not None:
-            self.watchdog.remove_check(self._failure, self._is_pending)
-        return comm
-
-    def _abort(self) -> None:
-        comm = self._forget()
-        if comm is not None:
-            comm.abort()  # destroying would wait for what will never be done
 
 
 class _Parts(NamedTuple):
@@ -293,31 +279,5 @@ class _Parts(NamedTuple):
         return xp.concatenate([self.whole[a:b].view(dtype).reshape(shape) for a, b, shape in ends], axis)
 
 
-def _is_short(array: Array) -> bool:
-    return accumulator(array.dtype) != array.dtype
-
-
-class _Guard:
-    """Notes when NCCL is done. Makes an error of its one that says what to do, and ends the use of the communicator."""
-
-    __slots__ = ("_communicator", "_what")
-
-    def __init__(self, communicator: NcclCommunicator, what: str) -> None:
-        self._communicator = communicator
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        communicator = self._communicator
-        if error is None:
-            communicator._done.record(communicator.stream.raw)
-        elif not isinstance(error, Exception):
-            communicator.tear(error, self._what)
-        else:  # CuPy has no name for NCCL's newer results: they are a KeyError
-            communicator._abort()
-            raise RuntimeError(
-                f"{self._what}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
-                f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
-                "no longer connected"
-            ) from error
+def _bytes_in(sent: Sequence[dict[int, Array]]) -> int:
+    return sum(array.nbytes for to in sent for array in to.values())

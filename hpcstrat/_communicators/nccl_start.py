@@ -1,4 +1,4 @@
-"""NCCL itself: loading it, what it needs, and connecting the ranks, which it may never come to an end with."""
+"""Loads NCCL, checks its version, and connects the ranks with a time-out, which NCCL itself does not have."""
 
 from __future__ import annotations
 
@@ -74,14 +74,16 @@ def why_not(shared: bool) -> str:
 def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
     """NCCL's communicator. Collective; if one rank fails, or NCCL never finishes, all raise.
 
-    NCCL's own call waits for all ranks without end. So it waits in a thread, and the ranks look together, over the
+    NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look together, over the
     control communicator, how it goes.
     """
     nccl = load_nccl()
     with control.raise_together():
+        # The id is opaque, a tuple in older versions of CuPy and bytes in newer ones, so it travels as an object.
         own = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
-    everyones = control.all_gather_obj(own)
-    versions = [version for version, _ in everyones]
+    by_rank = control.all_gather_obj(own)
+    versions = [version for version, _ in by_rank]
+    # The first libnccl that is loaded in a process counts, and another library may bring its own: ranks can differ.
     if len(set(versions)) > 1:
         listed = ", ".join(f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions))
         raise RuntimeError(
@@ -92,13 +94,16 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
     def connect() -> None:
         try:
             stream.xp.cuda.Device(stream.ordinal).use()
-            outcome.append(nccl.NcclCommunicator(control.size, everyones[0][1], control.rank))
+            outcome.append(nccl.NcclCommunicator(control.size, by_rank[0][1], control.rank))
         except Exception as error:
             outcome.append(error)
 
+    # A daemon, because NCCL may never return, and the program must still be able to end.
     thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
     thread.start()
     deadline = time.monotonic() + START_SECONDS
+    # The first looks follow each other quickly. Later ones come ten times a second, since each is an exchange of all
+    # ranks.
     pause = 0.001
     while True:
         thread.join(pause)
@@ -111,13 +116,14 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
         if any(state not in ("", "waits") for state in states):
             listed = "".join(f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states))
             if not isinstance(own, (str, Exception)):
+                # Not destroy, which would wait for ranks that are not connected.
                 own.abort()
             elif thread.is_alive():
                 _skip_exit_handlers()
                 atexit.register(_skip_exit_handlers)  # those, too, that CUDA's libraries register until then
             raise RuntimeError(
                 f"{current_call()}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
-                "If it waits without end, the GPUs often cannot reach each other's memory (PCIe access control: try "
+                "If it never returns, the GPUs often cannot reach each other's memory (PCIe access control: try "
                 "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
                 "NCCL_DEBUG=INFO shows what it does"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Group(NamedTuple):
 
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """These elements of a message, a flat view."""
-        return message[self.start : self.start + self.elements * self.dtype.itemsize].view(self.dtype)
+        return _view(message, (self.elements,), self.dtype, self.start)
 
 
 class Layout:
@@ -51,26 +52,25 @@ class Layout:
     def __init__(
         self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1
     ) -> None:
-        self._entries: list[tuple[int, int, tuple[int, ...], np.dtype[Any]]] = [(0, 0, (), np.dtype(bool))] * len(
-            shapes
-        )
+        self._entries: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = [(0, (), np.dtype(bool))] * len(shapes)
+        self.sizes: list[int] = [math.prod(shape) for shape in shapes]
         self.groups: list[Group] = []
         end = 0
+        # By dtype, so that everything of one dtype is reduced by one call, however many arrays there are.
         for dtype in dict.fromkeys(dtypes):
             start = end = _up(end, max(alignment, _ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
                 begin = _up(end, alignment)
-                end = begin + int(np.prod(shapes[i], dtype=np.int64)) * dtype.itemsize
-                self._entries[i] = (begin, end, shapes[i], dtype)
+                end = begin + self.sizes[i] * dtype.itemsize
+                self._entries[i] = (begin, shapes[i], dtype)
             self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.starts: list[int] = [entry[0] for entry in self._entries]
-        self.sizes: list[int] = [(b - a) // dtype.itemsize for a, b, _, dtype in self._entries]
 
     def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The arrays of a message of bytes, as views of it."""
-        return [message[a:b].view(dtype).reshape(shape) for a, b, shape, dtype in self._entries]
+        return [_view(message, shape, dtype, start) for start, shape, dtype in self._entries]
 
     def write(self, message: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """Copies the arrays into a message."""
@@ -84,10 +84,18 @@ def layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], 
     return Layout(shapes, dtypes, alignment)
 
 
+def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Any:
+    """An array that lies in a message of bytes, from byte `start` on."""
+    if type(message) is np.ndarray:  # in one call, at a third of the cost of slicing, viewing and reshaping
+        return np.ndarray(shape, dtype, message, start)  # pyright: ignore[reportArgumentType]
+    return message[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
+
+
 def _up(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
+# Passed by value, the table needs no memory on the GPU that would have to live until the kernel has run.
 ENTRIES = 128
 """Arrays that one launch copies. The table of them is passed by value, and a kernel's arguments have 4 KiB."""
 
@@ -141,6 +149,7 @@ class PackKernel:
 
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
+        # Only the addresses change from step to step: they are written into a table that is already there.
         for launch, words, table, target in self._launches:
             sources = [
                 array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch
@@ -180,6 +189,7 @@ def _launches(layout: Layout, group: Group) -> list[_Launch]:
         words[ENTRIES : ENTRIES + len(some)] = [(layout.starts[i] - start) // item for i in some]
         words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [layout.sizes[i] for i in some]
         words[-1] = len(some)
+        # Enough threads for a word each, up to a limit beyond which more blocks would only wait their turn.
         grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
         launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))
     return launches

@@ -1,4 +1,4 @@
-"""What travels between ranks: the record that begins every call, the signature that must agree, pickled objects."""
+"""What ranks exchange: the record that begins every call, the signature that must match, pickled objects."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ RECORD = 256
 """Bytes of one rank's record."""
 
 _COMMON = struct.Struct("<qqq16s")  # number of the call, faults, status, digest of the signature: equal on all ranks
+# The message's size comes last, so that one slice holds all that must be equal.
 _WHOLE = struct.Struct("<qqq16sq")  # and the bytes of this rank's message
 _SIZE = struct.Struct("<q")
 COMMON = _COMMON.size
 WHOLE = _WHOLE.size
+# More than `WHOLE`, so that arrays in the payload are aligned.
 HEADER = 64
 PAYLOAD = RECORD - HEADER
 """Bytes of a message that travels in the record itself."""
@@ -37,11 +39,11 @@ class Listed(NamedTuple):
 
 
 class CallDescription(NamedTuple):
-    """A call as it is shown.
+    """A call as messages show it.
 
     Attributes:
         call: the user's name of the method, with arguments.
-        passed: the arrays, variables or objects that it is of.
+        passed: the arrays, variables or objects that it is given.
         numbers: arguments that change from call to call.
     """
 
@@ -62,7 +64,7 @@ class CallSignature(NamedTuple):
         digest: 16 bytes, compared.
         call: the user's name of the method.
         must_match: what else is part of the digest, and so must be equal.
-        numbers: further arguments, part of it too.
+        numbers: further numeric arguments, part of the digest too.
         names: of the numbers.
     """
 
@@ -75,11 +77,13 @@ class CallSignature(NamedTuple):
     def with_numbers(self, numbers: tuple[float, ...], names: tuple[str, ...] = ()) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
+        # Half of the digest stays, so that only the numbers are hashed at each step, and not the names of all
+        # variables.
         digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
         return self._replace(digest=digest, numbers=numbers, names=names)
 
     def words(self) -> CallDescription:
-        """The same for a reader."""
+        """The signature in words, for messages."""
         arguments, passed = [], []
         for item in self.must_match:
             if isinstance(item, Listed):
@@ -101,11 +105,13 @@ class CallSignature(NamedTuple):
 
 def new_signature(call: str, *must_match: Any) -> CallSignature:
     """The signature of `call`, the user's name of a method, with these hashable values."""
+    # As text, because Python's own hashes differ from process to process.
     text = f"{call}({', '.join(_show(item) for item in must_match)})"
     return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, must_match)
 
 
-signature = functools.lru_cache(maxsize=8192)(new_signature)
+# A loop makes the same calls with the same shapes at every step.
+signature_of = functools.lru_cache(maxsize=8192)(new_signature)
 """`new_signature`, kept for the next call with the same values."""
 
 
@@ -127,6 +133,7 @@ def _show(item: Any) -> str:
     if isinstance(item, np.dtype):
         return item.name
     if isinstance(item, Listed):
+        # In quotes, so that one name with a comma in it does not look like two.
         return repr(item.items)
     if isinstance(item, tuple):
         return f"({', '.join(map(_show, item))}{',' * (len(item) == 1)})"
@@ -139,7 +146,7 @@ def _words_of(variable: VariableId) -> str:
 
 
 def pack_record(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
-    """A record but for the message in it, `WHOLE` bytes. The first `COMMON` are equal on all ranks if all is well."""
+    """The `WHOLE` bytes of a record before its message. The first `COMMON` are equal on all ranks if all is well."""
     return _WHOLE.pack(number, faults, status, digest, nbytes)
 
 
@@ -158,7 +165,7 @@ _COUNT = struct.Struct("<q")
 
 
 class ObjectMessage:
-    """An object as it travels: counts, the pickle, then the buffers of its arrays.
+    """A pickled object as a message: counts, the pickle, then the buffers of its arrays.
 
     Attributes:
         nbytes: bytes of the whole.
@@ -167,7 +174,10 @@ class ObjectMessage:
     def __init__(self, obj: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
+        # Protocol 5 keeps arrays out of the pickle. They are copied once, into the message, and a pickle of more than 2
+        # GiB cannot travel.
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
+        # Bytes, not the file's own buffer: Python 3.13 may collect a BytesIO before the memoryviews of it.
         body = file.getvalue()
         parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
         counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
@@ -184,7 +194,7 @@ class ObjectMessage:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        """As NumPy has it, but a read-only array is not read-only where it arrives."""
+        """NumPy's own, except that a read-only array arrives writable."""
         if type(obj) is np.ndarray and not obj.flags.writeable:
             return obj.copy("K").__reduce_ex__(5)
         return NotImplemented
@@ -198,6 +208,7 @@ def load_object(message: np.ndarray[Any, Any]) -> Any:
     start = _COUNT.size * (count + 1)
     parts: list[Any] = []
     for size in sizes:
+        # A copy, because the next call overwrites the message; a bytearray, because arrays over bytes are read-only.
         parts.append(bytearray(data[start : start + size]))
         start += size
     return pickle.loads(parts[0], buffers=parts[1:])

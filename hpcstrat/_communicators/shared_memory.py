@@ -10,7 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Write
+from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, MemorySharingCommunicator, describe_message
 from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
@@ -49,8 +49,11 @@ class _FlagBarrier:
     """Each rank counts its calls in its flag and waits until the others have counted as far."""
 
     def __init__(self, flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> None:
+        # A memoryview, whose single elements are read faster than those of a NumPy array.
         self._flags = memoryview(flags.view(np.int64))  # pyright: ignore[reportArgumentType]
         indices = [rank * LINE // 8 for rank in range(comm.size)]
+        # A flag has a cache line to itself. On a shared line each write would take the line away from the ranks that
+        # poll it.
         self._own = indices.pop(comm.rank)
         self._others = indices
         self._progress = comm.Iprobe
@@ -59,6 +62,7 @@ class _FlagBarrier:
         self.calls = 0
 
     def __call__(self) -> None:
+        # Counts only grow. So no flag is ever reset, and a rank that is one call ahead does no harm.
         self.calls += 1
         flags, calls = self._flags, self.calls
         flags[self._own] = calls
@@ -93,7 +97,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     again only after another barrier.
 
     Attributes:
-        notes: for the watchdog, a line a rank.
+        status_slots: one per rank, for the watchdog.
 
     Args:
         comm: an MPI communicator whose ranks share memory.
@@ -103,8 +107,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         records_end = 2 * self.size * RECORD
-        notes_start = -(-(records_end + self.size * LINE) // 4096) * 4096
-        head = -(-(notes_start + self.size * SLOT) // 4096) * 4096
+        slots_start = -(-(records_end + self.size * LINE) // 4096) * 4096
+        head = -(-(slots_start + self.size * SLOT) // 4096) * 4096
         # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory comes as it grows.
         reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
         self.segment = shared_segment(comm, head + reserve * (self.size + 1))
@@ -116,10 +120,14 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._being_read = False  # mailboxes, by ranks that may be slower than this one
         if self.rank == 0:
             self.segment.commit(0, head)
+        # Nobody may touch the head before its pages exist. Rank 0 alone makes them: they are the file's, and so all
+        # ranks'.
         comm.Barrier()
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
-        self.notes: Bytes = self.segment.array[notes_start : notes_start + self.size * SLOT].reshape(self.size, SLOT)
+        self.status_slots: Bytes = self.segment.array[slots_start : slots_start + self.size * SLOT].reshape(
+            self.size, SLOT
+        )
         # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
@@ -146,7 +154,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             waiting.depth -= 1
         self._being_read = False
 
-    def _post(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+    def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         if self._being_read:  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
             self.sync()
         slot = self.calls.number & 1
@@ -156,9 +164,11 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._barrier()
         return self._records[slot]
 
-    def _messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
+    def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         largest = max(sizes)
         if largest > self._capacity:
+            # All ranks know the sizes from the records, so all grow alike; a message that did not fit is written only
+            # now.
             self._grow(largest)
             if write is not None:
                 write(self._mailboxes[self.rank])
@@ -186,6 +196,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             self.segment.commit(start, start + capacity)
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
+        # Over MPI: an exchange would need the very mailboxes that are missing.
         if problems := [one for one in self._comm.allgather(problem) if one]:
             self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
@@ -193,9 +204,9 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, agreed: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
-        messages = self.exchange(agreed, layout.nbytes, write)
+        messages = self.exchange(signature, layout.nbytes, write)
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(messages, layout, op, out)
             return
@@ -209,5 +220,6 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             result = group.of(out)
             for rank, message in enumerate(messages):
                 theirs = slice_of(group.elements, rank, self.size)
+                # Each slice is in the mailbox of the rank that reduced it.
                 result[theirs] = group.of(message)[theirs]
         self._being_read = True  # a slower rank may still copy from this rank's mailbox

@@ -50,11 +50,11 @@ def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChanne
     from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
     communicator = SharedMemoryCommunicator(world.comm)
-    return communicator, share_memory_channel(world.comm, communicator.notes)
+    return communicator, share_memory_channel(world.comm, communicator.status_slots)
 
 
 def _connect_hosts(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
-    from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+    from hpcstrat._communicators.mpi import HierarchicalCommunicator
 
     return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
 
@@ -82,7 +82,7 @@ def _connect_by_nccl(control: HostCommunicator, stream: _gpu.Stream | None) -> D
 
 
 def _connect_by_staging(control: HostCommunicator, stream: _gpu.Stream | None) -> DeviceCommunicator:
-    from hpcstrat._communicators.staged import StagedCommunicator
+    from hpcstrat._communicators.device import StagedCommunicator
 
     return StagedCommunicator(control, stream)
 
@@ -119,6 +119,7 @@ def choose_device_transport(
         return STAGING, ""
     found = ""
     for transport in DEVICE_TRANSPORTS:
+        # One rank's problem is enough: NCCL connects all ranks or none.
         problems = [one for one in control.all_gather_obj(transport.why_not(gpus) if has_gpu else "") if one]
         if not problems:
             return transport, found

@@ -1,1 +1,1 @@
-"""Memory for variables and messages: segments that grow on demand, who has which bytes, the blocks of variables."""
+"""Memory for variables and messages: segments that grow on demand, allocators, the blocks of variables."""

@@ -1,4 +1,4 @@
-"""Who has which bytes of memory: ranges of a segment, and slabs where no segment can be reserved."""
+"""Allocation of memory: ranges of a segment, and slabs where no segment can be reserved."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ SLAB_ADDRESS_STRIDE = 1 << 44  # so that no two slabs touch in the addresses tha
 
 
 class RangeAllocator:
-    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not tell.
+    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not communicate.
 
     A range follows the one before it where there is room, and holes are filled when the end is reached: what is made
-    together lies in a row, and is updated as one, whatever was freed before.
+    together is contiguous, and is updated as one, whatever was freed before.
 
     Args:
         start: the first byte to hand out.
@@ -45,6 +45,8 @@ class RangeAllocator:
         Raises:
             MemoryError: there is none.
         """
+        # Next fit: it goes on behind the last range. A first fit would put what is made together into old holes, far
+        # apart, and each hole would be a range of its own in every later update.
         first = bisect.bisect(self._free, (self._last, 0))
         if first and self._free[first - 1][1] > self._last:  # that range was freed
             first -= 1
@@ -58,7 +60,7 @@ class RangeAllocator:
                 self._last = begin + nbytes
                 return begin
         raise MemoryError(
-            f"no {nbytes:,} bytes in a row are left of the memory that was reserved for variables; "
+            f"no {nbytes:,} contiguous bytes are left of the memory that was reserved for variables; "
             "make them smaller, or start fewer ranks on a host"
         )
 
@@ -86,13 +88,15 @@ class PrivateMemory:
         self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
         self._lock = threading.Lock()
 
-    def place(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
         """A new block of this number, whose memory returns when it dies.
 
         Raises:
             MemoryError: there is not enough.
         """
         with self._lock:
+            # Finalizers only leave a note: one may run at any line, this class's included. Memory returns here, under
+            # the lock.
             while self._dead:
                 start, stop = self._dead.popleft()
                 self.segment.release(*self._heap.free(start, stop - start))
@@ -127,10 +131,10 @@ class _Slab:
 
 
 class SlabAllocator:
-    """Slabs of memory of this process, in which variables made one after another lie in a row.
+    """Slabs of memory of this process, in which variables made one after another are contiguous.
 
     Each is as large as all before it together, within limits, and has room for two variables like its first, so that a
-    network lies in few. A block's address is its slab's number times a constant plus its place in the slab.
+    network lies in few. A block's address is its slab's number times a constant plus its offset in the slab.
 
     Args:
         allocate: makes a flat array of at least this many bytes, or raises `MemoryError`.
@@ -142,7 +146,7 @@ class SlabAllocator:
         self._made = 0
         self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment
 
-    def place(self, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Block:
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Block:
         """A new block of this number, whose memory returns when it dies.
 
         Raises:
@@ -159,6 +163,7 @@ class SlabAllocator:
         part = self.part(start, start + nbytes)
         # A program must not write to a variable behind the library's back: on the host NumPy forbids it.
         readable = part if _gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
+        # Two arrays over the same bytes: storage writes through one, and programs get the other.
         array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
         block = Block(array, view, start, start + nbytes, number)
         weakref.finalize(block, self._dead.append, (start, nbytes)).atexit = False
@@ -180,6 +185,7 @@ class SlabAllocator:
     def _new_slab(self, nbytes: int) -> Array:
         least = max(-(-nbytes // _UNIT), 1) * _UNIT
         size = min(max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least), _LARGEST)
+        # Room for more is a wish; the variable itself must fit.
         if size > least:
             try:
                 return self._allocate(size)
@@ -194,13 +200,16 @@ class SlabAllocator:
 
     def has(self, array: Array) -> bool:
         """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
+        # By address: views, reshaped arrays and those of other libraries over the same memory refer to no slab.
         slabs = [slab.array for slab in self._slabs.values()]
         if not _gpu.is_on_gpu(array):
             return any(not _gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs)
-        place = array.data.ptr
-        return any(_gpu.is_on_gpu(slab) and slab.data.ptr <= place < slab.data.ptr + slab.nbytes for slab in slabs)
+        address = array.data.ptr
+        return any(_gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes for slab in slabs)
 
 
+# Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of memory. Weak, so
+# that memory goes with the stream.
 _by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from hpcstrat._memory.segment import Segment
 from hpcstrat._types import Array, Bytes
 
+Cuts: TypeAlias = tuple[int, ...]
+"""Where each rank's part of a variable's elements begins, in rank order, and where the last one ends."""
+
 
 class VariableId(NamedTuple):
-    """A variable among the facts of a call.
+    """A variable in the signature of a call.
 
     Attributes:
         name: in quotes, as the user gave it.
-        number: how many its storage had made, with it.
-        storage: how many storages the ranks had made, with its own.
+        number: creation index in its storage, from 1.
+        storage: creation index of its storage, from 1.
         dtype: its dtype.
         shape: its shape.
     """
@@ -29,24 +32,25 @@ class VariableId(NamedTuple):
 
 
 class Block:
-    """The numbers of one variable, in place.
+    """The memory of one variable, or of one slot of an optimizer.
 
     Attributes:
-        array: they, to be written by storage only.
+        array: the data; only storage writes it.
         view: the same data for readers; read-only if the array library can mark it so.
-        start: their first byte in the memory that they are in.
-        stop: the byte after their last one.
-        number: how many its storage had made, with it; equal on all ranks.
-        storage: how many storages the ranks had made, with its own; likewise.
+        start: its first byte in the memory that it lies in.
+        stop: the byte after its last one.
+        number: creation index in its storage, from 1; equal on all ranks.
+        storage: creation index of its storage, from 1; likewise.
         name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
+        cuts: how it is split over the ranks, where `array` is this rank's part only, flat; else `None`.
         checksum: of `array` after the last change that the storage knows of, where it compares; else `None`.
-        torn: the update that was broken off while it changed them; they are gone then. Empty as long as all is well.
+        interrupted_by: the call that an exception interrupted while it changed `array`, which is gone then; else empty.
     """
 
     __slots__ = (
-        *("__weakref__", "array", "checksum", "copy", "name", "number"),
-        *("start", "stop", "storage", "torn", "view"),
+        *("__weakref__", "array", "checksum", "copy", "cuts", "interrupted_by", "name", "number"),
+        *("start", "stop", "storage", "view"),
     )
 
     def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
@@ -56,8 +60,9 @@ class Block:
         self.stop: int = stop
         self.number: int = number
         self.copy: Block | None = None
+        self.cuts: Cuts | None = None
         self.checksum: int | None = None
-        self.torn: str = ""
+        self.interrupted_by: str = ""
         self.storage: int = 0
         self.name: str = ""
 
@@ -65,17 +70,18 @@ class Block:
         """The variable as the ranks compare it."""
         return VariableId(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
 
-    def tear(self, call: str) -> None:
+    # The attributes go instead of becoming None, so that a read finds out by itself: no reader has to check a flag.
+    def mark_interrupted(self, call: str) -> None:
         """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""
-        if not self.torn:
-            self.torn = call
+        if not self.interrupted_by:
+            self.interrupted_by = call
             del self.array, self.view
 
     def __getattr__(self, name: str) -> Any:
         # Only for what is not there, so it costs a read nothing.
-        if name in ("array", "view") and self.torn:
+        if name in ("array", "view") and self.interrupted_by:
             raise RuntimeError(
-                f"Variable: {self.torn}, which changed it, was broken off by an exception, and so its numbers may be "
+                f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, so its value may be "
                 "partly old and partly new; make it again, and restore a checkpoint. To save when a signal comes, use "
                 "checkpoint.PreemptionHandler"
             )
@@ -86,15 +92,18 @@ def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dty
     """The block at this byte of a segment."""
     stop = start + size_of(shape, dtype)
     part = segment.part(start, stop)
+    # Two arrays over the same bytes: storage writes through one, and programs get the other.
     array = part.view(dtype).reshape(shape)
     return Block(array, read_only(part).view(dtype).reshape(shape), start, stop, number)
 
 
 def read_only(part: Bytes) -> Bytes:
     """An array over the same bytes that NumPy does not let anyone make writable again."""
+    # Over a read-only buffer, because `setflags(write=True)` would undo a mere flag.
     return np.asarray(part.data.toreadonly())
 
 
 def size_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
     """Bytes of an array."""
+    # In 64 bits, whatever NumPy's default integer is.
     return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

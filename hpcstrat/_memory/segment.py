@@ -49,6 +49,7 @@ def available_memory(root: Path = Path("/")) -> int:
         root: the folder that `proc` and `sys` are in.
     """
     fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    # MemAvailable and not MemFree: it counts cached files, which the kernel gives up on demand.
     return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_left_in_groups(root)]))
 
 
@@ -58,8 +59,10 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
+    # A limit of any group further out applies as well: batch systems and containers set theirs at different levels.
     for line in lines:
         _, controllers, path = line.split(":", 2)
+        # Version 2 has one hierarchy for all controllers and leaves the field empty; version 1 may have one for each.
         if controllers and "memory" not in controllers.split(","):
             continue
         for controller in (_V1,) if controllers else _V2:
@@ -76,6 +79,7 @@ def _left(group: Path, controller: _Controller) -> Iterator[int]:
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such group here, or "max"
         return
+    # Cached files count as used, but the kernel drops them before it refuses memory.
     yield limit - usage + sum(int(stat.get(name, 0)) for name in controller.cached)
 
 
@@ -83,6 +87,8 @@ _LARGE = 1 << 26
 _SMALLEST = 1 << 30
 
 
+# A file of our own, and not an MPI window: a window cannot grow, one on a full /dev/shm ends in a bus error, and
+# freeing it under a NumPy view is a segmentation fault.
 class Segment:
     """Memory that is reserved once, never moved, and backed by pages only where `commit` was called.
 
@@ -126,14 +132,17 @@ class Segment:
             ) from error
 
     def part(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes between two places, a flat array."""
+        """The bytes between two offsets, a flat array."""
         return self.array[start:stop]
 
     def release(self, start: int, stop: int) -> None:
         """Gives the whole pages within these bytes back to the system."""
+        # Whole pages only: the rest of a page at either end may be another variable's.
         page = mmap.PAGESIZE
         start, stop = -(-start // page) * page, stop // page * page
         if start < stop:
+            # MADV_REMOVE takes the pages out of the file, and so from all ranks; MADV_DONTNEED would unmap them here
+            # only.
             self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
@@ -180,8 +189,11 @@ def shared_segment(comm: Any, size: int) -> Segment:
                 segment = Segment(file, size)
             except (OSError, ValueError) as error:
                 problem = f"rank {comm.rank}: {error}"
+        # All ranks take the same way, or none: memory that one of them lacks is of no use to the others.
         found = [one for one in comm.allgather(problem) if one]
         if comm.rank == 0 and path and not path.startswith("/proc/"):
+            # By now each rank has opened the file or failed to. Without a name it cannot be left behind, however the
+            # job ends.
             os.unlink(path)
         if not found and segment is not None:
             return segment
@@ -196,6 +208,7 @@ def _create(create: Callable[[], int], size: int) -> tuple[int, str]:
     """A new file of this size, and the path by which other processes open it."""
     file = create()
     os.ftruncate(file, size)
+    # A memfd has no path of its own; processes of the same user reach it through this one's descriptor.
     link = f"/proc/{os.getpid()}/fd/{file}"
     target = os.readlink(link)
     return file, link if target.startswith("/memfd:") else target

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.checked_exchange import Write
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._edge import current_call
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._spans import UPDATE, Details, span
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
@@ -19,6 +20,8 @@ from hpcstrat._types import Aggregation
 from hpcstrat._types import Array as Array
 from hpcstrat._types import Bytes as Bytes
 
+# A model that fills the memory can still be saved and restored, because never more than a part of it is in memory
+# twice.
 PART = 1 << 22
 """Bytes of a block that are read or written at once at most."""
 
@@ -28,7 +31,7 @@ class Storage(abc.ABC):
 
     def __init__(self, communicator: Communicator) -> None:
         self._number = communicator.count_storage()
-        self._has_torn = False
+        self._has_interrupted = False
 
     @property
     @abc.abstractmethod
@@ -56,18 +59,27 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def _create(self, initial: Array) -> Block: ...
 
-    def create_slot(self, variable: Block, value: float) -> Block:
+    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+        """How slots of these variables are split over the ranks; `None` for those that are not."""
+        return [None] * len(variables)
+
+    def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
 
         It can be read and written where updates run only: on the parameter rank, or on every rank for mirrors.
+
+        Args:
+            variable: its block.
+            value: of all elements.
+            cuts: from `split`, of this variable among all those that get their slots together.
 
         Raises:
             MemoryError: there is no room for it.
         """
         with self.communicator.change():
-            return self._named(self._create_slot(variable, value))
+            return self._named(self._create_slot(variable, value, cuts))
 
-    def _create_slot(self, variable: Block, value: float) -> Block:
+    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         return self._create(slot_values(variable, value))
 
     @abc.abstractmethod
@@ -75,6 +87,8 @@ class Storage(abc.ABC):
         """The plan of updates of these variables, each with its slots."""
 
     @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.layout.nbytes))
+    # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
+    @np.errstate(all="ignore")
     def update(
         self,
         plan: Plan,
@@ -96,29 +110,30 @@ class Storage(abc.ABC):
         communicator = self.communicator
         if communicator.checks:
             self._check_unchanged(plan.blocks)
-        if self._has_torn:
+        # Only then: reading every block's view would cost each step what nearly no program needs.
+        if self._has_interrupted:
             plan.require_whole()
+        # Part of the signature: a rank whose gradients are in its buffers sends none, and the others must expect that.
         in_buffers = plan.are_in_buffers(values)
-        agreed = plan.signature(op, rule.constants, in_buffers)
+        signature = plan.signature(op, rule.constants, in_buffers)
         try:
-            # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
-            with np.errstate(all="ignore"):
-                self._update(agreed, plan, None if in_buffers else values, op, rule)
+            self._update(signature, plan, None if in_buffers else values, op, rule)
             if communicator.checks:
                 self._note_change(plan.blocks)
         except BaseException as error:  # a signal's, say, at any moment
-            self.tear(error, plan.blocks)
+            self.mark_interrupted(error, plan.blocks)
             raise
 
-    def tear(self, error: BaseException, blocks: Sequence[Block]) -> None:
-        """Forbids the use of blocks that this call, which an exception broke off, may have changed in part.
+    def mark_interrupted(self, error: BaseException, blocks: Sequence[Block]) -> None:
+        """Forbids the use of blocks that this call, which an exception interrupted, may have changed in part.
 
         Not where all ranks raised alike, which they do before anything changes.
         """
-        if self.communicator.tear(error):
-            self._has_torn = True
+        # An error that all ranks raised came before anything changed, and leaves the blocks as they are.
+        if self.communicator.mark_interrupted(error):
+            self._has_interrupted = True
             for block in blocks:
-                block.tear(current_call())
+                block.mark_interrupted(current_call())
 
     @abc.abstractmethod
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
@@ -135,7 +150,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
 
@@ -162,7 +177,8 @@ class Storage(abc.ABC):
             variable: its block, of shape `(n, ...)`.
             slots: its slots' blocks.
             rows: integers of shape `(k,)`, all different and the same on every rank.
-            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
+            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With fewer dimensions than
+                the variable, `rows` count those of `row_view`.
             rule: how they change. Its constants must be equal on all ranks.
 
         Raises:
@@ -172,14 +188,16 @@ class Storage(abc.ABC):
         if communicator.checks:
             self._check_unchanged([variable])
         try:
-            agreed = signature(current_call(), rows.shape, variable.held())
-            communicator.exchange(agreed.with_numbers(tuple(rule.constants.values()), tuple(rule.constants)))
+            signature = signature_of(current_call(), rows.shape, variable.held())
+            # The rows and the gradient are the same on every rank already (the ranks gathered them), so only what is
+            # updated is compared.
+            communicator.exchange(signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants)))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:
                 self._note_change([variable])
         except BaseException as error:
-            self.tear(error, blocks)
+            self.mark_interrupted(error, blocks)
             raise
 
     @abc.abstractmethod
@@ -196,9 +214,39 @@ class Storage(abc.ABC):
         Each part is read-only by convention and valid until the next. Not collective.
         """
 
-    @abc.abstractmethod
+    def all_parts(self, block: Block) -> Iterator[Bytes]:
+        """`parts` of all ranks, in rank order, of a block that is split over them. Collective, part by part."""
+        assert block.cuts is not None
+        communicator, itemsize = self.communicator, block.array.dtype.itemsize
+        own = self.parts(block)
+        for rank, cuts in enumerate(itertools.pairwise(block.cuts)):
+            start, stop = (cut * itemsize for cut in cuts)
+            for begin in range(start, stop, PART):
+                nbytes = min(PART, stop - begin)
+                signature = signature_of(f"{current_call()}: {block.name}", rank, begin)
+                with communicator.raise_together():
+                    part = next(own) if communicator.rank == rank else flat(np.empty(0))
+                    messages = communicator.exchange(signature, part.size, _writer_of(part))
+                yield messages[rank][:nbytes]
+
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective."""
+        """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective.
+
+        Of a block that is split over the ranks, `start` counts in all of it, and this rank takes what is its own.
+        """
+        if block.cuts is not None:
+            first, last = (cut * block.array.dtype.itemsize for cut in self._own_cuts(block.cuts))
+            part = part[max(first - start, 0) : max(last - start, 0)]
+            start = max(start - first, 0)
+        if part.size:
+            self._write_part(block, start, part)
+
+    def _own_cuts(self, cuts: Cuts) -> Cuts:
+        rank = self.communicator.rank
+        return cuts[rank : rank + 2]
+
+    @abc.abstractmethod
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None: ...
 
     @abc.abstractmethod
     def publish(self, blocks: Sequence[Block]) -> None:
@@ -212,7 +260,15 @@ class Storage(abc.ABC):
 def slot_values(variable: Block, value: float) -> Array:
     """The initial value of a slot, as a host array."""
     dtype = variable.array.dtype
+    # One element seen many times: a slot is as large as its variable, and must not cost that twice.
     return np.broadcast_to(dtype.type(value), variable.array.shape)
+
+
+def _writer_of(part: Bytes) -> Write:
+    def write(message: Bytes) -> None:
+        message[: part.size] = part
+
+    return write
 
 
 def flat(array: Array) -> Bytes:
@@ -222,19 +278,7 @@ def flat(array: Array) -> Bytes:
 
 def host_parts(array: Array) -> Iterator[Bytes]:
     """The bytes of an array in host memory, in place and in parts."""
+    # In place: what is saved is read where it lies, and never copied.
     everything = flat(array)
     for start in range(0, everything.size, PART):
         yield everything[start : start + PART]
-
-
-def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
-    """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
-    values = [block.array[rows] for block in blocks]
-    value, *slots = [value.reshape(-1) for value in values]
-    gradient = gradient.reshape(-1).copy()
-    if _gpu.is_on_gpu(value):
-        rule.on_gpu(value, gradient, slots)
-    else:
-        rule.apply(value, gradient, slots, np.empty_like(gradient))
-    for block, new in zip(blocks, values, strict=True):
-        block.array[rows] = new

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import final
 
 from hpcstrat import _gpu
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._edge import current_call
-from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.base import UpdateRule, slot_values, update_rows
+from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rows import row_view, update_rows
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
@@ -24,17 +25,18 @@ class CentralDeviceStorage(DeviceStorage):
     for nothing, unless the master copy is in host memory.
     """
 
-    def _create_slot(self, variable: Block, value: float) -> Block:
+    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """See `Storage.create_slot`. On the other ranks the block has no numbers."""
         communicator = self._communicator
         with communicator.raise_together(), self._current():
             number = self._created + 1
             if self._is_root:
-                block = self._master.place(variable.array.shape, variable.array.dtype, number)
+                block = self._master.new_block(variable.array.shape, variable.array.dtype, number)
                 fill(block.array, slot_values(variable, value))
             else:
+                # It has the number, so that all ranks count alike, and no memory: slots are as large as the model.
                 block = Block(None, None, 0, 0, number)
-            communicator.exchange(signature(current_call(), "slot", value, variable.held()))
+            communicator.exchange(signature_of(current_call(), "slot", value, variable.held()))
         self._created += 1
         return block
 
@@ -43,16 +45,17 @@ class CentralDeviceStorage(DeviceStorage):
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            sources = self._begin(agreed, plan, values, op is not FIRST_REPLICA)
+            sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
             for source, gradient in zip(sources, plan.gradients, strict=True):
                 if op is not FIRST_REPLICA:
                     communicator.reduce_flat(source, gradient, op, self._root)
                 elif self._root:
+                    # The first replica is rank 0, but another rank may be the parameter rank, which needs the values.
                     communicator.broadcast_flat(gradient, 0)
             if self._is_root:
                 self._apply(plan, rule)
@@ -61,12 +64,14 @@ class CentralDeviceStorage(DeviceStorage):
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
-        Where a rank's variables lie in a row, they are sent, or received, in place. Whether they do may differ from
+        Where a rank's variables are contiguous, they are sent, or received, in place. Whether they do may differ from
         rank to rank, because memory is given back at different moments; what is sent may not.
         """
         if self._is_apart:
             for block in plan.blocks:
                 fill(block.view, block.array)
+        # One broadcast for each dtype, however many variables there are: a message's latency counts more than its
+        # bytes.
         for flat, parts in plan.moved:
             if self._is_root:
                 for value, part in parts:
@@ -81,20 +86,21 @@ class CentralDeviceStorage(DeviceStorage):
         with self._current():
             rows, gradient = self.on_device(rows), self.on_device(gradient)
             if self._is_root and self._is_apart:
+                # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = _gpu.to_host(rows)
                 update_rows(blocks, host_rows, _gpu.to_host(gradient), rule)
-                new = self.on_device(variable.array[host_rows])
+                new = self.on_device(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
                 if self._is_root:
                     update_rows(blocks, rows, gradient, rule)
-                new = variable.array[rows]
+                new = row_view(variable.array, gradient.ndim - 1)[rows]
             self._communicator.broadcast_flat(new.reshape(-1), self._root)
-            (variable.copy or variable).array[rows] = new
+            row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`."""
         if blocks:
-            self._communicator.exchange(signature(current_call(), "publish", *[block.held() for block in blocks]))
+            self._communicator.exchange(signature_of(current_call(), "publish", *[block.held() for block in blocks]))
             with self._current():
                 for block in blocks:
                     self._communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)

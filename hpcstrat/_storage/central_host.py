@@ -11,15 +11,16 @@ from typing import final
 import numpy as np
 
 from hpcstrat._communicators.host import MemorySharingCommunicator
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE
 from hpcstrat._edge import call_named, current_call
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
-from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rows import update_rows
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
@@ -27,7 +28,7 @@ from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 class CentralHostStorage(HostStorage):
     """One copy for all ranks of a host.
 
-    All ranks allocate by the same rule from the same facts, so they need not tell each other where a block is. A
+    All ranks allocate by the same rule from the same reports, so they need not tell each other where a block is. A
     block's memory is used again once all of them have said that its variable is dead: garbage collection comes at
     different moments on different ranks.
 
@@ -65,9 +66,10 @@ class CentralHostStorage(HostStorage):
 
         try:
             messages = communicator.exchange(
-                signature(current_call(), (dtype, shape, self._number)), 8 + told.nbytes, tell
+                signature_of(current_call(), (dtype, shape, self._number)), 8 + told.nbytes, tell
             )
         except Exception:
+            # Nobody has heard of them. They are reported again with the next variable.
             self._dead.extendleft(told.tolist())
             raise
         # Every rank counts the same reports in the same call, so all free the same ranges at the same time.
@@ -75,6 +77,7 @@ class CentralHostStorage(HostStorage):
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
         nbytes = size_of(shape, dtype)
+        # All ranks allocate alike, so all raise here or none. The block makes that known: nothing was interrupted.
         with communicator.raise_together():
             start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
@@ -84,7 +87,8 @@ class CentralHostStorage(HostStorage):
                 block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
-            communicator.exchange(signature(f"{current_call()}: memory"))
+            # No rank may read before rank 0 has written the value, nor go on where the memory could not be had.
+            communicator.exchange(signature_of(f"{current_call()}: memory"))
         except Exception:
             communicator.heap.free(start, nbytes)
             raise
@@ -96,6 +100,7 @@ class CentralHostStorage(HostStorage):
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._reports[number] = self._reports.get(number, 0) + 1
+            # A rank that has not reported may still read the variable.
             if self._reports[number] == self._communicator.size:
                 del self._reports[number]
                 free = self._communicator.heap.free(*self._places.pop(number))
@@ -111,27 +116,30 @@ class CentralHostStorage(HostStorage):
 
     def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
+        # Each rank's message has cache lines of its own, since the ranks write them at the same time.
         nbytes = -(-plan.layout.nbytes // LINE) * LINE
         block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
         share = None if rule.norms is None else self._share(plan, rule.norms.size)
         if values is None:
-            communicator.exchange(agreed)
+            communicator.exchange(signature)
             messages = plan.buffer_messages
         elif op is FIRST_REPLICA and communicator.rank != 0:
-            messages = communicator.exchange(agreed)
+            messages = communicator.exchange(signature)
         else:
+            # Where values are summed, this rank reads its own part of a large gradient in place: nobody else needs it.
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
-            messages = communicator.exchange(agreed, plan.layout.nbytes, lambda message: write(message, values))
+            messages = communicator.exchange(signature, plan.layout.nbytes, lambda message: write(message, values))
         if op is FIRST_REPLICA:
             plan.apply(rule, messages[:1], self._scratch, share=share)
         else:
             plan.apply(rule, messages, self._scratch, op, values, share)
+        # Until all have written, a read could see new numbers beside old ones.
         communicator.sync()
 
     def _share(self, plan: Plan, count: int) -> Callable[[Array], Array]:
@@ -153,6 +161,7 @@ class CentralHostStorage(HostStorage):
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         """Each rank updates its share of the rows."""
         communicator = self._communicator
+        # Rows are all different, so ranks that update different rows never touch the same memory.
         share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
         update_rows(blocks, rows[share], gradient[share], rule)
         communicator.sync()

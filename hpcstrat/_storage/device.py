@@ -13,7 +13,7 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.packing import PackKernel
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
@@ -30,7 +30,7 @@ class Moved(NamedTuple):
     """What one broadcast brings to the ranks: the variables of one dtype.
 
     Attributes:
-        flat: what is sent or received: the variables in place where they lie in a row, else a part of the message.
+        flat: what is sent or received: the variables in place where they are contiguous, else a part of the message.
         parts: in the latter case, each range of the variables and its part of `flat`.
     """
 
@@ -64,6 +64,7 @@ class DevicePlan(Plan):
         copies: SlabAllocator | None,
         chunk: int,
     ) -> None:
+        # The message has the gaps of the memory, so that a range of variables is one range of the message too.
         super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
         self.message: Array = None
         self.gradients: list[Array] = []
@@ -75,10 +76,16 @@ class DevicePlan(Plan):
             read = [block.copy or block for block in variables]
             self.read = Plan(copies, read, [()] * len(read), chunk=sys.maxsize, alignment=ALIGNMENT)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return self.layout.nbytes
+
     def take(self, message: Array) -> None:
         """Makes this the message."""
         self.message = message
         self.gradients = [group.of(message) for group in self.layout.groups]
+        # Kernels, views and addresses are made once for a message: a steady step only launches.
         if _gpu.is_on_gpu(message):
             self.packings = [PackKernel(self.layout, group, message) for group in self.layout.groups]
         self.updates = [
@@ -117,12 +124,14 @@ class DeviceStorage(Storage):
         self._root = root
         self._is_root = communicator.rank == root
         stream = communicator.stream
+        # Ranks on CPUs and on GPUs can be replicas of one strategy, so each has memory of its own kind.
         self._read = host_memory(is_pinned=False) if stream is None else gpu_memory(stream)
         self._master = host_memory(is_pinned=True) if on_host else self._read
         self._is_apart = on_host  # what this rank updates is not what it reads
         self._updates_on_gpu = stream is not None and not on_host
         self._scratch = ScratchBuffers()
         self._message: Array = None  # of all plans but those with buffers: one update comes after the other
+        # Weak, because plans live as long as their variables, and the storage lives longer.
         self._takers: weakref.WeakSet[DevicePlan] = weakref.WeakSet()  # that hold it
         self._pinned: Array = np.empty(0, np.uint8)
         self._created = 0
@@ -147,20 +156,23 @@ class DeviceStorage(Storage):
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
         with communicator.raise_together(), self._current():
-            block = self._place(initial)
-            communicator.exchange(signature(current_call(), (initial.dtype, initial.shape, self._number)))
+            block = self._new_block(initial)
+            communicator.exchange(signature_of(current_call(), (initial.dtype, initial.shape, self._number)))
+        # Only now, when all ranks have made it: the numbers of blocks must stay equal on all ranks.
         self._created += 1
         with self._current():
+            # The parameter rank's value replaces what the other ranks passed.
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
         return block
 
-    def _place(self, initial: Array) -> Block:
+    def _new_block(self, initial: Array) -> Block:
         """A new block with this value, on this rank."""
-        block = self._master.place(initial.shape, initial.dtype, self._created + 1)
+        block = self._master.new_block(initial.shape, initial.dtype, self._created + 1)
         fill(block.array, initial)
         if self._is_apart:
-            block.copy = self._read.place(initial.shape, initial.dtype, self._created + 1)
+            block.copy = self._read.new_block(initial.shape, initial.dtype, self._created + 1)
             fill(block.copy.array, initial)
+            # Programs on this rank compute with the copy, and never see the master.
             block.view = block.copy.view
         return block
 
@@ -195,11 +207,12 @@ class DeviceStorage(Storage):
         for start in range(0, everything.size, PART):
             part = everything[start : start + PART]
             with self._current():
+                # Into pinned memory: from the GPU a copy to ordinary memory goes through a small staging buffer of the
+                # driver.
                 part.get(out=pinned[: part.size])
             yield pinned[: part.size]
 
-    def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """See `Storage.write_part`."""
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
         blocks = [block] if block.copy is None else [block, block.copy]
         with self._current():
             if (stream := self._communicator.stream) is not None:
@@ -228,8 +241,9 @@ class DeviceStorage(Storage):
         """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
         assert isinstance(plan, DevicePlan)
         with self._communicator.raise_together(), self._current():
-            message = self._zeros(plan.layout.nbytes)
+            message = self._zeros(plan.nbytes)
             self._communicator.exchange(plan.signature())
+            # After the exchange, because a rank that had no memory has raised on all of them by then.
             plan.take(message)
         plan.give_buffers([message], message)
 
@@ -240,20 +254,20 @@ class DeviceStorage(Storage):
     def _require_message(self, plan: DevicePlan) -> None:
         if plan.buffers is not None:
             return
-        if self._message is None or self._message.size < plan.layout.nbytes:
+        if self._message is None or self._message.size < plan.nbytes:
             # Plans hold views of the message, and so its memory: they let go of it before a larger one is allocated, or
             # the GPU would need room for both.
             for other in self._takers:  # which may never be used again
                 other.let_go()
             self._takers.clear()
             self._message = None  # so that its memory can be used for the larger one
-            self._message = self._zeros(plan.layout.nbytes)
+            self._message = self._zeros(plan.nbytes)
         if plan.message is not self._message:
             plan.take(self._message)
             self._takers.add(plan)
 
     def _begin(
-        self, agreed: CallSignature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
+        self, signature: CallSignature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
     ) -> list[Array]:
         """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
 
@@ -263,7 +277,7 @@ class DeviceStorage(Storage):
         """
         with self._communicator.raise_together():
             sources = self._packed(plan, values, is_reduced)
-            self._communicator.exchange(agreed)
+            self._communicator.exchange(signature)
         return sources
 
     @span(COMMUNICATION, _on_stream("pack"))
@@ -281,9 +295,11 @@ class DeviceStorage(Storage):
         sources = list(plan.gradients)
         for index, group in enumerate(plan.layout.groups):
             for i in group.members:
+                # The packing kernel copies words, and converts nothing.
                 if arrays[i].dtype != group.dtype:
                     arrays[i] = arrays[i].astype(group.dtype)
             first = arrays[group.members[0]]
+            # A single gradient is its own message: NCCL reads it where it is, and the copy is saved.
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
                 sources[index] = first
             else:
@@ -294,7 +310,7 @@ class DeviceStorage(Storage):
     def _apply(self, plan: DevicePlan, rule: UpdateRule) -> None:
         """Updates what this rank holds by the gradients, or new values, in the plan's message."""
         if not self._updates_on_gpu:
-            plan.apply(rule, [self._host_message(plan)], self._scratch)
+            plan.apply(rule, [self._host_message(plan)], self._scratch, share=self._share)
         elif rule.norms is not None:
             self._apply_with_norms(plan, rule.norms)
         else:
@@ -304,16 +320,21 @@ class DeviceStorage(Storage):
     def _apply_with_norms(self, plan: DevicePlan, norms: Norms) -> None:
         """The host waits once, for the norms of all variables: what is computed of them it passes to kernels."""
         variables = []
-        for cut in plan.cuts:  # each a whole variable: a GPU's plan has no chunks
+        for cut in plan.cuts:  # each all that is here of a variable: a GPU's plan has no chunks
             value, gradient, slots = plan.updates[cut.chunk]
             here = slice(cut.start, cut.stop)
-            variables.append((value[here], gradient[here], [slot[here] for slot in slots]))
+            variables.append((cut.variable, value[here], gradient[here], [slot[here] for slot in slots]))
         # All norms in one array: each copy to the host waits for the stream.
-        sums = self._zeros(8 * len(variables) * norms.size).view(np.float64).reshape(-1, norms.size)
-        for (value, gradient, slots), out in zip(variables, sums, strict=True):
-            norms.sums_on_gpu(value, gradient, slots, out)
-        for (value, gradient, slots), found in zip(variables, np.sqrt(_gpu.to_host(sums)).tolist(), strict=True):
-            norms.bound(found).on_gpu(value, gradient, slots)
+        sums = self._zeros(8 * len(plan.blocks) * norms.size).view(np.float64).reshape(-1, norms.size)
+        for variable, value, gradient, slots in variables:
+            norms.sums_on_gpu(value, gradient, slots, sums[variable])
+        found = np.sqrt(self._share(_gpu.to_host(sums))).tolist()
+        for variable, value, gradient, slots in variables:
+            norms.bound(found[variable]).on_gpu(value, gradient, slots)
+
+    def _share(self, sums: Array) -> Array:
+        """The sums over all of each variable, of those over this rank's part."""
+        return sums
 
     def _host_message(self, plan: DevicePlan) -> Any:
         if not self._is_apart:

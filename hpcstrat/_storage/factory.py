@@ -17,11 +17,35 @@ def replica_storage(communicator: Communicator) -> Storage:
         TypeError: there is none for ranks that are connected so.
     """
     if isinstance(communicator, DeviceCommunicator):
+        # Imported here, because a program on CPUs needs none of the modules for GPUs.
         from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 
         return MirroredDeviceStorage(communicator, root=0)
     if isinstance(communicator, HostCommunicator):
         return MirroredHostStorage(communicator)
+    raise TypeError(f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory")
+
+
+def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
+    """Where each replica keeps a copy of the variables on its device, and the slots of a part of them only.
+
+    Args:
+        communicator: the replicas.
+        root: the rank whose initial values count.
+
+    Raises:
+        TypeError: there is none for ranks that are connected so.
+    """
+    if communicator.size == 1:  # the part is all of it
+        return replica_storage(communicator)
+    if isinstance(communicator, DeviceCommunicator):
+        from hpcstrat._storage.sharded_device import ShardedDeviceStorage
+
+        return ShardedDeviceStorage(communicator, root)
+    if isinstance(communicator, HostCommunicator):
+        from hpcstrat._storage.sharded_host import ShardedHostStorage
+
+        return ShardedHostStorage(communicator)
     raise TypeError(f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory")
 
 

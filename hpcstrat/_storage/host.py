@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from hpcstrat import _gpu, _settings
-from hpcstrat._communicators.base import Communicator, checksum
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.checked_exchange import checksum
 from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
@@ -30,6 +31,7 @@ class HostStorage(Storage):
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `Storage.write`."""
+        # Written by the library itself: the next check has nothing to compare with.
         block.checksum = None
         rule.apply(block.array, new, (), block.array)
 
@@ -37,8 +39,7 @@ class HostStorage(Storage):
         """See `Storage.parts`."""
         return host_parts(block.array)
 
-    def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """See `Storage.write_part`."""
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
         block.checksum = None
         flat(block.array)[start : start + part.size] = part
 
@@ -46,6 +47,7 @@ class HostStorage(Storage):
         """See `Storage._check_unchanged`. NumPy's `at` writes to read-only arrays, too."""
         with self.communicator.raise_together():
             for block in blocks:
+                # Forgotten at once, so that one foreign write is reported once and not at every later update.
                 seen, block.checksum = block.checksum, None
                 if seen not in (None, checksum(block.array)):
                     raise RuntimeError(

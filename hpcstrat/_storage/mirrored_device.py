@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
 
 from hpcstrat._communicators.protocol import CallSignature
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rows import update_rows
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
-@final
 class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            sources = self._begin(agreed, plan, values, op is not FIRST_REPLICA)
+            # Everything is queued on one stream, and the host waits for nothing: the next step's Python runs while the
+            # GPU works.
+            sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
             for source, gradient in zip(sources, plan.gradients, strict=True):
                 if op is FIRST_REPLICA:
                     communicator.broadcast_flat(gradient, 0)

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import final
 
 import numpy as np
 
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
-from hpcstrat._storage.base import UpdateRule, update_rows
+from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.rows import update_rows
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
 
 
-@final
 class MirroredHostStorage(HostStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
@@ -45,19 +44,20 @@ class MirroredHostStorage(HostStorage):
 
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
+        # A rank without the memory stops the others before they wait for its part.
         with communicator.raise_together():
-            block = private_memory().place(initial.shape, initial.dtype, self._created + 1)
+            block = private_memory().new_block(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
-        agreed = signature(current_call(), (initial.dtype, initial.shape, self._number))
+        signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
         flat = block.array.reshape(-1).view(np.uint8)
         if communicator.rank == 0:
 
             def write(message: Array) -> None:
                 message[: flat.size] = flat
 
-            communicator.exchange(agreed, flat.size, write)
+            communicator.exchange(signature, flat.size, write)
         else:
-            flat[...] = communicator.exchange(agreed)[0][: flat.size]
+            flat[...] = communicator.exchange(signature)[0][: flat.size]
         self._created += 1
         return block
 
@@ -73,7 +73,7 @@ class MirroredHostStorage(HostStorage):
         plan.give_buffers([message], message)
 
     def _update(
-        self, agreed: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         communicator = self._communicator
 
@@ -87,8 +87,9 @@ class MirroredHostStorage(HostStorage):
             # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < plan.layout.nbytes:
                 self._sum = np.empty(plan.layout.nbytes, np.uint8)
+            # There is nobody to exchange with; the call is still counted, and refused where none may be made.
             if communicator.size == 1:
-                communicator.exchange(agreed)
+                communicator.exchange(signature)
                 if values is None:
                     plan.apply(rule, plan.buffer_messages, self._scratch)
                 else:
@@ -97,11 +98,12 @@ class MirroredHostStorage(HostStorage):
                 return
             if op is not FIRST_REPLICA:
                 reduced = self._sum
-                communicator.reduce_message(agreed, plan.layout, write, op, reduced)
+                communicator.reduce_message(signature, plan.layout, write, op, reduced)
             elif communicator.rank == 0:
-                reduced = communicator.exchange(agreed, plan.layout.nbytes, write)[0]
+                # The first replica's values, as they are: the others have nothing to send.
+                reduced = communicator.exchange(signature, plan.layout.nbytes, write)[0]
             else:
-                reduced = communicator.exchange(agreed)[0]
+                reduced = communicator.exchange(signature)[0]
             plan.apply(rule, [reduced], self._scratch)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._communicators.packing import Group, Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature
+from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block
@@ -54,9 +54,10 @@ class Plan:
         alignment: int = 1,
         compiles: bool = False,
     ) -> None:
+        # What a steady step's gradients must be, in the order of the call; see `fits`.
+        self._expected = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         # By number, the order in memory, and not in the order of the call: variables that were made one after another
         # are then one range, and the ranks have the same ranges.
-        self._expected = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.layout: Layout = layout_of(
@@ -71,6 +72,7 @@ class Plan:
         self.buffer_messages: list[Array] = []  # in which the ranks' buffers lie, as far as this rank sees them
         self._buffers_owner: Block | None = None
         self.sums: Block | None = None  # of each rank and variable, where updates take norms
+        # By call: `assign` and `assign_add` of a variable, say, share a plan.
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
@@ -88,6 +90,7 @@ class Plan:
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
         self._rank = rank
         self._own = self._own_parts()
+        # Compiling takes half a second, which updates of a few numbers never earn back.
         self._is_compiled = compiles and sum(self.layout.sizes) >= compiled.FEWEST
         self._addresses: dict[int, tuple[Array, compiled.Table, Array]] = {}
 
@@ -102,14 +105,14 @@ class Plan:
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
-            found = signature(call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match)
+            found = signature_of(call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match)
             if numbers:
                 found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found
         return found
 
     def require_whole(self) -> None:
-        """Raises where an update of one of the variables was broken off.
+        """Raises where an update of one of the variables was interrupted.
 
         Raises:
             RuntimeError: it was.
@@ -136,6 +139,7 @@ class Plan:
 
     def are_in_buffers(self, values: Sequence[Array]) -> bool:
         """Whether these gradients are the plan's buffers, and so need not be copied."""
+        # By identity, which costs nothing: another array, even over the same memory, is copied as any gradient.
         return self.buffers is not None and all(map(operator.is_, values, self.buffers))
 
     def _own_parts(self) -> dict[int, LocalOnlyRange]:
@@ -241,6 +245,8 @@ class Plan:
             for (loop, _), found in zip(first, tables, strict=True):
                 if found is not None:
                     np.add.at(sums, found[0], loop(found[1], len(messages), norms.kernel_constants))
+            # The norms need all elements of a variable, of which other ranks have the rest, so no chunk can be updated
+            # before.
             rules = self._bound(norms, sums, share)
             for (loop, _), found in zip(second, tables, strict=True):
                 if found is not None:
@@ -266,6 +272,7 @@ class Plan:
 
     def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
+        # All or none: half an update in C and half in NumPy would need both ways' bookkeeping for a rare case.
         loops = [(loop_of(group.dtype), group) for group in self.layout.groups]
         return loops if all(loop is not None for loop, _ in loops) else None
 
@@ -298,6 +305,7 @@ class Plan:
         if index not in self._addresses:
             cuts = [cut for cut in self.cuts if cut.group == index]
             arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
+            # The addresses of storage never change, so only those of the messages are filled in at each step.
             fixed = compiled.table(
                 [[a[cut.start : cut.stop] for a in each] for cut, each in zip(cuts, arrays, strict=True)]
             )
@@ -316,6 +324,8 @@ class Plan:
             for i, own in self._own.items():
                 if own.group == index and is_readable_in_place(values[i], views[i]):
                     rows = (chunks >= own.chunks.start) & (chunks < own.chunks.stop)
+                    # This rank's own part of a large gradient was not copied to its message: the loop reads it where it
+                    # is.
                     begin = values[i].ctypes.data - item * own.begin
                     table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
         return variables, table

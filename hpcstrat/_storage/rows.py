@@ -1,59 +1,112 @@
-"""Sums of the rows that occur several times in a sparse gradient."""
+"""Some rows of a variable: updates of them, and one value for each that occurs several times."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcstrat import _gpu
 from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.rule import UpdateRule
 from hpcstrat._types import Array
 
-_SUM = """
+_COMBINE = """
 const long long segment = i / columns, column = i % columns;
 const long long stop = segment + 1 < segments ? starts[segment + 1] : rows;
-{sum} total = 0;
-for (long long row = starts[segment]; row < stop; ++row)
-    total += ({sum})values[order[row] * columns + column];
-sum = (T)total;
+long long row = starts[segment];
+{wide} total = ({wide})values[order[row] * columns + column];
+while (++row < stop) {{
+    const {wide} next = ({wide})values[order[row] * columns + column];
+    total = {combined};
+}}
+combined = (T)total;
 """
 
 
-def sum_rows(indices: Array, values: Array) -> tuple[Array, Array]:
-    """The rows that occur, each once and ascending, and for each the sum of its values, in the order in which they lie.
+class Combination(NamedTuple):
+    """How the values of one row become one.
+
+    Attributes:
+        ufunc: NumPy's function of two values; `None` takes the last one.
+        code: CUDA C++ of the same, of `total` and `next`.
+    """
+
+    ufunc: np.ufunc | None
+    code: str
+
+
+SUM = Combination(np.add, "total + next")
+PRODUCT = Combination(np.multiply, "total * next")
+MINIMUM = Combination(np.minimum, "next < total || next != next ? next : total")
+MAXIMUM = Combination(np.maximum, "next > total || next != next ? next : total")
+LAST = Combination(None, "next")
+
+
+def combine_rows(indices: Array, values: Array, combination: Combination = SUM) -> tuple[Array, Array]:
+    """The rows that occur, each once and ascending, and for each its values as one, in the order in which they lie.
 
     CuPy's own `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN to all rows.
 
     Args:
         indices: integers of shape `(k,)`, none of them negative.
-        values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are summed in `float32`.
+        values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in `float32`.
+        combination: how several values become one.
     """
     xp = _gpu.array_module(indices)
+    # Stable, so that equal rows keep their order, and the results are the same bits on every rank and in every run.
     order = xp.argsort(indices, kind="stable")
     indices = indices[order]
+    # No index is negative, so -1 makes the first row a new one.
     starts = xp.flatnonzero(xp.diff(indices, prepend=-1))
     rows = indices[starts]
     if xp is np:
         if not rows.size:
             return rows, values
+        if combination.ufunc is None:
+            return rows, values[order[np.append(starts[1:], order.size) - 1]]
         with np.errstate(all="ignore"):  # as in the update
-            sums = np.add.reduceat(values[order], starts, axis=0, dtype=accumulator(values.dtype))
-            return rows, sums.astype(values.dtype, copy=False)
-    sums = xp.empty((rows.size, *values.shape[1:]), values.dtype)
-    columns = sums.size // max(rows.size, 1)
-    _kernel(accumulator(values.dtype) != values.dtype)(values, order, starts, columns, rows.size, indices.size, sums)
-    return rows, sums
+            found = combination.ufunc.reduceat(values[order], starts, axis=0, dtype=accumulator(values.dtype))
+            return rows, found.astype(values.dtype, copy=False)
+    combined = xp.empty((rows.size, *values.shape[1:]), values.dtype)
+    columns = combined.size // max(rows.size, 1)
+    kernel = _kernel(combination.code, accumulator(values.dtype) != values.dtype)
+    kernel(values, order, starts, columns, rows.size, indices.size, combined)
+    return rows, combined
 
 
 @functools.cache
-def _kernel(is_short: bool) -> Any:
+def _kernel(code: str, is_short: bool) -> Any:
     """A thread for each element of the result: the same bits in every run, and on every rank."""
     return _gpu.load_cupy("a sparse gradient").ElementwiseKernel(
         "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 rows",
-        "T sum",
-        _SUM.format(sum="float" if is_short else "T"),
-        "hpcstrat_sum_rows",
+        "T combined",
+        _COMBINE.format(wide="float" if is_short else "T", combined=code),
+        "hpcstrat_combine_rows",
         no_return=True,
     )
+
+
+def row_view(array: Array, row_ndim: int) -> Array:
+    """A contiguous array with its first dimensions as one, so that its rows have `row_ndim` dimensions."""
+    leading = array.ndim - row_ndim
+    return array.reshape(math.prod(array.shape[:leading]), *array.shape[leading:])
+
+
+def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
+    arrays = [row_view(block.array, gradient.ndim - 1) for block in blocks]
+    values = [array[rows] for array in arrays]
+    value, *slots = [value.reshape(-1) for value in values]
+    # The rule may overwrite its gradient, and this one is the caller's.
+    gradient = gradient.reshape(-1).copy()
+    if _gpu.is_on_gpu(value):
+        rule.on_gpu(value, gradient, slots)
+    else:
+        rule.apply(value, gradient, slots, np.empty_like(gradient))
+    for array, new in zip(arrays, values, strict=True):
+        array[rows] = new

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -126,7 +127,7 @@ def sum_of_squares(term: Array) -> float:
     lanes = np.zeros(LANES)
     lanes += np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
     lanes[: squares.size - whole] += squares[whole:]
-    return sum(lanes.tolist())
+    return functools.reduce(operator.add, lanes.tolist())  # one after the other: `sum` compensates from Python 3.12 on
 
 
 @functools.cache

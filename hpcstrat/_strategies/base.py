@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
@@ -12,24 +11,22 @@ from typing import Any
 import numpy as np
 
 from hpcstrat import _context, _nest, _world
-from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
-from hpcstrat._edge import current_call, names_call
+from hpcstrat._edge import current_call, names_call, warn_renamed
 from hpcstrat._group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._spans import RUN, Details, span
-from hpcstrat._strategies import reduction
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
+from hpcstrat._strategies.replica_collectives import ReplicaCollectives
 from hpcstrat._strategies.transfer import check_alike, explain_empty_part, regroup, require_equal_arguments
 from hpcstrat._strategies.values import ValueMethods
-from hpcstrat._types import ReduceOp, RunOptions
+from hpcstrat._types import RunOptions
 from hpcstrat._values import select
 from hpcstrat._variable_array import note_read_only
 from hpcstrat._variable_options import creators
-from hpcstrat._warnings import warn_renamed
 
 
 def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
@@ -38,15 +35,16 @@ def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
 
 
 class Strategy(InputMethods, ValueMethods):
-    """Runs one program on several replicas: one a rank, each on its own device.
+    """Runs one program on several replicas: one per rank, each on its own device.
 
-    Make one of its subclasses. Methods marked collective are called by all ranks, in one order; the script's own level
-    does so by itself, because every rank runs the same lines.
+    Construct one of the subclasses. All ranks must call the methods marked collective, in the same order. Code at the
+    script's top level does so by itself, because every rank runs the same lines.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._connect(group)
 
+    # Apart from the constructor, because a copy of a strategy has no devices to place.
     def _connect(self, group: ReplicaGroup) -> None:
         self._group = group
         self._across = AcrossReplicas(group, self)
@@ -54,7 +52,7 @@ class Strategy(InputMethods, ValueMethods):
         self._in_replica = InReplica(group, self._replica_context)
         self._extended = StrategyExtended(self._across, self.run)
 
-    # ---- facts
+    # ---- properties
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -68,7 +66,7 @@ class Strategy(InputMethods, ValueMethods):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Further methods, for those who write libraries on top of strategies."""
+        """Further methods, for libraries built on strategies."""
         return self._extended
 
     @property
@@ -78,10 +76,10 @@ class Strategy(InputMethods, ValueMethods):
 
     def __repr__(self) -> str:
         group, replicas = self._group, self.num_replicas_in_sync
-        places = ", ".join(dict.fromkeys(device.short for device in group.devices))
+        devices = ", ".join(dict.fromkeys(device.short for device in group.devices))
         variables = "" if group.mirrors or replicas == 1 else f", variables on {group.parameter_device.short}"
         state = ", closed" if group.lifetime.is_closed else ""
-        return f"{type(self).__name__}({replicas} replica{'s' * (replicas != 1)} on {places}{variables}{state})"
+        return f"{type(self).__name__}({replicas} replica{'s' * (replicas != 1)} on {devices}{variables}{state})"
 
     # ---- life
 
@@ -98,6 +96,7 @@ class Strategy(InputMethods, ValueMethods):
         """Closes the strategy; its variables can still be read. Collective. Closing it again does nothing."""
         group = self._group
         if not group.lifetime.is_closed:
+            # NCCL's communicator may only be closed when no rank still uses it.
             group.communicator.barrier()
             group.lifetime.is_closed = True
             if isinstance(group.communicator, DeviceCommunicator):
@@ -116,6 +115,7 @@ class Strategy(InputMethods, ValueMethods):
         memo[id(self)] = other
         group = self._group
         if isinstance(group.communicator, DeviceCommunicator):
+            # Each copy is closed by itself; the last one closes the connection.
             keep_connected(group.communicator)
         other._connect(dataclasses.replace(group, lifetime=Lifetime(group.lifetime.is_closed)))
         return other
@@ -137,7 +137,7 @@ class Strategy(InputMethods, ValueMethods):
             args: positional arguments, a tuple of nests. Distributed values in them are replaced by this replica's
                 component.
             kwargs: keyword arguments, likewise.
-            options: taken for TensorFlow's sake.
+            options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one replica. A variable
@@ -145,9 +145,9 @@ class Strategy(InputMethods, ValueMethods):
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            TypeError: `fn` cannot be called, or `args` is no tuple or list.
-            ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers of `args` or `kwargs` that are no
-                distributed values differ between ranks. Every rank must make the call then.
+            TypeError: `fn` is not callable, or `args` is not a tuple or list.
+            ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers in `args` or `kwargs`, other than
+                distributed values, differ between ranks. All ranks must make the call then.
             Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
 
         Examples:
@@ -165,6 +165,7 @@ class Strategy(InputMethods, ValueMethods):
         del options
         # It does not become the current call: that would cost every step, and what runs here is the program's own.
         require_cross_replica(self._group, "Strategy.run")
+        # Without a GPU there is no context manager to enter, which every step would pay for.
         stream = self._group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
@@ -176,6 +177,8 @@ class Strategy(InputMethods, ValueMethods):
         try:  # in which the context is set: a signal's exception may come right behind that
             check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
+                # Plain values count as one value of all replicas. Comparing them communicates, so it has to be asked
+                # for.
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(one) for one in args]
             own_by_name = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
@@ -186,6 +189,8 @@ class Strategy(InputMethods, ValueMethods):
             return result
         except BaseException as error:
             note_read_only(error)
+            # The other ranks may know nothing of this one. If the program catches it, the next call compares, and ends
+            # the job.
             communicator.note_fault(error)
             explain_empty_part(error, args, kwargs)
             raise
@@ -201,7 +206,7 @@ class Strategy(InputMethods, ValueMethods):
 
 
 class Scope:
-    """The scope of a strategy: its cross-replica context, in which variables are its own. See `Strategy.scope`."""
+    """The scope of a strategy: its cross-replica context, in which new variables belong to it. See `Strategy.scope`."""
 
     __slots__ = ("_across", "_entered", "_strategy")
 
@@ -226,13 +231,10 @@ class Scope:
         _context.current.reset(token)
 
 
-_REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
+class ReplicaContext(ReplicaCollectives):
+    """What a replica function knows about its replica, and how it communicates with the others.
 
-
-class ReplicaContext:
-    """What a replica function knows of its replica, and how it talks to the others.
-
-    `hpcstrat.get_replica_context()` gives it, inside `Strategy.run`.
+    Inside `Strategy.run`, `hpcstrat.get_replica_context()` returns it.
     """
 
     __slots__ = ("_across", "_group", "_strategy")
@@ -262,47 +264,6 @@ class ReplicaContext:
         """The device of this replica, as a tuple of one canonical string."""
         return (str(self._group.device),)
 
-    @collective("ReplicaContext.all_reduce", _REQUIRE)
-    def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Reduces `value` elementwise over all replicas. Collective: all replicas call this.
-
-        Args:
-            reduce_op: a `ReduceOp` or its name.
-            value: a nest of arrays or numbers, of equal shapes and dtypes on all replicas. They travel together.
-            options: taken for TensorFlow's sake.
-
-        Returns:
-            A nest like `value`, the same on every replica; integers stay integers in a sum, and become `float64` in a
-            mean.
-
-        Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
-            ReplicaMismatchError: shapes or dtypes differ between replicas.
-        """
-        del options
-        return reduction.all_reduce(self._group.communicator, reduce_op, value)
-
-    @collective("ReplicaContext.all_gather", _REQUIRE)
-    def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates `value` over all replicas along `axis`, in replica order. Collective: all replicas call this.
-
-        Args:
-            value: a nest of arrays with at least one dimension; sizes may differ along `axis` only.
-            axis: the axis, counted from the end where negative.
-            options: taken for TensorFlow's sake.
-
-        Returns:
-            A nest like `value`, the same on every replica.
-
-        Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            NotImplementedError: a leaf is an `IndexedSlices`.
-            ReplicaMismatchError: the shapes do not fit; every replica's is named.
-        """
-        del options
-        return reduction.all_gather(self._group.communicator, value, axis)
-
     @names_call("ReplicaContext.merge_call")
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -318,15 +279,16 @@ class ReplicaContext:
             This replica's component of what `merge_fn` returns.
 
         Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.
-            TypeError: `merge_fn` cannot be called, or `args` is no tuple or list.
+            RuntimeError: called outside the replica context, or outside every strategy with several ranks.
+            TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
         """
         self._require()
         check_arguments(merge_fn, args)
+        # Args and kwargs as one nest: one structure to compare, one flattening.
         given = (tuple(args), dict(kwargs or {}))
         leaves, structure = _nest.flatten(given)
         # All replicas must be here, with nests of one structure, before the function runs on any of them.
-        self._group.communicator.exchange(signature(current_call(), _nest.describe(structure)))
+        self._group.communicator.exchange(signature_of(current_call(), _nest.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
         before = _context.current.get()
         try:
@@ -337,9 +299,9 @@ class ReplicaContext:
         return select(result)
 
     def random_generator(self, seed: int) -> Any:
-        """A random generator of this replica's own: `numpy.random.Generator`, or CuPy's on a GPU.
+        """This replica's own random generator: `numpy.random.Generator`, or CuPy's on a GPU.
 
-        One seed gives independent streams on all replicas, and the same ones in every run.
+        The same seed gives each replica an independent stream, and the same streams in every run.
         """
         xp = self._group.xp
         own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))
@@ -357,6 +319,7 @@ class ReplicaContext:
                 f"{current_call()} was called outside of its replica context; call it inside the function that "
                 "Strategy.run runs"
             )
+        # The default strategy has one replica, so a sum would silently be this rank's own value.
         if found is None and (ranks := _world.size()) > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of Strategy.run, where each of the {ranks} ranks is "

@@ -1,4 +1,4 @@
-"""The strategy that a line runs in, and the default one, which counts outside of every scope."""
+"""The strategy that a line runs in, and the default strategy, in effect outside every scope."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hpcstrat._types import MaybeNone
 
 @final
 class DefaultStrategy(Strategy):
-    """Outside of every scope each process is one replica of its own; starts no MPI."""
+    """Outside every scope each process is a single replica. Does not start MPI."""
 
     def __init__(self) -> None:
         super().__init__(default_group())
 
     def scope(self) -> Scope:
-        """Changes nothing: what is outside of every scope is in the default strategy's already."""
+        """Changes nothing: code outside every scope is in the default strategy's context already."""
         return _DefaultScope(self, self._across)
 
 
 class _DefaultScope(Scope):
-    """The default strategy's, which changes nothing: its contexts count there already, as in TensorFlow."""
+    """The default strategy's scope, which changes nothing, as in TensorFlow: its context is in effect already."""
 
     __slots__ = ()
 
@@ -38,14 +38,15 @@ class _DefaultScope(Scope):
         pass
 
 
+# One object: `get_strategy()` is compared by identity, and programs may keep it.
 @functools.cache
 def default_strategy() -> Strategy:
-    """The strategy of one replica that counts outside of every scope."""
+    """The strategy in effect outside every scope, of one replica."""
     return DefaultStrategy()
 
 
 def get_strategy() -> Strategy:
-    """The strategy of this line; outside of every scope the default strategy, of one replica."""
+    """The strategy that this line runs in; outside every scope the default strategy, of one replica."""
     found = _context.context()
     if found is None:
         return default_strategy()
@@ -62,9 +63,9 @@ def has_strategy() -> bool:
 
 
 def get_replica_context() -> ReplicaContext | MaybeNone:
-    """This replica's context; None in the cross-replica context; the default strategy's outside of every scope.
+    """This replica's context; None in the cross-replica context; the default strategy's outside every scope.
 
-    That one's `all_reduce`, `all_gather` and `merge_call` work where there is one rank.
+    The latter's `all_reduce`, `all_gather` and `merge_call` need a single rank.
     """
     found = _context.context()
     if found is None:

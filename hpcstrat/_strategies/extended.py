@@ -19,9 +19,9 @@ from hpcstrat._variables import Variable, state_of
 
 
 class StrategyExtended:
-    """Methods of a strategy that programs rarely need; `Strategy.extended` gives it.
+    """Methods of a strategy that programs rarely need: `Strategy.extended`.
 
-    Those marked collective are called by all ranks, in the cross-replica context or outside of every scope.
+    All ranks call those marked collective, in the cross-replica context or outside every scope.
     """
 
     def __init__(self, across: AcrossReplicas, run: Callable[..., Any]) -> None:
@@ -29,7 +29,7 @@ class StrategyExtended:
         self._group = across.group
         self._run = run
 
-    # ---- facts
+    # ---- properties
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
@@ -43,22 +43,22 @@ class StrategyExtended:
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this worker is to write checkpoints."""
+        """Whether this worker should write checkpoints."""
         return True
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this worker is to write summaries."""
+        """Whether this worker should write summaries."""
         return True
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether shapes must not change from step to step. They may."""
+        """Whether shapes must be the same in every step: no."""
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether workers run programs of their own. There is one program."""
+        """Whether workers run programs of their own: no, there is one program."""
         return False
 
     # ---- replicas
@@ -78,15 +78,17 @@ class StrategyExtended:
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a distributed value, or a nest of them.
-            destinations: where it is wanted: a variable, a device string, or a distributed value for all replicas.
-            options: taken for TensorFlow's sake.
+            destinations: where the result is wanted: a variable, a device string, or a distributed value for all
+                replicas.
+            options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            The result, on every rank; a `Mirrored` value where the destinations are all replicas.
+            The result, on every rank; a `Mirrored` value if the destinations are all replicas.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            ValueError: no destination, or the sum of a plain value over several replicas.
+            ValueError: `destinations` is none of these, or a plain value other than zero is summed over several
+                replicas.
         """
         del options
         return self._reduce(reduce_op, [(value, destinations)])[0]
@@ -115,7 +117,7 @@ class StrategyExtended:
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            ValueError: no destination.
+            ValueError: `destinations` is none of these.
         """
         group = self._group
         with group.on_stream():
@@ -129,7 +131,7 @@ class StrategyExtended:
         alone = self._group.communicator.size == 1
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
-                _devices.parse(one, current_call())
+                _devices.parse(one)
             elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
                 continue  # what a single replica returned
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
@@ -157,19 +159,19 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
 
-        That is on the parameter rank only, or on every rank for mirrored variables. Inside, writes are local, no call
-        may communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
+        That is the parameter rank only, or every rank for mirrored variables. Inside, writes are local, no call may
+        communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
 
         Args:
             var: the variable.
             fn: the update; what it returns, a nest, reaches every rank.
             args: plain values, or `Mirrored` ones.
             kwargs: likewise.
-            group: if not, each leaf of the result is wrapped in a tuple.
+            group: if false, each leaf of the result is wrapped in a tuple.
 
         Raises:
             ValueError: `var` is not a variable of this strategy.
-            TypeError: `fn` cannot be called, or `args` is no tuple or list.
+            TypeError: `fn` is not callable, or `args` is not a tuple or list.
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: what `fn` raised, on every rank.
         """
@@ -190,7 +192,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on what `non_slot_devices` gave; otherwise as `update`. Collective."""
+        """Runs `fn(*args, **kwargs)` on the devices of `non_slot_devices`; otherwise like `update`. Collective."""
         del colocate_with
         check_arguments(fn, args)
         return self._run_update(fn, tuple(args), dict(kwargs or {}), group)
@@ -256,25 +258,27 @@ class StrategyExtended:
             if communicator.rank == group.root:
                 results, returned = self._updated(fn, variables)
                 leaves = [
-                    _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf for leaf in results
+                    # A variable stays where it is; on each rank the result names that rank's own.
+                    _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf
+                    for leaf in results
                 ]
                 sent = [returned.unflatten(leaves)]
             sent = communicator.broadcast_obj(to_wire(sent), group.root)
             return from_wire(sent, group.stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The device for what belongs to several variables: the parameter device."""
+        """The device for values that belong to several variables: the parameter device."""
         del var_list
         return self.parameter_devices
 
     # ---- variables
 
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
-        """A context manager in which variables are made on the device of this one, as all of a strategy's are.
+        """A context manager in which variables are made on this one's device, as all of a strategy's variables are.
 
         Raises:
             RuntimeError: on entering, outside of the strategy's scope.
-            ValueError: on entering, where the variable is not the strategy's.
+            ValueError: on entering, if the variable is not the strategy's.
         """
         return self._colocated(colocate_with_variable)
 
@@ -296,11 +300,11 @@ class StrategyExtended:
         return state_of(v).group is self._group
 
     def value_container(self, value: Any) -> Any:
-        """What `value` is a component of. A variable has no components of its own, so it is `value`."""
+        """The container that `value` is a component of: `value` itself, because variables have no components."""
         return value
 
     def read_var(self, v: Variable) -> Any:
-        """A copy of the variable's value, as `Variable.read_value`. Collective where that is."""
+        """A copy of the variable's value, like `Variable.read_value`. Collective where that is."""
         return v.read_value()
 
 

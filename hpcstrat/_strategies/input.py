@@ -1,28 +1,38 @@
-"""The methods of a strategy that bring data to the replicas."""
+"""The methods of a strategy that distribute data to the replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from hpcstrat._context import require_cross_replica
-from hpcstrat._edge import names_call
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._arrays import host_copy
+from hpcstrat._communicators.collective import collective
+from hpcstrat._communicators.protocol import Listed, signature_of
+from hpcstrat._context import check_cross_replica, require_cross_replica
+from hpcstrat._edge import current_call, names_call, warn_renamed
+from hpcstrat._gpu import is_on_gpu
 from hpcstrat._group import ReplicaGroup
-from hpcstrat._warnings import warn_renamed
+from hpcstrat._strategies.reduction import as_numeric
+from hpcstrat._values import DistributedValues, PerReplica
 from hpcstrat.data import _distributed
+from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._splitting import InputContext, InputOptions, Prefetcher
+from hpcstrat.data._splitting import InputContext, InputOptions, Prefetcher, bounds
 
 
 class InputMethods:
-    """A part of `Strategy`, which has its group."""
+    """A mixin of `Strategy`, which sets the group."""
 
     _group: ReplicaGroup
+    _takes_pipeline_per_replica: bool = False
 
     @names_call("Strategy.experimental_distribute_dataset")
     def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
-        """Spreads the batches of a dataset over the replicas. Collective, and so is iterating.
+        """Splits the batches of a dataset among the replicas. Collective, and so is iterating.
 
         Args:
             dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
@@ -38,8 +48,9 @@ class InputMethods:
             the next batches are copied there ahead of their use, unless the options say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched, and there are several replicas.
-            TypeError: it is nothing that can be iterated.
+            ValueError: the dataset is not batched, and there are several replicas; or its options say
+                `AutoShardPolicy.OFF`, and there are several workers.
+            TypeError: `dataset` cannot be iterated.
 
         Examples:
             As one replica prints it; two get one element each:
@@ -55,26 +66,33 @@ class InputMethods:
             (array([8, 9]),)
         """
         require_cross_replica(self._group)
+        if self._group.workers.count > 1 and isinstance(dataset, Dataset):
+            _distributed.check_sharding(dataset)
         return _distributed.distribute_dataset(dataset, self._group.communicator, options, self._prefetcher(options))
 
     @names_call("Strategy.distribute_datasets_from_function")
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Deals the elements of `dataset_fn(InputContext)` out to the replicas. Collective, and so is iterating.
+        """Distributes the elements of `dataset_fn(InputContext)` to the replicas. Collective, and so is iterating.
 
         Args:
-            dataset_fn: gives a dataset batched by the batch size of a replica; called once on every rank. The ranks
-                of a host must all get the same elements: in step t the r-th of its n replicas takes element
-                `t * n + r`. On several hosts the context tells which pipeline this is, and each host may have others.
-            options: see `InputOptions`.
+            dataset_fn: returns a dataset batched with the batch size of one replica; called once on every rank. The
+                ranks of a host must all get the same elements: in step t the r-th of its n replicas takes element `t *
+                n + r`. On several hosts the context says which pipeline this is, and each host may have different
+                elements.
+            options: see `InputOptions`. With `PER_REPLICA`, of a `MirroredStrategy`, each replica has a pipeline of its
+                own, whose elements may differ from the others': the context has its index, and as many pipelines as
+                there are replicas.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. Where the elements run out within a
+            A re-iterable of nests of `PerReplica`; plain values with one replica. If the elements run out within a
             step, the replicas without one get an empty batch.
 
         Raises:
-            TypeError: `dataset_fn` does not give a dataset.
+            TypeError: `dataset_fn` does not return a dataset.
+            NotImplementedError: the options ask for `PER_REPLICA`, of another strategy than `MirroredStrategy`.
+            ValueError: the options contradict each other.
 
         Examples:
             With a batch of 4 for each replica:
@@ -92,14 +110,70 @@ class InputMethods:
         """
         require_cross_replica(self._group)
         return _distributed.distribute_from_function(
-            dataset_fn, self._group.communicator, options, self._prefetcher(options), self._group.workers
+            dataset_fn,
+            self._group.communicator,
+            options,
+            self._prefetcher(options),
+            self._group.workers,
+            self._takes_pipeline_per_replica,
         )
+
+    @collective("Strategy.scatter", check_cross_replica)
+    def scatter(self, value: Any, axis: int = 0) -> Any:
+        """Splits arrays between the replicas: the inverse of `gather`. Collective: all ranks call this.
+
+        Args:
+            value: a nest of arrays of one or more dimensions, the same on every rank. Their shapes, dtypes and samples
+                of their contents are compared; with `HPCSTRAT_CHECK=1` all of their contents.
+            axis: the axis, counted from the end where negative.
+
+        Returns:
+            A nest like `value` of `PerReplica`; of arrays where there is one replica. Of a size S along `axis` replica
+            r of N has the next `S // N + (1 if r < S % N else 0)`, which may be none. The parts are copies, on the
+            replicas' devices.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            TypeError: a leaf is not an array of numbers, or is distributed already.
+            ValueError: an axis that is not there.
+            ReplicaMismatchError: the arrays differ between ranks.
+
+        Examples:
+            As one replica prints it; two have `[0 1 2]` and `[3 4]`:
+
+            >>> import numpy as np
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> parts = strategy.scatter(np.arange(5))
+            >>> print(strategy.gather(strategy.run(lambda part: part * 10, args=(parts,)), axis=0))
+            [ 0 10 20 30 40]
+        """
+        communicator = self._group.communicator
+        leaves, structure = _nest.flatten(value)
+        with self._group.on_stream():
+            arrays = [_scatterable(leaf, axis) for leaf in leaves]
+            contents = Listed(tuple([_described(array, communicator.checks) for array in arrays]))
+            communicator.exchange(signature_of(current_call(), _nest.describe(structure), f"axis={axis}", contents))
+            parts = [self._own_part(array, axis) for array in arrays]
+        if communicator.size > 1:
+            parts = [PerReplica(part, communicator.rank, communicator.size) for part in parts]
+        return structure.unflatten(parts)
+
+    def _own_part(self, array: Any, axis: int) -> Any:
+        """A copy of this replica's part of an array, on its device."""
+        communicator, stream = self._group.communicator, self._group.stream
+        start, stop = bounds(communicator.rank, communicator.size, 0, array.shape[axis])
+        part = array[(slice(None),) * (axis % array.ndim) + (slice(start, stop),)]
+        here = part if stream is None else stream.here(part)
+        return part.copy() if here is part else here
 
     def _prefetcher(self, options: Any) -> Prefetcher | None:
         """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
-        if self._group.stream is None or not options.experimental_fetch_to_device:
+        moves = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
+        if self._group.stream is None or not moves:
             return None
+        # Imported here: only a GPU needs it.
         from hpcstrat.data._device_prefetch import prefetch_to_gpu
 
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
@@ -114,5 +188,30 @@ class InputMethods:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
+        """A dataset of the slices of a nest of arrays along the first dimension, of one size for all."""
         return Dataset.from_tensor_slices(numpy_input)
+
+
+def _scatterable(value: Any, axis: Any) -> Any:
+    """`value` as an array that has this axis."""
+    if isinstance(value, DistributedValues):
+        raise TypeError(
+            f"{current_call()}: {value!r} is distributed already; pass an array that is the same on every rank"
+        )
+    array = as_numeric(value)
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; pass one that does"
+        )
+    return array
+
+
+def _described(array: Any, every: bool) -> str:
+    """A description of an array, equal where arrays are; of a sample of its contents, or of all if `every`."""
+    on_gpu = is_on_gpu(array)
+    if on_gpu and not every:
+        return f"{array.dtype}{list(array.shape)}"
+    contents = of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
+    return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"

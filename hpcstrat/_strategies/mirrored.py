@@ -1,49 +1,127 @@
-"""MirroredStrategy: a copy of every variable on each replica."""
+"""Mirrored variables: a copy on each replica, on one host or on several."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from hpcstrat import _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import given_back_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.protocol import signature
 from hpcstrat._devices import Device
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn
-from hpcstrat._storage.factory import central_storage, replica_storage
+from hpcstrat._storage.factory import central_storage, replica_storage, sharded_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import place_on_one_host
+from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
+from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
 
 class MirroredStrategy(Strategy):
-    """One replica a rank; each holds a copy of every variable, and all copies change alike.
+    """One replica per rank; each holds a copy of every variable, and all copies change together.
 
-    Collective: all ranks make it. The first strategy of a program starts MPI.
+    Collective: all ranks construct it. The first strategy of a program starts MPI.
 
     Args:
-        devices: the device of each rank, in rank order; `None` takes GPU i of the host for rank i, or the CPU for all
-            where the host has no GPU.
+        devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on a host without GPUs
+            all ranks use the CPU.
+        shard_updates: whether each replica keeps the optimizers' slots for its part of all elements only, and updates
+            that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO stage 1 do; on the CPU with the same
+            bits.
 
     Raises:
-        ValueError: a string that names no device, or a list of another length than there are ranks.
-        RuntimeError: a device that is not there, more ranks than GPUs, ranks on several hosts, or MPI or NCCL cannot
-            start.
+        TypeError: `shard_updates` is not a bool.
+        ValueError: a string does not name a device, or the list does not have one entry per rank.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on several hosts, or MPI or
+            NCCL cannot start.
     """
 
+    _takes_pipeline_per_replica = True
+
     @names_call("MirroredStrategy")
-    def __init__(self, devices: Sequence[str] | None = None) -> None:
-        super().__init__(mirrored_group(*place_on_one_host(devices)))
+    def __init__(self, devices: Sequence[str] | None = None, *, shard_updates: bool = False) -> None:
+        super().__init__(mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates))
 
 
-def mirrored_group(devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = ()) -> ReplicaGroup:
-    """Replicas that are placed and connected, over which variables are mirrored. Collective."""
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """One replica per rank, on any number of hosts; each holds a copy of every variable, and all change together.
+
+    A worker is a host. Reductions run within each host first, then across hosts, one message per host. The script is
+    still one program, as if one worker ran it: every rank runs all its lines. Workers differ only in their own data:
+    `experimental_local_results` gives the components of this host's replicas, and `distribute_datasets_from_function`
+    one pipeline a host. `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
+    its own elements only.
+
+    Collective: all ranks construct it. The first strategy of a program starts MPI.
+
+    Args:
+        cluster_resolver: says which worker this process belongs to; by default MPI does. It must agree with MPI on the
+            number of hosts.
+        communication_options: ignored; accepted for compatibility with TensorFlow.
+        shard_updates: as of `MirroredStrategy`.
+
+    Raises:
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or `shard_updates` is not a bool.
+        RuntimeError: the resolver's number of workers is not the number of hosts, there are more ranks than GPUs on a
+            host, or MPI or NCCL cannot start.
+    """
+
+    _takes_pipeline_per_replica = False
+
+    @names_call("MultiWorkerMirroredStrategy")
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: Any = None,
+        *,
+        shard_updates: bool = False,
+    ) -> None:
+        del communication_options
+        call = current_call()
+        devices, communicator = place_on_hosts()
+        world = _world.start()
+        group = mirrored_group(devices, communicator, world.hosts, shard_updates)
+        Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
+        with communicator.raise_together():
+            if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+                raise TypeError(
+                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of hpcstrat.cluster_resolver, or None"
+                )
+            self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
+            if cluster_resolver is not None:
+                spec = cluster_resolver.cluster_spec().as_dict()
+                tasks = sum(len(tasks) for tasks in spec.values())
+                # Some resolvers list hosts and some list ranks: Slurm's has a task for each rank.
+                if tasks not in (group.workers.count, world.size):
+                    raise RuntimeError(
+                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
+                        f"{group.workers.count} hosts; omit it, or make it name every host once"
+                    )
+            communicator.barrier()
+        if cluster_resolver is None:
+            # The first call is collective. It is made here, so that later one rank may ask alone.
+            self._resolver.cluster_spec()
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that was passed, or one of MPI's."""
+        return self._resolver
+
+
+def mirrored_group(
+    devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = (), shard_updates: bool = False
+) -> ReplicaGroup:
+    """The group of placed and connected replicas, over which variables are mirrored. Collective."""
     call = current_call()
     with given_back_on_error(communicator):
-        communicator.exchange(signature(call, *map(str, devices)))
+        # Ranks that place their replicas differently would otherwise differ only in speed, or in rounding.
+        agree_on_placement(communicator, devices, shard_updates)
     local = storage = replica_storage(communicator)
     updates_on = UpdatesOn.ALL_RANKS
-    if isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
+    if shard_updates:  # each element is updated by one rank, so that those of both kinds have equal copies
+        storage = sharded_storage(communicator)
+    elif isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
         # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
         storage, updates_on = central_storage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(

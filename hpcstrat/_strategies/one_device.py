@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hpcstrat import _devices
+from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect
-from hpcstrat._edge import current_call, names_call
+from hpcstrat._edge import current_call
 from hpcstrat._group import ReplicaGroup
 from hpcstrat._storage.factory import replica_storage
 from hpcstrat._strategies.base import Strategy
@@ -12,14 +13,14 @@ from hpcstrat._strategies.placement import place_on_one_host
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica on one device, with the interface of all strategies, to try a program out.
+    """One replica on one device, with the interface of every strategy, for trying out a program.
 
     Args:
         device: the device.
 
     Raises:
-        ValueError: a string that names no device.
-        RuntimeError: there are several ranks, or the device is not there.
+        ValueError: `device` does not name a device.
+        RuntimeError: there are several ranks, or the device does not exist.
 
     Examples:
         >>> import hpcstrat as hs
@@ -31,15 +32,15 @@ class OneDeviceStrategy(Strategy):
         90
     """
 
-    @names_call("OneDeviceStrategy")
+    @collective("OneDeviceStrategy", communicator_of=lambda _: connect())
     def __init__(self, device: str) -> None:
         call, control = current_call(), connect()
-        with control.raise_together():
-            _devices.parse(device, call)
-            if control.size > 1:
-                raise RuntimeError(
-                    f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"
-                )
+        # Checked before anything is placed: with several ranks all of them raise.
+        _devices.parse(device)
+        if control.size > 1:
+            raise RuntimeError(
+                f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"
+            )
         placed, communicator = place_on_one_host([device])
         storage = replica_storage(communicator)
         super().__init__(

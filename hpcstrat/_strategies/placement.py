@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from hpcstrat import _devices, _gpu, _launcher, _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, connect_devices
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._communicators.transports import choose_device_transport
-from hpcstrat._edge import current_call
-from hpcstrat._warnings import warn_together
+from hpcstrat._edge import current_call, warn_together
 
 
 def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
@@ -23,19 +23,36 @@ def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devi
 
     Raises:
         TypeError: `compute_devices` is a single string.
-        ValueError: a string that names no device, or a list of another length than there are ranks.
-        RuntimeError: the ranks are on several hosts, a device is not there, there are more ranks than GPUs, or MPI or
+        ValueError: a string does not name a device, or the list does not have one entry per rank.
+        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks than GPUs, or MPI or
             NCCL does not start.
     """
     return _placed(compute_devices, is_one_host=True)
 
 
 def place_on_hosts() -> tuple[list[_devices.Device], Communicator]:
-    """`place_on_one_host` for ranks on any number of hosts: each gets the GPU of its number on its host, or the CPU."""
+    """`place_on_one_host` on any number of hosts: rank i of a host gets its GPU i, or the CPU."""
     return _placed(None, is_one_host=False)
 
 
+def agree_on_placement(
+    communicator: Communicator, devices: Sequence[_devices.Device], shard_updates: bool, *must_match: str
+) -> None:
+    """Compares how the ranks make a strategy. Collective.
+
+    Raises:
+        TypeError: `shard_updates` is not a bool.
+        ReplicaMismatchError: devices, `shard_updates` or `must_match` differ between ranks.
+    """
+    with communicator.raise_together():
+        if not isinstance(shard_updates, bool):
+            raise TypeError(f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False")
+        option = ["shard_updates=True"] if shard_updates else []
+        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match, *option))
+
+
 def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[list[_devices.Device], Communicator]:
+    # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
     call, control = current_call(), connect()
     with control.raise_together():
@@ -46,31 +63,34 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
                 f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start them on one, such as "
                 "with `srun --nodes=1` or a host list of one, or take MultiWorkerMirroredStrategy"
             )
-        named = _devices.named(compute_devices, control.size, call)
+        named = _devices.named(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _gpu.visible()
         # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from the same facts.
-        everyones = control.all_gather_obj((visible, _gpu.has_cupy()))
+        by_rank = control.all_gather_obj((visible, _gpu.has_cupy()))
     with control.raise_together():
-        seen = [gpus for gpus, _ in everyones]
-        if named is None and any(seen) and not all(has_cupy for _, has_cupy in everyones):
-            _warn_of_missing_cupy(call, is_lead=control.rank == 0)
+        seen = [gpus for gpus, _ in by_rank]
+        # Named devices are used or refused; only where nothing was named may the CPU stand in, and with a warning.
+        if named is None and any(seen) and not all(has_cupy for _, has_cupy in by_rank):
+            _warn_of_missing_cupy(is_lead=control.rank == 0)
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if is_one_host:
-            devices = _devices.place(named, seen, shares, call)
-            ordinal = _devices.ordinal(devices[control.rank], control.rank, seen, call)
+            devices = _devices.place(named, seen, shares)
+            ordinal = _devices.ordinal(devices[control.rank], control.rank, seen)
         else:
-            devices = _devices.place_on_hosts(world.hosts, seen, shares, call)
+            devices = _devices.place_on_hosts(world.hosts, seen, shares)
             on_host = [seen[rank] for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
-            ordinal = _devices.ordinal(devices[control.rank], world.local_rank, on_host, call)
+            ordinal = _devices.ordinal(devices[control.rank], world.local_rank, on_host)
+        # By unique id from here on, because an ordinal means another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_obj(own, *map(str, devices)))
     if not any(gpus):
         return devices, control
     with control.raise_together():
-        _devices.check_shared(gpus, shares, call)
+        _devices.check_shared(gpus, shares)
         if ordinal is not None:
+            # NCCL binds a communicator to the GPU that is current when it is made.
             _gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
         transport, reason = choose_device_transport(control, gpus, ordinal is not None)
     if reason:
@@ -82,10 +102,11 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
     return devices, connect_devices(gpus, ordinal, transport)
 
 
-def _warn_of_missing_cupy(call: str, is_lead: bool) -> None:
+def _warn_of_missing_cupy(is_lead: bool) -> None:
     warn_together(
-        f"{call}: this host has GPUs, but CuPy, which uses them, is not installed, so the replicas compute on the CPU; "
-        "`pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name devices: compute_devices=['CPU:0', ...]",
+        f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so the replicas compute "
+        "on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name devices: "
+        "compute_devices=['CPU:0', ...]",
         UserWarning,
         is_lead=is_lead,
     )
@@ -95,7 +116,7 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     """Makes the GPU current that this rank will probably compute on, before MPI starts.
 
     MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810): without this on GPU 0, in
-    every rank. What the launcher says of the rank is all there is to go by; the ranks check it together afterwards.
+    every rank. Only the launcher's variables are known by then; the ranks check the placement together afterwards.
     """
     launcher = _launcher.find()
     if _world.started() is not None or launcher is None or launcher.local_rank is None:
@@ -106,7 +127,7 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
             return
         number = launcher.local_rank
         if compute_devices is not None:
-            device = _devices.parse(compute_devices[launcher.rank], "")
+            device = _devices.parse(compute_devices[launcher.rank])
             if device.kind == "CPU":
                 return
             number = device.ordinal

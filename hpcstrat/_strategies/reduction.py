@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
 from hpcstrat._communicators.base import Communicator, check_gatherable
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible
 from hpcstrat._edge import current_call
 from hpcstrat._types import Array, IndexedSlices, ReduceOp
@@ -22,23 +22,25 @@ def as_numeric(value: Any) -> Array:
     """`value`, an array of any library, a variable or a number, as an array where it is, in this machine's byte order.
 
     Raises:
-        TypeError: it is no such thing, or a masked array.
+        TypeError: it is none of these, or a masked array.
     """
     if isinstance(value, Variable):
         value = value.value()
     array = as_array(current_call(), value, on_gpu=True)
     if not is_numeric(array.dtype):
-        raise TypeError(f"{current_call()}: {value!r} is no array of numbers and does not become one; pass an array")
+        raise TypeError(
+            f"{current_call()}: {value!r} is not an array of numbers and does not become one; pass an array"
+        )
     return as_native(array)
 
 
 def convert_foreign_leaves(nest: Any) -> Any:
     """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
     leaves, structure = _nest.flatten(nest)
-    places = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
-    if not places:
+    indices = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
+    if not indices:
         return nest
-    for i in places:
+    for i in indices:
         leaves[i] = from_foreign(current_call(), leaves[i])
     return structure.unflatten(leaves)
 
@@ -53,13 +55,14 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
 def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
     results: list[Any] = list(leaves)
-    places = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
-    if places or not leaves:
-        arrays = [as_numeric(leaves[i]) for i in places]
-        if len(places) < len(leaves):
-            must_match = (*must_match, f"arrays at {places}")
-        for i, array in zip(places, communicator.all_reduce(arrays, op, *must_match), strict=True):
-            results[i] = _scalar(array)
+    # All arrays of a nest travel in one message. A message costs more than its bytes.
+    indices = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
+    if indices or not leaves:
+        arrays = [as_numeric(leaves[i]) for i in indices]
+        if len(indices) < len(leaves):
+            must_match = (*must_match, f"arrays at {indices}")
+        for i, array in zip(indices, communicator.all_reduce(arrays, op, *must_match), strict=True):
+            results[i] = scalar(array)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, IndexedSlices):
             results[i] = _reduce_slices(communicator, op, leaf)
@@ -74,6 +77,7 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
             )
         values, indices = as_numeric(slices.values), as_numeric(slices.indices)
         check_reducible(values.dtype, op)
+    # Gathered, not added up: a dense sum would need memory for all rows of, say, an embedding.
     values, indices = communicator.all_gather([values, indices], 0)
     return IndexedSlices(values / communicator.size if op is ReduceOp.MEAN else values, indices, slices.dense_shape)
 
@@ -83,23 +87,23 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
     op = ReduceOp.parse(reduce_op, current_call())
     leaves, structure = _nest.flatten(value)
     results: list[Any] = list(leaves)
-    places: list[int] = []
+    indices: list[int] = []
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, DistributedValues) or (communicator.size == 1 and leaf is not None):
-            places.append(i)
+            indices.append(i)
         elif leaf is not None:
             results[i] = _reduce_plain(op, leaf, axis)
-    if places:
-        own = [component_of(leaves[i]) for i in places]
+    if indices:
+        own = [component_of(leaves[i]) for i in indices]
         # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
         must_match = [_nest.describe(structure), f"axis={axis}"]
-        if len(places) < len(leaves):
-            must_match.append(f"distributed at {places}")
+        if len(indices) < len(leaves):
+            must_match.append(f"distributed at {indices}")
         if axis is None:
             reduced = _reduce_leaves(communicator, op, own, *must_match)
         else:
             reduced = _reduce_along(communicator, op, own, axis, *must_match)
-        for i, result in zip(places, reduced, strict=True):
+        for i, result in zip(indices, reduced, strict=True):
             results[i] = result
     else:
         require_alike(communicator, structure, op.name, f"axis={axis}")
@@ -109,21 +113,24 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
 def require_alike(communicator: Communicator, structure: _nest.Structure, *must_match: str) -> None:
     """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
     if communicator.size > 1:
-        communicator.exchange(signature(current_call(), *must_match, _nest.describe(structure), "not distributed"))
+        communicator.exchange(signature_of(current_call(), *must_match, _nest.describe(structure), "not distributed"))
 
 
 def _reduce_along(
     communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *must_match: str
 ) -> list[Any]:
-    """Along axes within each replica too."""
+    """Reduces along axes within each replica, too."""
     inner = [_Inner(op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        # Sums and counts in one message. Dividing by what all replicas really have makes the mean right for a short
+        # last batch.
         totals = [array for one in inner for array in (one.total, one.count)]
         sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *must_match)
         return [
             one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
     extremes = communicator.all_reduce([one.total for one in inner], op, *must_match)
+    # Counts are always added, so they need a message of their own here.
     counts = communicator.all_reduce([one.count for one in inner], ReduceOp.SUM)
     return [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
 
@@ -142,6 +149,7 @@ class _Inner:
         array = as_numeric(value)
         check_reducible(array.dtype, op)
         axes = _axes(axis, array.ndim)
+        # An array, because it travels beside the total.
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
         self._op, self._dtype = op, array.dtype
         xp = self._xp = _gpu.array_module(array)
@@ -159,15 +167,17 @@ class _Inner:
             self.total = xp.asarray(extreme(array, axis=axes))
         else:
             shape = [n for i, n in enumerate(array.shape) if i not in axes]
+            # A replica without elements must not change the others' result, nor fail alone.
             self.total = xp.full(shape, reduction.neutral(array.dtype), array.dtype)
 
     def mean_or_sum(self, total: Array, count: Array) -> Any:
         if self._op is ReduceOp.MEAN:
             with np.errstate(invalid="ignore"):
                 total = self._xp.asarray(total / np.float64(count) if count else total * np.nan)
-        return _scalar(total.astype(self._dtype, copy=False))
+        return scalar(total.astype(self._dtype, copy=False))
 
     def extreme(self, total: Array, count: Array) -> Any:
+        # Integers have no value for nothing; floats have nan.
         if count == 0:
             if self._dtype.kind in "iub":
                 raise ValueError(
@@ -175,7 +185,7 @@ class _Inner:
                     "give it at least one"
                 )
             total = self._xp.full_like(total, np.nan)
-        return _scalar(total)
+        return scalar(total)
 
 
 def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
@@ -208,18 +218,18 @@ def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
 def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """See `Strategy.gather`."""
     leaves, structure = _nest.flatten(value)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     for i, leaf in enumerate(leaves):
-        if i not in places and leaf is not None:
+        if i not in indices and leaf is not None:
             array = _gatherable(leaf, axis)
             check_gatherable([array.shape], axis)
             leaves[i] = leaf if isinstance(leaf, Variable) else array
-    if places:
+    if indices:
         must_match = [_nest.describe(structure)]
-        if len(places) < len(leaves):
-            must_match.append(f"distributed at {places}")
-        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in places], axis, *must_match)
-        for i, result in zip(places, gathered, strict=True):
+        if len(indices) < len(leaves):
+            must_match.append(f"distributed at {indices}")
+        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in indices], axis, *must_match)
+        for i, result in zip(indices, gathered, strict=True):
             leaves[i] = result
     else:
         require_alike(communicator, structure, f"axis={axis}")
@@ -228,12 +238,12 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
 
 def _gather_leaves(communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
-    places = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    arrays = [_gatherable(leaves[i], axis) for i in places]
+    indices = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    arrays = [_gatherable(leaves[i], axis) for i in indices]
     results: list[Any] = list(leaves)
-    if len(places) < len(leaves):
-        must_match = (*must_match, f"arrays at {places}")
-    for i, array in zip(places, communicator.all_gather(arrays, axis, *must_match), strict=True):
+    if len(indices) < len(leaves):
+        must_match = (*must_match, f"arrays at {indices}")
+    for i, array in zip(indices, communicator.all_gather(arrays, axis, *must_match), strict=True):
         results[i] = array
     return results
 
@@ -248,7 +258,7 @@ def _gatherable(value: Any, axis: int) -> Array:
     return as_numeric(value)
 
 
-def _scalar(array: Array) -> Any:
+def scalar(array: Array) -> Any:
     """An array of no dimensions as NumPy's own reductions give it (CuPy's stay arrays), anything else as it is."""
     return array[()] if array.ndim == 0 else array
 

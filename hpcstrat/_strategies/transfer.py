@@ -12,11 +12,10 @@ import numpy as np
 from hpcstrat import _failure, _gpu, _nest
 from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._edge import current_call, names_call
-from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import ReplicaGroup
-from hpcstrat._types import IndexedSlices
+from hpcstrat._types import IndexedSlices, ReplicaMismatchError
 from hpcstrat._values import DistributedValues, PerReplica, component_of, refuse
 from hpcstrat._variables import Variable
 from hpcstrat.data._checksum import of_array
@@ -28,31 +27,33 @@ _CALL = "Strategy.run"
 
 @names_call(_CALL)
 def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Checks that the arrays and numbers among arguments that are no distributed values are equal. Collective.
+    """Checks that the arrays and numbers among the arguments, but for distributed values, are equal. Collective.
 
     Raises:
-        ReplicaMismatchError: They are not.
+        ReplicaMismatchError: they are not.
     """
     names = [f"args[{i}]" for i in range(len(args))] + [f"kwargs[{name!r}]" for name in kwargs]
     with communicator.raise_together():
         own = {name: list(_described(value)) for name, value in zip(names, (*args, *kwargs.values()), strict=True)}
-    everyones = communicator.all_gather_obj(own)
-    for name in dict.fromkeys(name for one in everyones for name in one):
-        found = [one.get(name, "nothing") for one in everyones]
+    by_rank = communicator.all_gather_obj(own)
+    # Every name of any rank, since one may pass an argument that another does not.
+    for name in dict.fromkeys(name for one in by_rank for name in one):
+        found = [one.get(name, "nothing") for one in by_rank]
         if any(one != found[0] for one in found):
             seen = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(found))
             raise ReplicaMismatchError(
-                f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. What is no distributed "
-                "value must be equal on all ranks. Give what is random a seed, pass rank 0's to all by "
-                "hs.broadcast_object, or, where each replica is to have its own, make it with "
-                "Strategy.experimental_distribute_values_from_function or in the function"
+                f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. Anything but a distributed "
+                "value must be equal on all ranks. Seed random numbers, pass rank 0's value to all "
+                "with hs.broadcast_object or, if each replica should have its own, make it in the function or with "
+                "Strategy.experimental_distribute_values_from_function"
             )
 
 
 @names_call(_CALL)
 def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
-    """Adds a note to what leaves a replica function where a distributed value among its arguments is empty here."""
+    """Adds a note to an exception of a replica function that was given an empty distributed value."""
     leaves, _ = _nest.flatten((args, kwargs))
+    # A mean of no elements, or an index out of them, says nothing of the batch that was too small.
     parts = [component_of(leaf) for leaf in leaves if isinstance(leaf, DistributedValues)]
     if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
         _failure.add_note(
@@ -79,12 +80,25 @@ def _is_tensor(leaf: Any) -> bool:
 
 # ---- results of replica functions
 
+_NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64})
+
 
 def regroup(group: ReplicaGroup, result: Any) -> Any:
     """Each leaf of a replica's result as a distributed value, of which this process has its component.
 
     What lies in memory of variables, which changes, is copied.
     """
+    kind = type(result)
+    if kind in _NUMBERS:
+        size = group.communicator.size
+        return result if size == 1 else PerReplica(result, group.communicator.rank, size)
+    # The nests that most functions return, without the flattening that costs more than all else that `run` does.
+    if kind is dict:
+        return {key: regroup(group, value) for key, value in result.items()}
+    if kind is list:
+        return [regroup(group, value) for value in result]
+    if kind is tuple:
+        return tuple([regroup(group, value) for value in result])
     if result is None:
         return None
     rank, size = group.communicator.rank, group.communicator.size
@@ -112,11 +126,11 @@ def check_alike(communicator: Communicator, result: Any) -> None:
     leaves, structure = _nest.flatten(result)
     nones = [i for i, leaf in enumerate(leaves) if leaf is None]
     returned = f"HPCSTRAT_CHECK: returns {_nest.describe(structure)}"
-    communicator.exchange(signature(current_call(), returned, *([f"None at {nones}"] if nones else [])))
+    communicator.exchange(signature_of(current_call(), returned, *([f"None at {nones}"] if nones else [])))
 
 
 def _apart(group: ReplicaGroup, leaf: Any) -> Any:
-    """What is no NumPy array, or a copy of it where it, or an attribute of it, lies in memory of variables."""
+    """A result other than a NumPy array; a copy of it if it, or an attribute of it, lies in memory of variables."""
     if isinstance(leaf, IndexedSlices):
         parts = (leaf.values, leaf.indices, leaf.dense_shape)
         return IndexedSlices(*[_array_apart(group, part) for part in parts])
@@ -135,6 +149,7 @@ def _apart(group: ReplicaGroup, leaf: Any) -> Any:
             changed[name] = structure.unflatten(copies)
     if not changed:
         return leaf
+    # The object is the user's, who may hold it and expect to find it unchanged.
     other = copy.copy(leaf)
     other.__dict__.update(changed)
     return other
@@ -158,6 +173,7 @@ def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
         array = from_foreign(_CALL, value)
     except TypeError:  # it has no values in memory
         return False
+    # By address, not by type: a view of a view of a variable is over its memory too.
     return group.storage.has(array) or group.replica_storage.has(array)
 
 
@@ -183,6 +199,7 @@ def to_wire(nest: Any) -> Any:
     def packed(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):  # it would come as another replica's
             refuse(current_call())
+        # As host arrays: the rank that receives it may have no GPU, and no CuPy.
         array = from_foreign(current_call(), leaf) if is_foreign(leaf) else leaf
         return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
 

@@ -1,4 +1,4 @@
-"""The methods of a strategy that combine the replicas' values, bring them together, or make them."""
+"""The methods of a strategy that reduce the replicas' values, gather them, or make them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat import _context, _nest
 from hpcstrat._arrays import as_array
 from hpcstrat._communicators.collective import collective
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._context import AcrossReplicas, check_cross_replica
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import ReplicaGroup
@@ -25,7 +25,7 @@ _LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this
 
 
 class ValueMethods:
-    """A part of `Strategy`, which has its group."""
+    """A mixin of `Strategy`, which sets the group."""
 
     _group: ReplicaGroup
 
@@ -35,21 +35,21 @@ class ValueMethods:
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            value: a nest of distributed values, of arrays or numbers. They travel together.
+            value: a nest of distributed values, of arrays or numbers, sent in one message.
             axis: `None` combines elementwise over replicas, whose shapes must then be equal. An int, or several,
-                reduces along these axes within each replica too; `MEAN` then divides by the number of elements that
-                there really are. So with a last batch of 6 elements over 2 replicas, 4 and 2, the mean is the sum of
-                six over six, and nan where there is none at all.
+                reduces along these axes within each replica too; `MEAN` then divides by the true number of elements. So
+                with a last batch of 6 elements on 2 replicas, 4 and 2, the mean is the sum of the six divided by six.
+                Without any elements it is nan.
 
         Returns:
-            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that those of 8 bits have 64
-            along an axis, as in NumPy; means of integers are `float64`. Of a plain value, the mean is itself, or its
-            mean along `axis`; a plain zero sums to itself.
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8-bit integers become
+            64-bit along an axis, as in NumPy; means of integers are `float64`. The mean of a plain value is the value
+            itself, or its mean along `axis`; the sum of a plain zero is that zero.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so.
-            ValueError: an axis that is not there, or the sum of a plain value over several replicas.
+            TypeError: a leaf is not an array of numbers, or its dtype does not support the reduction.
+            ValueError: an axis does not exist, or a plain value other than zero is summed over several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
         Examples:
@@ -83,7 +83,7 @@ class ValueMethods:
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             NotImplementedError: a leaf is an `IndexedSlices`.
-            ReplicaMismatchError: the shapes do not fit; every replica's is named.
+            ReplicaMismatchError: the shapes do not match; the message lists every replica's.
 
         Examples:
             As one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
@@ -103,59 +103,60 @@ class ValueMethods:
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of this worker's replicas. Collective: all ranks call this, but in a replica function.
+        """The components of this worker's replicas. Collective, except in a replica function: all ranks call this.
 
         Args:
             value: anything.
 
         Returns:
-            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas, but in a
-            `MultiWorkerMirroredStrategy` of those of this host. For a nest that holds such leaves a tuple of nests; for
-            anything else `(value,)`. Arrays of other libraries are NumPy's, or CuPy's, there.
+            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas or, in a
+            `MultiWorkerMirroredStrategy`, of this host's. For a nest with such leaves a tuple of nests; for anything
+            else `(value,)`. Arrays of other libraries become NumPy's or CuPy's.
 
         Raises:
-            TypeError: a component cannot travel between ranks.
+            TypeError: a component cannot be sent between ranks, since it cannot be pickled.
             ReplicaMismatchError: the replicas' values have different structures.
         """
         leaves, structure = _nest.flatten(value)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
         # Where this rank has nothing to send, another may: they must find out, and not wait for each other.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
             reduction.require_alike(self._group.communicator, structure)
-        if not places:
+        if not indices:
             return (reduction.convert_foreign_leaves(value),)
-        own = [component_of(leaves[i]) for i in places]
+        own = [component_of(leaves[i]) for i in indices]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
                 with self._group.communicator.raise_together():
+                    # To all ranks, each of which returns the components of all its worker's replicas.
                     packed = to_wire(own)
-                    at = [f"distributed at {places}"] if len(places) < len(leaves) else []
-                    everyones = self._group.communicator.all_gather_obj(packed, _nest.describe(structure), *at)
-                    everyones = [from_wire(everyones[rank], self._group.stream) for rank in self._group.workers.peers]
+                    at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
+                    by_rank = self._group.communicator.all_gather_obj(packed, _nest.describe(structure), *at)
+                    by_rank = [from_wire(by_rank[rank], self._group.stream) for rank in self._group.workers.peers]
         else:
-            everyones = [own] * len(self._group.workers.peers)
+            by_rank = [own] * len(self._group.workers.peers)
         results = []
-        for components in everyones:
+        for components in by_rank:
             nest = list(leaves)
-            for i, component in zip(places, components, strict=True):
+            for i, component in zip(indices, components, strict=True):
                 nest[i] = component
             results.append(structure.unflatten(nest))
         return tuple(results)
 
     @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
     def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
-        """Distributed values whose components on each replica are `value_fn(ValueContext)`, called there.
+        """Makes distributed values: each replica's component is what `value_fn(ValueContext)` returns there.
 
-        Collective, so that a failure of one replica is one of all.
+        Collective: what one replica raises, all raise.
 
         Args:
-            value_fn: returns a nest of arrays, or of what becomes one.
+            value_fn: returns a nest of arrays, or of values that become arrays.
 
         Returns:
-            The nest with `PerReplica` leaves; with plain ones where there is one replica.
+            The nest with `PerReplica` leaves; with plain leaves if there is one replica.
 
         Raises:
-            TypeError: a leaf is no array of numbers and does not become one.
+            TypeError: a leaf is not an array of numbers and does not become one.
             ReplicaMismatchError: the replicas' nests differ in structure.
 
         Examples:
@@ -180,7 +181,7 @@ class ValueMethods:
         nest = value_fn(ValueContext(communicator.rank, communicator.size))
         leaves, structure = _nest.flatten(nest)
         leaves = [self._own_value(leaf) for leaf in leaves]
-        communicator.exchange(signature(current_call(), _nest.describe(structure)))
+        communicator.exchange(signature_of(current_call(), _nest.describe(structure)))
         if communicator.size > 1:
             leaves = [PerReplica(leaf, communicator.rank, communicator.size) for leaf in leaves]
         return structure.unflatten(leaves)
@@ -199,10 +200,10 @@ class ValueMethods:
     # ---- logical devices
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, which is on the replica's one logical device, number 0, already.
+        """`tensor`, which is already on the replica's only logical device, number 0.
 
         Raises:
-            ValueError: another number.
+            ValueError: `logical_device_id` is not 0.
         """
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise ValueError(
@@ -219,12 +220,14 @@ class ValueMethods:
             partition_dimensions: for each dimension the number of parts along it; all of them are 1.
 
         Raises:
-            ValueError: another number of entries than the tensor has dimensions, a product that is not the number of
-                logical devices, or one that does not divide the shape.
+            ValueError: the number of entries is not the number of dimensions, their product is not the number of
+                logical devices, or one does not divide the shape.
         """
         call = "Strategy.experimental_split_to_logical_devices"
         shape = np.shape(tensor)
         parts = list(partition_dimensions)
+        # TensorFlow's checks, though there is only one logical device: a program for several must not run as if it had
+        # them.
         if len(parts) != len(shape):
             raise ValueError(
                 f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as the shape {shape} has"

@@ -11,26 +11,25 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
-from hpcstrat import _blas, _failure
-from hpcstrat._timeline.gpu import GpuSpans
-from hpcstrat._timeline.spans import LIMIT, Span, Spans
+from hpcstrat import _failure, _world
+from hpcstrat._timeline.spans import LIMIT, GpuSpans, Span, Spans
 from hpcstrat._timeline.trace import GPU_TRACKS, Events, TraceFile
 
 _PERIOD = 0.5
 """Seconds between two writes: what a kill takes away at most."""
-_PATIENCE = 2.0  # seconds that the end of a job waits for a write that is under way
+_LAST_WRITE_SECONDS = 2.0  # seconds that the end of a job waits for a write that is under way
 
 
 @final
 class Recorder:
-    """Notes what this rank does, and writes it twice a second.
+    """Records what this rank does, and writes it twice a second.
 
     Args:
         rank: this rank.
         size: the number of ranks.
         file: this host's.
         zero: nanoseconds of this process's clock at which the trace begins.
-        limit: spans that are noted at most.
+        limit: spans that are recorded at most.
     """
 
     def __init__(self, rank: int, size: int, file: TraceFile, zero: int, limit: int = LIMIT) -> None:
@@ -45,7 +44,7 @@ class Recorder:
         self._process = os.getpid()
         self._is_open = True
         self._lock = threading.Lock()
-        cores = _blas.cores().bit_count()
+        cores = _world.own_cores().bit_count()
         file.append(
             [
                 self._events.named("process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"),
@@ -60,7 +59,7 @@ class Recorder:
     # ---- the program's threads
 
     def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
-        """Opens a span of this thread, and of a GPU's stream; `None` where nothing is to be noted.
+        """Opens a span of this thread, and of a GPU's stream; `None` where nothing is to be recorded.
 
         Args:
             category: see `spans`.
@@ -72,6 +71,7 @@ class Recorder:
             return None
         span = self._spans.begin(category, name, nbytes, anyway=stream is not None)
         if span is not None:
+            # Only now, because a program that never uses a GPU must not load CuPy.
             if self._gpu is None and stream is not None:
                 self._gpu = GpuSpans(stream.ordinal)
             if self._gpu is not None:
@@ -87,29 +87,30 @@ class Recorder:
     # ---- the file
 
     def close(self) -> None:
-        """Writes all there is, and notes no more. Again: nothing happens."""
+        """Writes all there is, and records no more. Idempotent."""
         if self._is_open and os.getpid() == self._process:
             self._stop.set()
             self._thread.join()
             with self._lock:
                 self._write(is_last=True)
-                self._stop_noting()
+                self._stop_recording()
 
     def save_before_the_end(self) -> None:
         """Writes what there is, with the spans that are still open, in the middle of whatever ends the job."""
-        if os.getpid() == self._process and self._lock.acquire(timeout=_PATIENCE):
+        # A write may be under way on a disk that stands still; the end of the job does not wait for that.
+        if os.getpid() == self._process and self._lock.acquire(timeout=_LAST_WRITE_SECONDS):
             try:
                 if self._is_open:
                     self._write(is_end=True)
-                    self._stop_noting()
+                    self._stop_recording()
             finally:
                 self._lock.release()
 
     def stop_in_a_child(self) -> None:
-        """A forked child notes nothing: it has no thread that writes, and its parent's file."""
+        """A forked child records nothing: it has no thread that writes, and its parent's file."""
         self._is_open = False
 
-    def _stop_noting(self) -> None:
+    def _stop_recording(self) -> None:
         self._is_open = False
         with contextlib.suppress(OSError):
             self._file.close()
@@ -123,22 +124,25 @@ class Recorder:
 
     def _write(self, is_last: bool = False, is_end: bool = False) -> None:
         """Writes what has ended since the last time, and the begin of what lasts."""
+        # What lasts longer than a period has its beginning written, so that the trace of a killed job shows what it was
+        # in.
         before = time.perf_counter_ns() - (0 if is_end else int(_PERIOD * 1e9))
         lines = [*self._of_ended(), *self._of_gpu(is_last)]
         for span in self._spans.open_since(before):
-            if not span.is_noted:
-                span.is_noted = True
+            if not span.is_begun:
+                span.is_begun = True
                 lines.append(self._events.begin(span))
         lines = [*self._new_names(), *lines]
         if self._spans.is_full and self._rank == 0:
             self._spans.is_full = False
             _failure.say(
-                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not noted; "
+                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not recorded; "
                 "make one of fewer steps"
             )
         try:
             self._file.append(lines)
         except OSError as error:
+            # A full disk must not end the program that it was to describe.
             self._is_open = False
             _failure.say(
                 f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the program goes on: "
@@ -149,7 +153,7 @@ class Recorder:
         ended = self._spans.ended
         while ended:
             span = ended.popleft()
-            if span.is_noted:
+            if span.is_begun:
                 yield self._events.end(span)
             else:
                 yield self._events.whole(span, span.thread, span.begin, span.end)
@@ -166,6 +170,7 @@ class Recorder:
                 gpu.wait_for(span)
             track, begin, end = gpu.times(span)
             yield self._events.whole(span, GPU_TRACKS + track, begin, end)
+        # Elapsed times are 32-bit floats, which lose precision with the distance, so the known event is renewed.
         gpu.compare_clocks()
 
     def _new_names(self) -> Iterator[str]:

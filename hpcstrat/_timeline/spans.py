@@ -1,15 +1,18 @@
-"""What a rank notes of itself: spans of time, each with a name and a category."""
+"""What a rank records of itself: spans of time, on the host and on a GPU, each with a name and a category."""
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
+from hpcstrat import _gpu
+
 LIMIT = 1_000_000
-"""Spans that a rank notes at most: some 150 MB of the trace."""
+"""Spans that a rank records at most: some 150 MB of the trace."""
 
 
 @final
@@ -25,10 +28,10 @@ class Span:
         stream: on which it has a part, a `cupy.cuda.Stream`; `None` where it has none.
         events: of that stream at its begin and its end.
         has_range: it is an NVTX range too.
-        is_noted: its begin is in the trace already.
+        is_begun: its begin is in the trace already.
     """
 
-    __slots__ = ("begin", "category", "end", "events", "has_range", "is_noted", "name", "nbytes", "stream", "thread")
+    __slots__ = ("begin", "category", "end", "events", "has_range", "is_begun", "name", "nbytes", "stream", "thread")
 
     def __init__(self, category: str, name: str, nbytes: int | None, thread: int, begin: int) -> None:
         self.category = category
@@ -40,7 +43,7 @@ class Span:
         self.stream: Any = None
         self.events: list[Any] = []
         self.has_range = False
-        self.is_noted = False
+        self.is_begun = False
 
 
 @final
@@ -50,13 +53,14 @@ class Spans:
     Attributes:
         ended: the latter; one thread takes them out.
         threads: the name of each thread that has had a span, by its number.
-        is_full: there were `limit` spans, and no more are noted.
+        is_full: there were `limit` spans, and no more are recorded.
 
     Args:
-        limit: how many are noted.
+        limit: how many are recorded.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
+        # A deque's append and popleft are atomic, so the writing thread needs no lock either.
         self.ended: deque[Span] = deque()
         self.threads: list[str] = []
         self.is_full = False
@@ -69,12 +73,14 @@ class Spans:
         """Opens a span of this thread.
 
         `None`, and nothing, where all is full, or where the span would lie in one of the same category, which it is a
-        part of; `anyway` notes the latter too.
+        part of; `anyway` records the latter too.
         """
         try:
+            # A stack for each thread, so that opening and closing a span takes no lock.
             stack, thread = self._local.own
         except AttributeError:
             stack, thread = self._local.own = self._new_thread()
+        # A reduction is made of exchanges: their own spans would only repeat what the outer one says.
         if stack and stack[-1].category == category and not anyway:
             return None
         if self._left <= 0:
@@ -103,3 +109,81 @@ class Spans:
             name = threading.current_thread().name
             self.threads.append("program" if name == "MainThread" else name)
             return stack, len(self.threads) - 1
+
+
+@final
+class GpuSpans:
+    """The parts of spans on this rank's GPU, timed by events on its streams; and NVTX ranges, for NVIDIA's profilers.
+
+    The host waits for nothing.
+
+    CUDA tells how much time lies between two events, as a 32-bit number of milliseconds; so events are compared with
+    one that is seldom older than a second, whose time on the host's clock is known.
+
+    Args:
+        ordinal: CUDA's number of the GPU.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._cuda: Any = _gpu.load_cupy("a timeline").cuda
+        self._ordinal = ordinal
+        self._nvtx: Any = importlib.import_module("cupy.cuda.nvtx")
+        self._spare: list[Any] = []
+        self.tracks: dict[int, int] = {}
+        """The number of the track of each stream, by its address."""
+        with self._cuda.Device(ordinal):
+            # Of its own, and empty: an event on it is done at once, whatever the program's streams are doing.
+            self._stream = self._cuda.Stream(non_blocking=True)
+        self.compare_clocks()
+
+    def compare_clocks(self) -> None:
+        """Notes an event and its time on the host's clock. It waits for a stream on which nothing else is."""
+        event = self._event()
+        with self._cuda.Device(self._ordinal):
+            event.record(self._stream)
+            event.synchronize()
+        self._known = event, time.perf_counter_ns()
+
+    def begin(self, span: Span, stream: Any) -> None:
+        """The span is a range, and what is put on this stream, a `cupy.cuda.Stream` or `None`, belongs to it."""
+        self._nvtx.RangePush(span.name)
+        span.has_range = True
+        if stream is not None:
+            self.tracks.setdefault(stream.ptr, len(self.tracks))
+            span.stream, span.events = stream, [self._record(stream)]
+
+    def end(self, span: Span) -> None:
+        """The end of what `begin` began."""
+        if span.stream is not None:
+            span.events.append(self._record(span.stream))
+        self._nvtx.RangePop()
+
+    def is_done(self, span: Span) -> bool:
+        """Whether the GPU has come so far."""
+        return span.events[1].done
+
+    def wait_for(self, span: Span) -> None:
+        """Waits until the GPU has come so far."""
+        span.events[1].synchronize()
+
+    def times(self, span: Span) -> tuple[int, int, int]:
+        """The span's track and its begin and end, in nanoseconds of the host's clock, once it is done."""
+        known, at = self._known
+        with self._cuda.Device(self._ordinal):
+            begun, ended = (self._cuda.get_elapsed_time(known, event) for event in span.events)
+        # Used again: a step needs several, and each would be another call of the driver to make.
+        self._spare += span.events
+        return self.tracks[span.stream.ptr], at + int(begun * 1e6), at + int(ended * 1e6)
+
+    def _record(self, stream: Any) -> Any:
+        event = self._event()
+        with self._cuda.Device(self._ordinal):
+            event.record(stream)
+        return event
+
+    def _event(self) -> Any:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            with self._cuda.Device(self._ordinal):
+                return self._cuda.Event()

@@ -76,6 +76,8 @@ class TraceFile:
         """
         text = memoryview("".join(f"{line},\n" for line in lines).encode())
         while text:
+            # One call for whole lines: the system appends them in one piece, where buffered writes of several ranks
+            # would mix.
             text = text[self._file.write(text) :]
 
     def close(self) -> None:
@@ -119,6 +121,7 @@ class Events:
 
     def whole(self, span: Span, track: int, begin: int, end: int) -> str:
         """A span that has ended."""
+        # A GPU's begin and end are each converted to the host's clock, so rounding may swap them.
         duration = f"{max(end - begin, 0) / 1000:.3f}"
         return f'{self._head(span, track, begin)}, {_arguments(span)}"ph": "X", "dur": {duration}}}'
 

@@ -1,4 +1,4 @@
-"""How the ranks' states get from one to another: by shared memory on one host, by TCP between hosts."""
+"""How ranks exchange their statuses: through shared memory on one host, by TCP between hosts."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class StatusChannel(abc.ABC):
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> None:
-        """Returns after these seconds, or earlier where a rank has died."""
+        """Returns after these seconds, or earlier if a rank dies."""
 
     @property
     @abc.abstractmethod
     def dead(self) -> list[int]:
-        """Ranks whose processes are known to be no more."""
+        """Ranks whose processes are known to have ended."""
 
     def silent_since(self) -> float | None:
-        """When rank 0 was last heard of, by `time.monotonic`, where it alone judges and this is another rank."""
+        """When rank 0 was last heard of, by `time.monotonic`; `None` on rank 0, or if every rank sees all."""
         return None
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Releases its files and sockets."""
 
 
 @final
@@ -74,6 +74,8 @@ class SharedMemoryChannel(StatusChannel):
         for other, process in enumerate(processes):
             if other != rank and process:
                 with contextlib.suppress(OSError, AttributeError):  # then it is the launcher's to notice
+                    # A pidfd turns readable when its process ends, so a death needs no polling, and a process id that
+                    # is used again is not mistaken for the old process.
                     self._files[os.pidfd_open(process)] = other
         for file in self._files:
             self._poll.register(file, select.POLLIN)
@@ -112,9 +114,10 @@ def share_memory_channel(comm: Any, slots: Any) -> SharedMemoryChannel:
         comm: their MPI communicator.
         slots: see `SharedMemoryChannel`.
     """
-    everyones = comm.allgather((os.getpid(), _process_namespace()))
-    own = everyones[comm.rank][1]
-    return SharedMemoryChannel(comm.rank, slots, [process if space == own else 0 for process, space in everyones])
+    by_rank = comm.allgather((os.getpid(), _process_namespace()))
+    own = by_rank[comm.rank][1]
+    # In another namespace the same number is another process.
+    return SharedMemoryChannel(comm.rank, slots, [process if space == own else 0 for process, space in by_rank])
 
 
 def _process_namespace() -> str:
@@ -133,7 +136,7 @@ _LOOK_SECONDS = 0.2  # after which it may be found that the time is over
 
 @final
 class TcpChannel(StatusChannel):
-    """Every rank sends its statuses to rank 0, which judges, and says so. When it ends, its connections close.
+    """Every rank sends its statuses to rank 0, which answers that it watches. If a rank ends, its connection closes.
 
     Args:
         rank: this process's.
@@ -153,6 +156,7 @@ class TcpChannel(StatusChannel):
         self._poll = select.poll()
         self._ranks = {one.fileno(): other for other, one in sockets.items()}
         for other in sockets.values():
+            # The watchdog must not wait for a slow peer: it has the others to look at.
             other.setblocking(False)
             self._poll.register(other, select.POLLIN)
 
@@ -164,6 +168,7 @@ class TcpChannel(StatusChannel):
                     one.sendall(_BEAT)
             return self._statuses
         message = status.pack()
+        # A status that does not fit now is dropped: the next one, half a second later, says all that it would have.
         if 0 in self._sockets:
             with contextlib.suppress(OSError):  # full for a moment, or closed, which `wait` finds
                 self._sockets[0].sendall(_PREFIX.pack(len(message)) + message)
@@ -225,6 +230,8 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
         is_over = threading.Event()
         thread = threading.Thread(target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True)
         thread.start()
+        # Here all ranks have tried. What is still on its way gets some seconds, unless somebody already knows that it
+        # failed.
         are_connected = comm.allgather(True)
         thread.join(_CONNECT_SECONDS if all(are_connected) else 0.0)
         is_over.set()
@@ -257,6 +264,7 @@ def _addresses(port: int) -> list[tuple[str, int]]:
 def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> socket.socket | None:
     for address in addresses:
         try:
+            # Not every name of rank 0's host need work from here, so several are tried; they share the time.
             one = socket.create_connection(address, _CONNECT_SECONDS / len(addresses))
             one.sendall(token + _PREFIX.pack(rank))
             return one
@@ -268,7 +276,7 @@ def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> soc
 def _accept(
     listener: socket.socket, token: bytes, size: int, accepted: dict[int, socket.socket], is_over: threading.Event
 ) -> None:
-    """Waits for all other ranks. Whatever else connects meanwhile, and is silent, resets or talks, keeps nobody."""
+    """Waits for all other ranks. Strangers that connect meanwhile, whatever they do, delay nobody."""
     length = len(token) + _PREFIX.size
     listener.setblocking(False)
     poll = select.poll()

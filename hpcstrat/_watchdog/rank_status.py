@@ -1,4 +1,4 @@
-"""What a rank tells the others of itself, twice a second."""
+"""What a rank tells the others about itself, twice a second."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import threading
 from types import FrameType
 from typing import NamedTuple
 
+from hpcstrat._output import ipython_shell
+
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions stand in the place of Python's own
+_OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions replace Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a status, the first that fits
 
 LIMIT = 2000
@@ -25,10 +27,10 @@ class RankStatus(NamedTuple):
     Attributes:
         number: of its current or last collective call.
         call: this call in words.
-        place: file and line of the program that it is at.
+        location: file and line of the program that it is at.
         waits: whether it is inside a collective call.
         progress: a number that changes while it does long work of the library's own.
-        patience: seconds that it asks the others to wait longer than usual.
+        extra_seconds: how much longer than usual it asks the others to wait.
         gone: whether it leaves the program, as it should.
         process: its process id.
         beat: a number that changes with every status.
@@ -36,19 +38,22 @@ class RankStatus(NamedTuple):
 
     number: int
     call: str
-    place: str
+    location: str
     waits: bool
     progress: int
-    patience: float
+    extra_seconds: float
     gone: bool
     process: int
     beat: int = 0
 
     def pack(self) -> bytes:
-        """As bytes, at most `LIMIT` of them: long texts are cut."""
+        """The status as at most `LIMIT` bytes; long texts are cut."""
         message = b""
+        # A slot has a fixed size. A path's end and a call's beginning say most, so these stay when a text is cut.
         for longest in _LONGEST:
-            short = self._replace(call=self.call[:longest], place=self.place[max(len(self.place) - longest, 0) :])
+            short = self._replace(
+                call=self.call[:longest], location=self.location[max(len(self.location) - longest, 0) :]
+            )
             message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
             if len(message) <= LIMIT:
                 break
@@ -56,14 +61,14 @@ class RankStatus(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes) -> RankStatus:
-        """Of what `pack` gives.
+        """The status of these bytes, which `pack` made.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: it is something else.
         """
         fields = json.loads(message)
         if not isinstance(fields, list) or len(fields) != len(cls._fields):
-            raise ValueError(f"{message!r} is no status")
+            raise ValueError(f"{message!r} is not a status")
         return cls(*fields)
 
 
@@ -72,32 +77,33 @@ def user_frame_of(thread: int) -> str:
     frames = sys._current_frames()
     # This function's own would be a cycle, which keeps alive what all threads have in their variables.
     del frames[threading.get_ident()]
-    return _place(frames.get(thread) or frames.get(threading.main_thread().ident or 0))
+    return _location_of(frames.get(thread) or frames.get(threading.main_thread().ident or 0))
 
 
 def user_frame() -> str:
     """Where this thread is in the user's program."""
-    return _place(sys._getframe())
+    return _location_of(sys._getframe())
 
 
 def user_frame_in_call(thread: int) -> str | None:
-    """Where another thread is in the user's program, if it is there in a call of the library; else `None`.
+    """Where in the user's program another thread is inside a call of the library; `None` if it is in none.
 
-    In a replica function it is not: that is the program's own.
+    A replica function does not count as one: it is the program's own code.
     """
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path.startswith(_PACKAGE) and path != _OUTPUT:
-            return None if name == "_run" else _place(innermost)
+            return None if name == "_run" else _location_of(innermost)
+        # A line of the program itself is innermost: the thread computes, and is in no call.
         if not path.startswith((_OUTPUT, *_installed())):
             return None
         frame = frame.f_back  # of a function that the program, or the library, is in
     return None
 
 
-def _place(frame: FrameType | None) -> str:
-    """File, line and function of the program that this stack is in: what is installed is not the program."""
+def _location_of(frame: FrameType | None) -> str:
+    """File, line and function of the program that this stack is in. Installed packages are not the program."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     innermost = frame
@@ -110,6 +116,9 @@ def _place(frame: FrameType | None) -> str:
 
 
 def _near(path: str) -> str:
+    shell = ipython_shell()
+    if shell is not None and (cell := shell.compile.format_code_name(path)):
+        return cell[1]  # In[3], of which the file has a name that says nothing
     try:
         return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
     except OSError:  # the working folder is no more

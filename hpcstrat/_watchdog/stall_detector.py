@@ -30,11 +30,11 @@ class Diagnosis(NamedTuple):
 
 
 class StallDetector:
-    """Looks at the ranks' statuses, again and again.
+    """Looks at the ranks' statuses at every beat.
 
     Args:
-        stall_seconds: after these without progress, a report.
-        timeout_seconds: after these, the end.
+        stall_seconds: how long without progress until the report.
+        timeout_seconds: how long until the end.
     """
 
     def __init__(self, stall_seconds: float, timeout_seconds: float) -> None:
@@ -48,12 +48,12 @@ class StallDetector:
         self._reported = False
 
     def diagnose(self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
-        """What follows from the statuses, if anything.
+        """What is to be done, if anything.
 
         Args:
             statuses: each rank's last one.
-            dead: ranks whose processes are no more.
-            now: seconds, of any clock that goes on.
+            dead: ranks whose processes have ended.
+            now: seconds, by any monotonic clock.
         """
         self._pass_over(now)
         silence = self._silence(statuses, now)
@@ -61,6 +61,8 @@ class StallDetector:
         if missing:
             if self._dead_since is None:
                 self._dead_since = now
+            # A rank that reports its own error dies too. Its report, and the launcher's, know more, so they get a head
+            # start.
             if now - self._dead_since >= SETTLING_SECONDS:
                 first = statuses[missing[0]]
                 process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
@@ -70,21 +72,23 @@ class StallDetector:
                 )
                 return self._diagnosis(True, text, statuses, dead, silence)
             return None
+        # Any rank's progress counts: while one still works, the others may rightly wait for it.
         seen = [None if status is None else (status.number, status.progress) for status in statuses]
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
             return None
+        # Ranks that all compute are nobody's business, however long it takes.
         if not _anyone_waits(statuses, dead, silence):
             self._since = now
             return None
         quiet = now - self._since
-        patience = max(status.patience for status in statuses if status is not None)
-        if quiet >= self._timeout_seconds + patience:
+        extra = max(status.extra_seconds for status in statuses if status is not None)
+        if quiet >= self._timeout_seconds + extra:
             text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make the same calls"
             return self._diagnosis(True, text, statuses, dead, silence)
-        if quiet >= self._stall_seconds + patience and not self._reported:
+        if quiet >= self._stall_seconds + extra and not self._reported:
             self._reported = True
-            left = self._timeout_seconds + patience - quiet
+            left = self._timeout_seconds + extra - quiet
             text = (
                 f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
                 "`with hs.extend_timeout(seconds):` around it allows a known long wait"
@@ -93,7 +97,7 @@ class StallDetector:
         return None
 
     def _pass_over(self, now: float) -> None:
-        """Lets time not count in which this rank did not run, as the others may not have: the job was suspended."""
+        """Leaves out the time in which this rank, and perhaps the job, was suspended."""
         pause = now - self._looked
         if pause >= SILENT_SECONDS:
             self._since += pause
@@ -101,7 +105,7 @@ class StallDetector:
         self._looked = now
 
     def _silence(self, statuses: Sequence[RankStatus | None], now: float) -> list[float]:
-        """For each rank the seconds since its status was last a new one."""
+        """For each rank the seconds since its last new status."""
         for rank, status in enumerate(statuses):
             beat = -1 if status is None else status.beat
             if rank not in self._heard or self._heard[rank][0] != beat:
@@ -119,13 +123,14 @@ class StallDetector:
         last = max((status.number for status in statuses if status is not None), default=0)
         groups: dict[str, list[int]] = {}
         for rank, status in enumerate(statuses):
+            # Ranks in the same state share a line: a report of hundreds of ranks stays readable.
             groups.setdefault(_line(status, last, rank in dead, silence[rank]), []).append(rank)
         lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
         return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
 
 
 def _anyone_waits(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
-    """Whether a rank waits that answers: what the others were last seen at may be long over."""
+    """Whether a rank that still answers is waiting: statuses of silent ranks may be out of date."""
     if all(_is_gone(status) for status in statuses):  # then those that have ended wait for processes that do not
         return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(statuses)))
     return any(
@@ -142,7 +147,7 @@ def _quiet(seconds: float) -> str:
 
 
 def _reporter(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
-    """The lowest rank that waits, or that lives at all, and whose watch is heard."""
+    """The lowest rank that waits and whose watchdog answers; if none waits, the lowest that lives."""
     living = [rank for rank, status in enumerate(statuses) if status is not None and rank not in dead]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
     waiting = [rank for rank in living if (status := statuses[rank]) is not None and status.waits]
@@ -156,17 +161,17 @@ def _line(status: RankStatus | None, last: int, is_dead: bool, silence: float) -
     if status.gone and not status.waits:
         if is_dead or silence >= SILENT_SECONDS:
             return "has finished"
-        return f"has finished, but its process does not end; now at {status.place}"
+        return f"has finished, but its process does not end; now at {status.location}"
     if is_dead and not status.gone:
-        return f"last seen in {call}, at {status.place}"
+        return f"last seen in {call}, at {status.location}"
     if silence >= SILENT_SECONDS:
         why = "stopped, or in C code that holds the interpreter lock"
-        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {status.place}"
+        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {status.location}"
     if status.waits:
-        return f"waiting in {call}, at {status.place}"
+        return f"waiting in {call}, at {status.location}"
     if status.number == last:
-        return f"completed {call}; now at {status.place}"
-    return f"has not arrived; last in {call}; now at {status.place}"
+        return f"completed {call}; now at {status.location}"
+    return f"has not arrived; last in {call}; now at {status.location}"
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The thread that watches for ranks that wait for each other without end, and what the rest of the library tells it."""
+"""The thread that watches for ranks that wait for each other forever, and what the rest of the library tells it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, SILENT_SECONDS, 
 
 _BEAT_SECONDS = 0.5
 _SHORTEST_BEAT_SECONDS = 0.01
-_TROUBLES = 3  # errors of its own that the watch tells of
+_MOST_OWN_ERRORS = 3  # that the watchdog reports
 _GUARD_SECONDS = 0.5  # that a thread of this rank gets to end the job, before its guard does
 _GRACE_SECONDS = 5.0  # that the reporter gets to end the job; after them another does
 
 
 class Watchdog:
-    """Tells the other ranks where this one is, and ends the job when they wait for each other without end.
+    """Tells the other ranks where this one is, and ends the job when they wait for each other forever.
 
     It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of the one that works.
 
@@ -39,7 +39,7 @@ class Watchdog:
         self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
         self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
         self._detector = StallDetector(self._stall_seconds, self._timeout_seconds)
-        self._patience: list[float] = []  # seconds of each block that this rank is in
+        self._extensions: list[float] = []  # seconds of each block that this rank is in
         self._progress = 0
         self._gone = False
         self._looked = self._resumed = time.monotonic()
@@ -48,6 +48,7 @@ class Watchdog:
         self._waits: list[Callable[[], bool]] = []
         self._checking = threading.Lock()
         self._lock = threading.Lock()  # of the channel, which `leave` writes to as well
+        # A daemon: the program ends when its own threads do, and the watchdog must not keep it.
         self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
         self._thread.start()
 
@@ -68,73 +69,76 @@ class Watchdog:
             self._waits.remove(waits)
 
     def work(self) -> None:
-        """Tells that long work of the library's own goes on, so that the others' waiting is no stall."""
+        """Tells the others that the library itself works for long, so that their waiting is no stall."""
         self._progress += 1
 
     @contextlib.contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
+    def extend_timeout(self, seconds: float) -> Iterator[None]:
         """While this rank is inside, the report and the timeout come `seconds` later on every rank."""
-        self._patience.append(seconds)
+        self._extensions.append(seconds)
         try:
             yield
         finally:
-            self._patience.remove(seconds)
+            self._extensions.remove(seconds)
 
     def leave(self) -> None:
-        """Tells that this rank's process may end from now on. The watch goes on, for those that do not come."""
+        """Tells the others that this process may end from now on. The watchdog goes on, for ranks that do not come."""
         self._gone = True
+        # The others learn of it at once: without this they would take an early end for a crash until the next beat.
         with contextlib.suppress(Exception), self._lock:
             self._channel.publish(self._status())
 
     def _status(self) -> RankStatus:
         calls = self._calls
         waits = calls.waiting.depth > 0  # read, and not locked: a status that is old is corrected by the next
-        place = self._place()
+        location = self._location()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
         self._beat += 1
         return RankStatus(
             calls.number,
-            str(calls.agreed or ""),
-            place,
+            str(calls.last_signature or ""),
+            location,
             waits,
             self._progress,
-            sum(self._patience),
+            sum(self._extensions),
             self._gone,
             os.getpid(),
             self._beat,
         )
 
-    def _place(self) -> str:
+    def _location(self) -> str:
         """Where this rank is in the program: the thread that waits for the others counts, else the main thread."""
         calls = self._calls
         return user_frame_of(calls.thread if calls.waiting.depth else threading.main_thread().ident or 0)
 
     def _watch(self) -> None:
+        # Several looks within the shortest limit, so that limits of a second and less are kept too.
         beat = max(min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4), _SHORTEST_BEAT_SECONDS)
-        told: set[str] = set()
+        reported: set[str] = set()
         while True:
             try:
                 self._look()
                 self._channel.wait(beat)
-            except Exception as error:  # of the watch itself: no reason to end a job that is well
-                if (what := f"{type(error).__name__}: {error}") not in told and len(told) < _TROUBLES:
-                    told.add(what)
+            except Exception as error:  # of the watchdog itself: no reason to end a healthy job
+                if (what := f"{type(error).__name__}: {error}") not in reported and len(reported) < _MOST_OWN_ERRORS:
+                    reported.add(what)
                     _failure.say(
-                        f"hpcstrat: the watch over waiting ranks goes on after an error of its own, {what}; "
-                        "look whether that is of the program's making"
+                        f"hpcstrat: the watchdog goes on after an error of its own, {what}; look whether the "
+                        "program causes it"
                     )
                 time.sleep(beat)
 
     def _look(self) -> None:
         with self._checking:
+            # NCCL's own errors first: they say why the ranks wait.
             problems = [problem for check in self._checks if (problem := check())]
         if problems:
             _failure.end_job(problems[0])
         with self._lock:
-            everyones = self._channel.publish(self._status())
-        if everyones is not None:
-            diagnosis = self._detector.diagnose(everyones, self._channel.dead, time.monotonic())
+            by_rank = self._channel.publish(self._status())
+        if by_rank is not None:
+            diagnosis = self._detector.diagnose(by_rank, self._channel.dead, time.monotonic())
             if diagnosis is not None:
                 self._act(diagnosis)
         elif not self._gone:
@@ -142,13 +146,15 @@ class Watchdog:
 
     def _require_rank_0(self) -> None:
         """Ends the job where rank 0, which alone sees all statuses, is no more, or says nothing."""
+        # On several hosts the other ranks hear from nobody else. Without rank 0 they would wait unwatched.
         if self._channel.dead:
+            # Rank 0's own report, or the launcher's, says more than this one can, and needs a moment.
             time.sleep(SETTLING_SECONDS)
             _failure.end_job(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
             )
         heard = self._channel.silent_since()
-        limit = self._timeout_seconds + sum(self._patience)
+        limit = self._timeout_seconds + sum(self._extensions)
         now = time.monotonic()
         if now - self._looked >= SILENT_SECONDS:  # this rank was suspended, as rank 0 may have been
             self._resumed = now
@@ -156,7 +162,7 @@ class Watchdog:
         if heard is not None and now - max(heard, self._resumed) >= limit:
             _failure.end_job(
                 f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {self._place()}. Check whether rank 0 still runs and its host still answers"
+                f"this rank was at {self._location()}. Check whether rank 0 still runs and its host still answers"
             )
 
     def _act(self, diagnosis: Diagnosis) -> None:
@@ -165,6 +171,7 @@ class Watchdog:
                 _failure.end_job(diagnosis.text)
             _failure.say(diagnosis.text)
         elif diagnosis.ends:
+            # The reporter itself may be stuck, such as in C code that holds the interpreter lock.
             time.sleep(_GRACE_SECONDS)
             _failure.end_job(diagnosis.text)
 
@@ -173,22 +180,22 @@ class Watchdog:
 def waiting_for_all(what: str) -> Iterator[None]:
     """A block in which the ranks meet for the first time. There is no channel yet, so each rank watches only itself.
 
-    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's place.
+    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's location.
 
     Args:
         what: what this rank waits for, in words.
     """
     stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
     timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
-    place = user_frame()
+    location = user_frame()
     report = (
-        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} (HPCSTRAT_STALL_SECONDS), at {place}: not "
+        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} (HPCSTRAT_STALL_SECONDS), at {location}: not "
         "all ranks have come; all must create a strategy. The job ends after "
         f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
     )
     end = (
         f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} (HPCSTRAT_TIMEOUT_SECONDS), "
-        f"at {place}: not all ranks have come; all must create a strategy"
+        f"at {location}: not all ranks have come; all must create a strategy"
     )
     steps = [_guard.Step(timeout_seconds + _GUARD_SECONDS, _failure.tagged(end), True)]
     if stall_seconds < timeout_seconds:

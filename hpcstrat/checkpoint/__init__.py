@@ -1,7 +1,8 @@
 """Checkpoints: files that survive a kill at any moment, and a last one before a job is preempted."""
 
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
-from hpcstrat.checkpoint._checkpoint import Restored as Restored
+from hpcstrat.checkpoint._manager import CheckpointManager as CheckpointManager
 from hpcstrat.checkpoint._preemption import PreemptionHandler as PreemptionHandler
+from hpcstrat.checkpoint._restoring import Restored as Restored
 
-__all__ = ["Checkpoint", "PreemptionHandler", "Restored"]
+__all__ = ["Checkpoint", "CheckpointManager", "PreemptionHandler", "Restored"]

@@ -52,6 +52,7 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             _make_way(path, keep)
         os.replace(partial, path)
     if keep is not None:
+        # After the rename, so that there is never one file fewer than `keep`.
         for number in numbered(path):
             if number >= keep:
                 with contextlib.suppress(FileNotFoundError):

@@ -31,12 +31,12 @@ class Slot(NamedTuple):
     Attributes:
         variable: its variable.
         block: its memory.
-        initial: its value before the first step.
+        initial: its value before the first step; `None` for the variable's.
     """
 
     variable: Variable
     block: Block
-    initial: float
+    initial: float | None
 
 
 class Compatibility(NamedTuple):
@@ -95,7 +95,8 @@ class CheckpointObjects:
             self.on_read[name] = leaf
             self._kinds[name] = _ON_READ
         elif isinstance(leaf, Metric):
-            self.on_read[name] = leaf._sums
+            # A metric's totals are one ON_READ variable, so it is saved as one.
+            self.on_read[name] = leaf.totals
             self._kinds[name] = type(leaf).__name__
         elif isinstance(leaf, Optimizer):
             self.optimizers[name] = leaf
@@ -133,8 +134,8 @@ class CheckpointObjects:
                         f"{current_call()}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
                         f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
                     )
-                for slot, block in zip(optimizer.slots, blocks, strict=True):
-                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.slots[slot])
+                for slot, block in zip(optimizer.all_slots, blocks, strict=True):
+                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.all_slots[slot])
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
             raise ValueError(f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the object")
         return found
@@ -151,7 +152,13 @@ class CheckpointObjects:
         """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its counts."""
         found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
         for name, optimizer in self.optimizers.items():
-            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.slots)}
+            accumulator = state_of_optimizer(optimizer).accumulator
+            if accumulator is not None and accumulator.calls:
+                raise ValueError(
+                    f"{current_call()}: {name} has the gradients of {accumulator.calls} of {accumulator.steps} calls, "
+                    "each replica its own, which no checkpoint holds; save after the call that changes the variables"
+                )
+            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.all_slots)}
         for name, resumable in self.positions.items():
             found[name] |= resumable._position()._asdict()
         return found
@@ -164,7 +171,7 @@ class CheckpointObjects:
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
-            for slot in optimizer.slots
+            for slot in optimizer.all_slots
             for of, v in self.variables.items()
         }
         needed = self.variables.keys() | self._kinds.keys()
@@ -193,6 +200,7 @@ class CheckpointObjects:
 
     def groups(self) -> list[ReplicaGroup]:
         """The groups of replicas that the variables belong to, in the same order on all ranks."""
+        # Sorted, because all ranks must ask the groups in one order, and a dict's may differ.
         everything = [*sorted(self.variables.items()), *sorted(self.on_read.items())]
         return list(dict.fromkeys(state_of(v).group for _, v in everything))
 
@@ -219,6 +227,7 @@ class CheckpointObjects:
                 "script, outside Strategy.run"
             )
         for group in self.groups():
+            # Variables that were made outside of all scopes may be saved anywhere.
             if group is not default_group():
                 _context.require_cross_replica(group)
 
@@ -264,6 +273,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each object with the path to it, in the order of the paths."""
     leaves, structure = _nest.flatten(objects)
+    # Sorted by path: dicts may be filled in another order on another rank, or in the program that restores.
     paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
     return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]
 
@@ -274,7 +284,7 @@ def _entry(v: Variable, replicas: int | None = None) -> Entry:
 
 
 def _optimizer_problems(name: str, optimizer: Optimizer, metadata: Mapping[str, Any]) -> list[str]:
-    slots, saved = sorted(optimizer.slots), sorted(metadata["slots"])
+    slots, saved = sorted(optimizer.all_slots), sorted(metadata["slots"])
     _count(metadata["iterations"])
     if slots == saved:
         return []

@@ -8,14 +8,21 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, final
+from typing import Any, Protocol, final
 
-from hpcstrat import _context
+from hpcstrat import _context, _job_memory
 from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._edge import current_call
-from hpcstrat.checkpoint._checkpoint import Checkpoint
+
+
+class Saved(Protocol):
+    """What a handler saves: a `Checkpoint`, or one that numbers its files."""
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """See `Checkpoint.save`."""
+        ...
 
 
 @final
@@ -41,7 +48,7 @@ class PreemptionHandler:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: Saved,
         path: str | os.PathLike[str],
         keep: int | None = None,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
@@ -93,7 +100,8 @@ class PreemptionHandler:
             message[0] = noted
 
         # One byte per rank: signal numbers are at most 64.
-        numbers = [int(message[0]) for message in communicator.exchange(signature(current_call()), 1, write)]
+        numbers = [int(message[0]) for message in communicator.exchange(signature_of(current_call()), 1, write)]
+        # One rank's signal is enough: Slurm may signal them at different moments, and all must save the same step.
         if not any(numbers):
             return
         self._noted = max(numbers)
@@ -110,6 +118,8 @@ class PreemptionHandler:
         # Python removes its handlers before the process ends; a signal after that would kill it, and change the status.
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
+        if (memory := _job_memory.find()) is not None:
+            memory.note_failure(communicator.rank, _job_memory.PREEMPTED)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:

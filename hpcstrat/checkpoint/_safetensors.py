@@ -7,7 +7,6 @@ ourselves because the safetensors package needs all arrays in memory at once, an
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import math
 import os
@@ -20,13 +19,14 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hpcstrat._storage.base import PART
+from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._atomic_file import followed, numbered, replacing
 
 _VERSION = 1
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 _LARGEST_HEADER = 100_000_000  # the limit of safetensors readers
+# Of fixed length, so that the checksum can be filled in at the end without moving anything.
 _HEAD = '{{"__metadata__":{{"hpcstrat":"{version}","bytes":"{nbytes:020}","crc32":"{checksum:08x}"'
 _HEAD_PATTERN = re.compile(
     rb'\{"__metadata__":\{"hpcstrat":"(?P<version>\d{1,9})","bytes":"(?P<nbytes>\d{20})","crc32":"(?P<checksum>[0-9a-f]{8})"'
@@ -62,42 +62,84 @@ class Entry(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-def write(
-    path: str,
-    entries: Mapping[str, Entry],
-    metadata: Mapping[str, Any],
-    parts: Callable[[str], Iterable[Bytes]],
-    keep: int | None = None,
-) -> None:
+class Contents:
+    """The bytes of a checkpoint, with a checksum of 0.
+
+    Args:
+        entries: the arrays, by name.
+        metadata: JSON values without floats, by name.
+        parts: returns the bytes of an array, part by part, in this machine's byte order.
+        step: the step of the program after which it is made; `None` where nobody counts them.
+
+    Attributes:
+        header: what comes before the arrays.
+        nbytes: of the whole.
+
+    Raises:
+        ValueError: there are too many arrays for the format.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, Entry],
+        metadata: Mapping[str, Any],
+        parts: Callable[[str], Iterable[Bytes]],
+        step: int | None = None,
+    ) -> None:
+        self._entries = entries
+        self._metadata = metadata
+        self._step = step
+        # Large elements first, so that every array is aligned to its element size, and readers can map it.
+        self._names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
+        self._parts = parts
+        self.header: bytes = _header([(name, entries[name]) for name in self._names], metadata, step)
+        self.nbytes: int = len(self.header) + sum(entry.nbytes for entry in entries.values())
+
+    def views(self) -> Iterator[memoryview]:
+        """The header and the arrays, part by part; each part is valid until the next."""
+        yield memoryview(self.header)
+        for name in self._names:
+            for part in self._parts(name):
+                yield part.data
+
+    def copied(self, buffer: Bytes) -> Contents:
+        """The same, with the arrays copied to a buffer of `nbytes`."""
+        copies: dict[str, Bytes] = {}
+        end = 0
+        for name in self._names:
+            start = end
+            for part in self._parts(name):
+                buffer[end : end + part.size] = part
+                end += part.size
+            copies[name] = buffer[start:end]
+        return Contents(self._entries, self._metadata, lambda name: host_parts(copies[name]), self._step)
+
+
+def write(path: str, contents: Contents, keep: int | None = None) -> None:
     """Writes a checkpoint in place of the file that is there, streamed; see `replacing`.
 
     Args:
         path: the file.
-        entries: the arrays, by name.
-        metadata: JSON values without floats, by name.
-        parts: returns the bytes of an array, part by part, in this machine's byte order.
+        contents: what is read while it is written.
         keep: see `replacing`.
 
     Raises:
         OSError: the file system's error.
-        ValueError: there are too many arrays for the format.
     """
-    # Large elements first, so that every array is aligned to its element size, and readers can map it.
-    names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
-    header = _header([(name, entries[name]) for name in names], metadata)
     with replacing(path, keep) as file:
         checksum = 0
-        for view in itertools.chain([memoryview(header)], (part.data for name in names for part in parts(name))):
+        for view in contents.views():
             checksum = zlib.crc32(view, checksum)
+            # An unbuffered write may take less than it was given.
             while view:
                 view = view[file.write(view) :]
         # Arrays are read only once, while they are written, so the checksum is known only now. Its own eight digits
         # count as zeros.
-        file.seek(header.index(b'"crc32":"') + len(b'"crc32":"'))
+        file.seek(contents.header.index(b'"crc32":"') + len(b'"crc32":"'))
         file.write(b"%08x" % checksum)
 
 
-def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any]) -> bytes:
+def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step: int | None) -> bytes:
     """The length of the header and the header itself, with a checksum of 0."""
     described, others, offset = {}, {}, 0
     for name, entry in entries:
@@ -108,9 +150,12 @@ def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any]) -> by
         described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + entry.nbytes]}
         offset += entry.nbytes
     own = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(metadata))}'
+    if step is not None:
+        own += f',"step":"{step}"'
     body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
     rest = f",{own}}}{body}}}".encode()
     length = len(_HEAD.format(version=_VERSION, nbytes=0, checksum=0)) + len(rest)
+    # The arrays begin behind the header, at a multiple of 8 bytes, as readers that map the file want it.
     padding = -length % 8
     length += padding
     if length > _LARGEST_HEADER:
@@ -132,10 +177,13 @@ class CheckpointFile:
     Args:
         path: the file.
         work: called repeatedly while the file is read, to show progress.
+        checked: the number of its first bytes that are a checkpoint, whose checksum is known to be right; by default
+            the whole file is, and its own checksum is compared.
 
     Attributes:
         entries: the arrays, by name.
         metadata: what was written besides the arrays.
+        step: the step of the program after which it was made; `None` where nobody counted them.
 
     Raises:
         FileNotFoundError: there is no such file; the message names older ones.
@@ -143,12 +191,15 @@ class CheckpointFile:
         ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
     """
 
-    def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: str, work: Callable[[], None] = lambda: None, checked: int | None = None) -> None:
         self.path = path
         self._work = work
+        self._checked = checked
+        self.step: int | None = None
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, Any] = {}
         self._starts: dict[str, int] = {}
+        # One buffer for the whole file: a checkpoint may be as large as memory.
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer; it is refused below.
@@ -208,7 +259,7 @@ class CheckpointFile:
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file")
-        actual = status.st_size
+        actual = self._size()
         start = self._file.read(_LENGTH_BYTES + 256)
         head = _HEAD_PATTERN.match(start, _LENGTH_BYTES)
         if head is None:
@@ -216,6 +267,7 @@ class CheckpointFile:
                 f"{self.path} is not a checkpoint of hpcstrat: it does not begin like one"
                 f"{_what_else(self.path, '. Before it ')}"
             )
+        # Before the checksum, which a newer format may compute in another way.
         if int(head["version"]) != _VERSION:
             raise ValueError(
                 f"{self.path} has format {int(head['version'])}, but this version of hpcstrat reads format {_VERSION}; "
@@ -228,22 +280,31 @@ class CheckpointFile:
                 f"{self.path} {what}: it has {actual} bytes and should have {nbytes}"
                 f"{_what_else(self.path, '. Before it ')}"
             )
+        if self._checked is None:
+            self._check(head, start)
+        if length > min(actual - _LENGTH_BYTES, _LARGEST_HEADER):
+            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes")
+        self._file.seek(_LENGTH_BYTES)
+        return b"".join(part.tobytes() for part in self._read(length))
+
+    def _check(self, head: re.Match[bytes], start: bytes) -> None:
+        """Compares the file's checksum; `start` was read already."""
         checksum = zlib.crc32(start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :])
-        for part in self._read(actual - len(start)):
+        for part in self._read(self._size() - len(start)):
             checksum = zlib.crc32(part.data, checksum)
         if checksum != int(head["checksum"], 16):
             raise ValueError(
                 f"{self.path} is damaged: its checksum is {checksum:08x} and should be {head['checksum'].decode()}"
                 f"{_what_else(self.path, '. Before it ')}"
             )
-        if length > min(actual - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes")
-        self._file.seek(_LENGTH_BYTES)
-        return b"".join(part.tobytes() for part in self._read(length))
+
+    def _size(self) -> int:
+        return os.fstat(self._file.fileno()).st_size if self._checked is None else self._checked
 
     def _parse(self, header: bytes) -> None:
         described = _parsed(header)
         own = described.pop("__metadata__")
+        self.step = _step_in(own)
         others = _parsed(own["dtypes"])
         self.metadata = _parsed(own["objects"])
         if not isinstance(self.metadata, dict):
@@ -262,11 +323,27 @@ class CheckpointFile:
             self.entries[name] = entry
             self._starts[name] = end
             end += entry.nbytes
-        if end != os.fstat(self._file.fileno()).st_size:
+        if end != self._size():
             raise ValueError(f"its arrays end at byte {end}")
 
 
+def step_in(path: str) -> int | None:
+    """The step after which a file was made, if it says so: its contents are not checked, and may be damaged."""
+    try:
+        # Not blocked by a FIFO, whose contents are no header.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            return _step_in(_parsed(file.read(min(length, _LARGEST_HEADER)))["__metadata__"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _step_in(own: Mapping[str, str]) -> int | None:
+    return None if "step" not in own else int(own["step"])
+
+
 def _parsed(text: str | bytes) -> Any:
+    # No file of ours has floats, or a name twice: such a file could be read in two ways.
     return json.loads(text, object_pairs_hook=_without_duplicates, parse_float=_refused, parse_constant=_refused)
 
 

@@ -31,8 +31,7 @@ class ClusterSpec:
 
     def __init__(self, cluster: Mapping[str, Tasks] | ClusterSpec) -> None:
         if isinstance(cluster, ClusterSpec):
-            self._jobs = {job: dict(cluster._jobs[job]) for job in sorted(cluster._jobs)}
-            return
+            cluster = dict(sorted(cluster.as_dict().items()))
         if not isinstance(cluster, Mapping):
             raise TypeError(
                 f"ClusterSpec: the cluster is {cluster!r}; pass a dict from names of jobs to lists of addresses"
@@ -53,6 +52,7 @@ class ClusterSpec:
         found: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
             numbers = sorted(tasks)
+            # As in TensorFlow: a list while all are known, else a dict.
             is_dense = bool(numbers) and numbers[-1] + 1 == len(numbers)
             found[job] = [tasks[n] for n in numbers] if is_dense else {n: tasks[n] for n in numbers}
         return found
@@ -128,6 +128,7 @@ def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
     return numbered
 
 
+# JSON has text for keys, so `TF_CONFIG` may give numbers as text.
 def _number(job: str, number: object) -> int:
     try:
         found = int(number)  # pyright: ignore[reportArgumentType]

@@ -68,12 +68,12 @@ class _Host(NamedTuple):
 @names_call("MPIClusterResolver")
 def _hosts() -> list[_Host]:
     """The hosts, in the order of their first ranks. Collective, once."""
-    everyones = connect().all_gather_obj((socket.gethostname(), _gpu.visible()))
+    by_rank = connect().all_gather_obj((socket.gethostname(), _gpu.visible()))
     hosts = _world.start().hosts
     # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each only its own.
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}
-    for host, (name, visible) in zip(hosts, everyones, strict=True):
+    for host, (name, visible) in zip(hosts, by_rank, strict=True):
         names.setdefault(host, name)
         gpus.setdefault(host, set()).update(visible)
     return [_Host(names[host], len(gpus[host])) for host in sorted(names)]

@@ -60,6 +60,7 @@ class ClusterResolver(abc.ABC):
             task_id: its index in the job; by default this process's.
             config_proto: unused; TensorFlow has it.
         """
+        # Another task's GPUs are on a host that this process cannot ask.
         is_other = task_type not in (None, self.task_type) or task_id not in (None, self.task_id)
         found: dict[str, int] = defaultdict(int)  # as in TensorFlow: found["GPU"] is 0 without GPUs
         gpus = 0 if is_other else visible_gpus()

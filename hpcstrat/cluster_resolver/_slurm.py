@@ -118,6 +118,7 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
         tasks = expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
     except ValueError as error:
         raise RuntimeError(f"SlurmClusterResolver: {error}; start the program with `srun`, which sets it") from error
+    # A node that is named twice has one entry in the list of tasks.
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
             f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes)}), and "

@@ -54,6 +54,7 @@ class TFConfigClusterResolver(ClusterResolver):
         if session_master is not None:
             return session_master
         spec = self.cluster_spec()
+        # As in TensorFlow: a single task needs no master.
         if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
             return ""
         task_type, task_id = self._or_own(task_type, task_id)

@@ -80,6 +80,7 @@ class _StrategyV1(Strategy):
 
         def dataset_fn(context: InputContext) -> Any:
             made = input_fn(context)
+            # A dataset may be callable too; what can be iterated is one.
             if not callable(made) or hasattr(made, "__iter__"):
                 return made
             return Dataset.from_generator(functools.partial(_called, made))
@@ -120,4 +121,14 @@ class MirroredStrategy(_StrategyV1, mirrored.MirroredStrategy):
 
 @final
 class OneDeviceStrategy(_StrategyV1, one_device.OneDeviceStrategy):
-    """`hpcstrat.OneDeviceStrategy` with the methods of version 1."""
+    """`hpcstrat.OneDeviceStrategy` with the methods of version 1.
+
+    Examples:
+        >>> import numpy as np
+        >>> from hpcstrat.compat import v1
+        >>> strategy = v1.OneDeviceStrategy("CPU:0")
+        >>> iterator = strategy.make_dataset_iterator(strategy.experimental_make_numpy_dataset(np.array([1, 4])))
+        >>> iterator.initialize()
+        >>> [int(strategy.experimental_run(lambda x: 2 * x, iterator)) for _ in range(2)]
+        [2, 8]
+    """

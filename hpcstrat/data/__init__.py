@@ -2,26 +2,34 @@
 
 from hpcstrat._types import RunOptions as RunOptions
 from hpcstrat._types import ValueContext as ValueContext
-from hpcstrat.data._dataset import AUTOTUNE as AUTOTUNE
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
 from hpcstrat.data._distributed import DistributedIterator as DistributedIterator
+from hpcstrat.data._elements import DatasetSpec as DatasetSpec
 from hpcstrat.data._node import INFINITE as INFINITE_CARDINALITY
 from hpcstrat.data._node import UNKNOWN as UNKNOWN_CARDINALITY
+from hpcstrat.data._options import AutoShardPolicy as AutoShardPolicy
+from hpcstrat.data._options import Options as Options
+from hpcstrat.data._pass import Optional as Optional
 from hpcstrat.data._splitting import InputContext as InputContext
 from hpcstrat.data._splitting import InputOptions as InputOptions
 from hpcstrat.data._splitting import InputReplicationMode as InputReplicationMode
+from hpcstrat.data._transformations import AUTOTUNE as AUTOTUNE
 
 __all__ = [
     "AUTOTUNE",
     "INFINITE_CARDINALITY",
     "UNKNOWN_CARDINALITY",
+    "AutoShardPolicy",
     "Dataset",
+    "DatasetSpec",
     "DistributedDataset",
     "DistributedIterator",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",
+    "Optional",
+    "Options",
     "RunOptions",
     "ValueContext",
 ]

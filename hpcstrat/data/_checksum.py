@@ -39,9 +39,17 @@ class Checksum:
         self._every = every
         self.value: int = 0
 
+    def fresh(self) -> Checksum:
+        """One to which the same elements are added, and nothing has been yet."""
+        return Checksum(self._is_on, self._every)
+
     def takes(self, number: int, first: int) -> bool:
         """Whether to add element `number` of a source; the first `first` elements always are."""
         return self._is_on and (self._every or number < first)
+
+    def add_text(self, text: str) -> None:
+        """Adds a text."""
+        self.value = zlib.crc32(text.encode(), self.value)
 
     def add(self, element: Any) -> None:
         """Adds `element`, a nest of host arrays: its structure, shapes, dtypes and contents."""

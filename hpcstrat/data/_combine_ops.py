@@ -1,8 +1,9 @@
-"""Nodes that combine elements: zip, concatenate, enumerate."""
+"""Nodes that combine elements: zip, concatenate, sample_from_datasets, choose_from_datasets, enumerate."""
 
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -11,7 +12,9 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, first
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, first, join
+
+_CHOICES = 1024
 
 
 class _Combination(Node):
@@ -78,30 +81,84 @@ class Zip(_Combination):
         return self._structure.unflatten(batches)
 
 
-@final
-class Concatenate(_Combination):
-    """The elements of one node, then those of another. The first column of a key says which node."""
+class _OneAfterAnother(_Combination):
+    """The elements of several nodes in some order. The first column of a key says of which node.
 
-    def __init__(self, source: Node, other: Node) -> None:
-        if not (source.user_code or other.user_code):
-            _elements.common_spec(source.spec(), other.spec())
-        # Keys of one stream have one width: the narrower node's columns are padded with zeros.
-        keyed = source.width is not None and other.width is not None
+    Args:
+        nodes: the nodes whose elements they are.
+        call: the user's name of the method.
+        *others: further nodes that it reads.
+    """
+
+    def __init__(self, nodes: Sequence[Node], call: str, *others: Node) -> None:
+        if not any(node.user_code for node in nodes):
+            for node in nodes[1:]:
+                _elements.common_spec(nodes[0].spec(), node.spec())
+        # Keys of one stream have one width: the narrower nodes' columns are padded with zeros.
+        keyed = all(node.width is not None for node in nodes)
         super().__init__(
-            source,
-            other,
-            width=1 + max(source.width or 0, other.width or 0) if keyed else None,
-            user_code=source.user_code or other.user_code,
-            batch_sizes=_common_batch_sizes((source, other)),
+            *nodes,
+            *others,
+            width=1 + max(node.width or 0 for node in nodes) if keyed else None,
+            user_code=any(node.user_code for node in (*nodes, *others)),
+            batch_sizes=_common_batch_sizes(nodes),
             rows=None,
             inputs_per_element=None,
         )
+        self._nodes = tuple(nodes)
+        self._name = call
+
+    def spec(self) -> Any:
+        return functools.reduce(_elements.common_spec, [node.spec() for node in self._nodes])
+
+    def _tagged(self, which: int, chunk: Chunk) -> Chunk:
+        """Items of a node as those of this one."""
+        if self.width is None:
+            return [(which, item) for item in chunk]
+        keys = np.zeros((len(chunk), self.width), np.int64)
+        keys[:, 0] = which
+        keys[:, 1 : 1 + chunk.shape[1]] = chunk
+        return keys
+
+    def _load_object(self, item: Any) -> Any:
+        which, inner = item
+        return self._nodes[which].load(inner)
+
+    def _fetch_keys(self, keys: Keys) -> Any:
+        which = keys[:, 0]
+        present = np.unique(which).tolist() or [0]
+        if len(present) == 1:
+            return self._fetch_from(present[0], keys)
+        # A batch of several nodes, in any order after a shuffle: fetch from each at once, then restore the order.
+        parts = [_nest.flatten(self._fetch_from(node, keys[which == node])) for node in present]
+        (first_leaves, structure), *rest = parts
+        if any(
+            other != structure
+            or any(a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(first_leaves, leaves, strict=True))
+            for leaves, other in rest
+        ):
+            raise ValueError(
+                f"{self._name}: the elements of a batch must be alike in structure, shape and dtype; those of "
+                f"{self!r} are not"
+            )
+        rows = np.argsort(np.argsort(which, kind="stable"))  # the inverse of the permutation that sorts by node
+        columns = zip(*[leaves for leaves, _ in parts], strict=True)
+        return structure.unflatten([np.concatenate(column).take(rows, 0) for column in columns])
+
+    def _fetch_from(self, which: int, keys: Keys) -> Any:
+        node = self._nodes[which]
+        return node.fetch(keys[:, 1 : 1 + (node.width or 0)])
+
+
+@final
+class Concatenate(_OneAfterAnother):
+    """The elements of one node, then those of another."""
+
+    def __init__(self, source: Node, other: Node) -> None:
+        super().__init__((source, other), "Dataset.concatenate")
 
     def __repr__(self) -> str:
         return "{!r}.concatenate({!r})".format(*self.inputs)
-
-    def spec(self) -> Any:
-        return _elements.common_spec(*(node.spec() for node in self.inputs))
 
     def cardinality(self) -> int:
         sizes = [node.cardinality() for node in self.inputs]
@@ -110,40 +167,132 @@ class Concatenate(_Combination):
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for which, node in enumerate(self.inputs):
             for chunk in node.chunks(epoch):
-                if self.width is None:
-                    yield [(which, item) for item in chunk]
-                else:
-                    keys = np.zeros((len(chunk), self.width), np.int64)
-                    keys[:, 0] = which
-                    keys[:, 1 : 1 + chunk.shape[1]] = chunk
-                    yield keys
+                yield self._tagged(which, chunk)
 
-    def _load_object(self, item: Any) -> Any:
-        which, inner = item
-        return self.inputs[which].load(inner)
 
-    def _fetch_keys(self, keys: Keys) -> Any:
-        second = keys[:, 0] == 1
-        if second.all() and len(keys):
-            return self._fetch_from(1, keys)
-        if not second.any():
-            return self._fetch_from(0, keys)
-        # A batch of both nodes, in any order after a shuffle: fetch from each at once, then restore the order.
-        ours, structure = _nest.flatten(self._fetch_from(0, keys[~second]))
-        theirs, other = _nest.flatten(self._fetch_from(1, keys[second]))
-        if structure != other or any(
-            a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(ours, theirs, strict=True)
-        ):
-            raise ValueError(
-                "Dataset.concatenate: the elements of a batch must be alike in structure, shape and dtype; those of "
-                f"{self!r} are not"
-            )
-        rows = np.argsort(np.argsort(second, kind="stable"))  # the inverse of the permutation that sorts by node
-        return structure.unflatten([np.concatenate((a, b)).take(rows, 0) for a, b in zip(ours, theirs, strict=True)])
+class _Chosen(_OneAfterAnother):
+    """The next element of one node or another, as numbers say.
 
-    def _fetch_from(self, which: int, keys: Keys) -> Any:
-        node = self.inputs[which]
-        return node.fetch(keys[:, 1 : 1 + (node.width or 0)])
+    Args:
+        nodes: the nodes.
+        stop_on_empty: whether the end of a node that is chosen ends all; else its choices are passed over.
+        call: the user's name of the method.
+        *others: further nodes that it reads.
+    """
+
+    def __init__(self, nodes: Sequence[Node], stop_on_empty: bool, call: str, *others: Node) -> None:
+        super().__init__(nodes, call, *others)
+        self._stops = stop_on_empty
+        # How many are chosen at once. What user code makes is taken one by one: no sooner than needed.
+        self._together = 1 if self.user_code else _CHOICES
+
+    @abc.abstractmethod
+    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
+        """Chunks of the numbers of nodes, of any length."""
+
+    def _can_follow(self, ended: Sequence[bool]) -> bool:
+        """Whether a node that has not ended may still be chosen."""
+        return not all(ended)
+
+    def cardinality(self) -> int:
+        return INFINITE if INFINITE in [node.cardinality() for node in self._nodes] else UNKNOWN
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        streams = [_Stream(node.chunks(epoch)) for node in self._nodes]
+        ended = np.zeros(len(streams), bool)
+        for chunk in self._choices(epoch):
+            for start in range(0, len(chunk), self._together):
+                chosen = chunk[start : start + self._together]
+                if not self._stops:
+                    chosen = chosen[~ended[chosen]]
+                found, end = [], len(chosen)
+                for which in np.unique(chosen).tolist():
+                    places = np.flatnonzero(chosen == which)
+                    items = streams[which].take(len(places))
+                    if len(items) < len(places):
+                        ended[which] = True
+                        if self._stops:
+                            end = min(end, int(places[len(items)]))
+                    found.append((places[: len(items)], self._tagged(which, items) if len(items) else ()))
+                yield from self._in_order(found, end)
+                if end < len(chosen) or not (self._stops or self._can_follow(ended.tolist())):
+                    return
+
+    def _in_order(self, found: list[tuple[Keys, Chunk]], end: int) -> Iterator[Chunk]:
+        """The items at their places, as one chunk: those before the place `end`."""
+        found = [(places, items) for places, items in found if len(items)]
+        if not found:
+            return
+        places = np.concatenate([places for places, _ in found])
+        order = np.argsort(places)[: int((places < end).sum())]
+        if len(order):
+            items = join([items for _, items in found])
+            yield items[order] if isinstance(items, np.ndarray) else [items[i] for i in order]
+
+
+@final
+class Sample(_Chosen):
+    """The next element of a node that is drawn at random."""
+
+    def __init__(
+        self, nodes: Sequence[Node], weights: Sequence[float] | None, seed: int | None, reshuffle: bool, stops: bool
+    ) -> None:
+        super().__init__(nodes, stops, "Dataset.sample_from_datasets")
+        self._weights = [1.0] * len(nodes) if weights is None else list(weights)
+        self._shuffle = ShuffleState(seed, reshuffle)
+
+    def __repr__(self) -> str:
+        return f"Dataset.sample_from_datasets({list(self._nodes)}, {self._weights}, {self._stops})"
+
+    def own_shuffles(self) -> Sequence[ShuffleState]:
+        return (self._shuffle,)
+
+    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
+        random, total = epoch.generator(self._shuffle), sum(self._weights)
+        while True:
+            yield random.choice(len(self._nodes), _CHOICES, p=[weight / total for weight in self._weights])
+
+    def _can_follow(self, ended: Sequence[bool]) -> bool:
+        return any(weight > 0 and not over for weight, over in zip(self._weights, ended, strict=True))
+
+
+@final
+class Choose(_Chosen):
+    """The next element of the node whose number another node gives."""
+
+    def __init__(self, nodes: Sequence[Node], choice: Node, stops: bool) -> None:
+        super().__init__(nodes, stops, "Dataset.choose_from_datasets", choice)
+        self._choice = choice
+
+    def __repr__(self) -> str:
+        return f"Dataset.choose_from_datasets({list(self._nodes)}, {self._choice!r}, {self._stops})"
+
+    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
+        for choice in self._choice.elements(epoch):
+            if not (np.ndim(choice) == 0 and isinstance(choice, np.integer) and 0 <= choice < len(self._nodes)):
+                raise ValueError(
+                    f"{self._name}: choice_dataset has an element {choice!r}; it must be an integer of "
+                    f"[0, {len(self._nodes)}), the number of a dataset"
+                )
+            yield np.array([choice], np.int64)
+
+
+class _Stream:
+    """Takes items from a stream of chunks."""
+
+    def __init__(self, chunks: Iterator[Chunk]) -> None:
+        self._chunks = chunks
+        self._head: Chunk = []
+
+    def take(self, count: int) -> Chunk:
+        """The next `count` items, or as many as there are."""
+        while len(self._head) < count:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            self._head = join([self._head, chunk]) if len(self._head) else chunk
+        taken, self._head = self._head[:count], self._head[count:]
+        return taken
 
 
 @final

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import math
 import operator
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcstrat import _nest
+from hpcstrat._communicators.connection import connect
+from hpcstrat._communicators.protocol import signature_of
+from hpcstrat._edge import current_call, names_call
 from hpcstrat._types import TensorSpec
-from hpcstrat.data import _combine_ops, _element_ops, _elements, _index_ops, _sources
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
-from hpcstrat.data._pass import ResumableDataset, ResumableIterator, after
-
-AUTOTUNE = -1
-"""Leaves a size or a number to the library."""
+from hpcstrat.data import _combine_ops, _elements, _files, _index_ops, _sources
+from hpcstrat.data._node import UNKNOWN, EpochPass, Node
+from hpcstrat.data._options import Options
+from hpcstrat.data._pass import ResumableIterator, after, length, prefetched
+from hpcstrat.data._transformations import TransformableDataset, checked_node
 
 
 @final
@@ -29,10 +35,15 @@ class DatasetIterator(ResumableIterator):
 
     def _begin(self, epoch: EpochPass, taken: int) -> None:
         self._epoch, self._taken = epoch, taken
-        self._elements = after(self._node, taken).elements(epoch)
+        self._elements = prefetched(after(self._node, taken).elements(epoch), self._node, epoch)
 
     def _end(self) -> None:
         self._elements, self._taken = iter(()), None
+
+    @property
+    def element_spec(self) -> Any:
+        """As `Dataset.element_spec`."""
+        return self._node.spec()
 
     def __iter__(self) -> DatasetIterator:
         return self
@@ -57,7 +68,7 @@ class DatasetIterator(ResumableIterator):
 
 
 @final
-class Dataset(ResumableDataset):
+class Dataset(TransformableDataset):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or transform another one.
@@ -159,151 +170,167 @@ class Dataset(ResumableDataset):
         leaves, structure = _nest.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
-        return Dataset(_combine_ops.Zip([_node_of(leaf, "Dataset.zip") for leaf in leaves], structure))
+        return Dataset(_combine_ops.Zip([checked_node(leaf, "Dataset.zip") for leaf in leaves], structure))
 
-    def batch(
-        self,
-        batch_size: int,
-        drop_remainder: bool = False,
-        num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
+    @staticmethod
+    def sample_from_datasets(
+        datasets: Sequence[Dataset],
+        weights: Sequence[float] | None = None,
+        seed: int | None = None,
+        stop_on_empty_dataset: bool = False,
+        rerandomize_each_iteration: bool | None = None,
     ) -> Dataset:
-        """Stacks consecutive elements: arrays of shape `(...)` become arrays of shape `(batch_size, ...)`.
+        """Elements of several datasets, each from one that is drawn at random.
 
         Args:
-            batch_size: the number of elements; the last batch may be shorter.
-            drop_remainder: whether to drop a last batch that is shorter.
-            num_parallel_calls: accepted and ignored.
-            deterministic: accepted and ignored.
+            datasets: the datasets, whose elements must be alike.
+            weights: the probability of each dataset, up to a common factor; equal ones by default.
+            seed: pipelines with equal seeds draw alike. Without one, replicas share a random seed.
+            stop_on_empty_dataset: whether to end when a dataset is drawn that has no further element. If not, the
+                others go on.
+            rerandomize_each_iteration: whether each iteration draws anew; by default all draw alike.
 
         Raises:
-            ValueError: `batch_size` is not positive. While iterating: elements differ in structure, shape or dtype.
+            TypeError: one is not a `Dataset`, or their elements are not alike; or `weights` are not numbers.
+            ValueError: there is none, or `weights` are not as many, are negative, or all 0.
         """
-        batch_size = operator.index(batch_size)
-        if batch_size < 1:
-            raise ValueError(f"Dataset.batch: batch_size is {batch_size}; it must be at least 1")
-        return Dataset(_element_ops.Batch(self._node, batch_size, bool(drop_remainder)))
-
-    def unbatch(self) -> Dataset:
-        """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
-
-        Raises:
-            ValueError: while iterating: a leaf has no dimensions, or first dimensions differ.
-        """
-        return Dataset(_element_ops.Unbatch(self._node))
-
-    def shard(self, num_shards: int, index: int) -> Dataset:
-        """Every `num_shards`-th element, beginning with the one at `index`.
-
-        Raises:
-            ValueError: `num_shards` is not positive, or `index` is not in `[0, num_shards)`.
-        """
-        num_shards, index = operator.index(num_shards), operator.index(index)
-        if not 0 <= index < num_shards:
+        call = "Dataset.sample_from_datasets"
+        nodes = _nodes_of(datasets, call)
+        if isinstance(weights, Dataset):
+            raise TypeError(f"{call}: weights is a Dataset, but weights that change are not possible; pass numbers")
+        numbers = None if weights is None else np.asarray(weights, float).tolist()
+        if numbers is not None and (len(numbers) != len(nodes) or min(numbers) < 0 or not 0 < sum(numbers) < np.inf):
             raise ValueError(
-                f"Dataset.shard: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)"
-            )
-        return Dataset(_index_ops.Shard(self._node, num_shards, index))
-
-    def repeat(self, count: int | None = None) -> Dataset:
-        """All elements, `count` times; infinitely often if it is `None` or negative.
-
-        An infinite `repeat` ends after a round without elements; directly after `shuffle`, only if the first round has
-        none.
-        """
-        return Dataset(_index_ops.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
-
-    def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Dataset:
-        """The elements in random order: each is drawn from a buffer of the next `buffer_size` elements.
-
-        So an element moves forward by at most `buffer_size - 1` places. If the source can be indexed, only indices are
-        shuffled, so a `buffer_size` of the whole dataset costs nothing and is best.
-
-        Args:
-            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` means the whole dataset.
-            seed: pipelines with equal seeds have equal orders. Without one, replicas share a random seed.
-            reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has its own order.
-
-        Raises:
-            ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
-        """
-        buffer_size = operator.index(buffer_size)
-        if buffer_size < 1 and buffer_size != UNKNOWN:
-            raise ValueError(
-                f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1, or UNKNOWN_CARDINALITY for all"
-            )
-        if buffer_size == UNKNOWN and self.cardinality() == INFINITE:
-            raise ValueError(
-                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, which means all elements, but the dataset is "
-                "infinite; give a size, or shuffle before Dataset.repeat"
+                f"{call}: weights is {numbers}; it must have one number for each of the {len(nodes)} datasets, not "
+                "negative and not all 0"
             )
         seed = None if seed is None else operator.index(seed)
-        return Dataset(_index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
+        return Dataset(
+            _combine_ops.Sample(nodes, numbers, seed, bool(rerandomize_each_iteration), bool(stop_on_empty_dataset))
+        )
 
-    def map(
-        self,
-        map_func: Callable[..., Any],
-        num_parallel_calls: int | None = None,
-        deterministic: bool | None = None,
+    @staticmethod
+    def choose_from_datasets(
+        datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
     ) -> Dataset:
-        """The result of `map_func` for each element: a nest of arrays or array-likes. A list counts as a tuple.
-
-        A replica calls `map_func` for its own elements only; after `batch`, for whole batches.
+        """Elements of several datasets, each from the one whose number `choice_dataset` gives.
 
         Args:
-            map_func: receives the element, or the members of a tuple as separate arguments.
-            num_parallel_calls: accepted and ignored.
-            deterministic: accepted and ignored.
+            datasets: the datasets, whose elements must be alike.
+            choice_dataset: gives integers, each the index of a dataset.
+            stop_on_empty_dataset: whether to end when a dataset is chosen that has no further element. If not, that
+                choice is passed over.
 
         Raises:
-            TypeError: while iterating: a leaf cannot become an array.
+            TypeError: one is not a `Dataset`, or their elements are not alike.
+            ValueError: there is none. While iterating: a choice is not the index of a dataset.
         """
-        return Dataset(_element_ops.Map(self._node, _function(map_func, "Dataset.map", "map_func")))
+        call = "Dataset.choose_from_datasets"
+        nodes = _nodes_of(datasets, call)
+        return Dataset(_combine_ops.Choose(nodes, checked_node(choice_dataset, call), bool(stop_on_empty_dataset)))
 
-    def filter(self, predicate: Callable[..., Any]) -> Dataset:
-        """The elements for which `predicate` is true. Every rank loads all elements to find out."""
-        return Dataset(_element_ops.Filter(self._node, _function(predicate, "Dataset.filter", "predicate")))
-
-    def take(self, count: int) -> Dataset:
-        """The first `count` elements; all if there are fewer, or if `count` is negative."""
-        return Dataset(_index_ops.Take(self._node, operator.index(count)))
-
-    def skip(self, count: int) -> Dataset:
-        """The elements after the first `count`; nothing if `count` is negative."""
-        return Dataset(_index_ops.Skip(self._node, operator.index(count)))
-
-    def concatenate(self, dataset: Dataset) -> Dataset:
-        """The elements, then those of `dataset`.
-
-        Raises:
-            TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtypes or numbers of
-                dimensions.
-        """
-        return Dataset(_combine_ops.Concatenate(self._node, _node_of(dataset, "Dataset.concatenate")))
-
-    def enumerate(self, start: int = 0) -> Dataset:
-        """Pairs of a count, an int64 scalar that begins at `start`, and the element."""
-        return Dataset(_combine_ops.Enumerate(self._node, operator.index(start)))
-
-    def cache(self) -> Dataset:
-        """Keeps the order, and in memory the results of functions and generators, for later iterations."""
-        return Dataset(_element_ops.cache(self._node))
-
-    def prefetch(self, buffer_size: int | None) -> Dataset:
-        """The same elements; a hint only. Batches of a distributed dataset are copied ahead anyway: see `InputOptions`.
+    @staticmethod
+    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset:
+        """The names of the files that match, each a string. All ranks must find the same files.
 
         Args:
-            buffer_size: the number of elements; `None` means `AUTOTUNE`, -1.
+            file_pattern: a pattern as `glob.glob` takes it, or several.
+            shuffle: whether the order is random, and another one in each iteration; `None` means `True`. If not, it is
+                sorted.
+            seed: of the shuffle.
 
         Raises:
-            ValueError: `buffer_size` is below -1.
+            ValueError: there is no such file.
         """
-        buffer_size = AUTOTUNE if buffer_size is None else operator.index(buffer_size)
-        if buffer_size < AUTOTUNE:
-            raise ValueError(
-                f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
+        patterns = [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
+        names = sorted(name for pattern in patterns for name in glob.glob(os.fspath(pattern)))
+        if not names:
+            raise ValueError(f"Dataset.list_files: no file matches {', '.join(map(str, patterns))}")
+        files = Dataset.from_tensor_slices(np.array(names))
+        return files if shuffle is False else files.shuffle(UNKNOWN, seed)
+
+    @names_call("Dataset.save")
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        compression: None = None,
+        shard_func: None = None,
+        checkpoint_args: None = None,
+    ) -> None:
+        """Writes all elements to the folder `path`. Collective: all ranks call this, and rank 0 writes.
+
+        A dataset that was saved there before is replaced, once the new one is whole. Shuffles are those of the first
+        iteration. The format is not TensorFlow's.
+
+        Args:
+            path: the folder, on a file system that all ranks see.
+            compression: must be `None`: `load` maps the files into memory.
+            shard_func: must be `None`: there are no shards.
+            checkpoint_args: must be `None`.
+
+        Raises:
+            NotImplementedError: another argument than `path` is given.
+            FileExistsError: there is something else at `path`.
+            TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf has no fixed size.
+            ValueError: elements differ in structure, or there are none.
+            OSError: the file system's error.
+            ReplicaMismatchError: the ranks' pipelines or paths differ.
+            Exception: whatever a function of the pipeline raised.
+        """
+        _refuse(current_call(), compression=compression, shard_func=shard_func, checkpoint_args=checkpoint_args)
+        path, communicator = os.fspath(path), connect()
+        for shuffle in self._node.shuffles():
+            shuffle.state()  # the ranks draw their seeds alike, though one alone iterates
+        elements = self._node.elements(EpochPass(frozen=True))
+        if communicator.size == 1:
+            _files.save(elements, path)
+            return
+        communicator.exchange(signature_of(current_call(), repr(self._node), path))
+        with communicator.raise_together():
+            if communicator.rank == 0:
+                watchdog = communicator.watchdog
+                with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(math.inf):
+                    _files.save(elements, path)
+            communicator.exchange(signature_of(current_call(), "saved", path))
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike[str], element_spec: Any = None, compression: None = None, reader_func: None = None
+    ) -> Dataset:
+        """The elements that `save` wrote to the folder `path`, in their order.
+
+        They stay in the files until they are used, and a replica reads its own elements only.
+
+        Args:
+            path: the folder; all ranks must see the same.
+            element_spec: accepted and ignored: the folder has it.
+            compression: must be `None`.
+            reader_func: must be `None`.
+
+        Raises:
+            NotImplementedError: `compression` or `reader_func` is given.
+            FileNotFoundError: there is no saved dataset.
+            ValueError: its files are damaged, or of another format.
+        """
+        del element_spec
+        _refuse("Dataset.load", compression=compression, reader_func=reader_func)
+        return Dataset(_files.load(os.fspath(path)))
+
+    def with_options(self, options: Options) -> Dataset:
+        """The same elements, with these options added to those it has; see `Options`.
+
+        Raises:
+            TypeError: `options` is not an `Options`.
+        """
+        if not isinstance(options, Options):
+            raise TypeError(
+                f"Dataset.with_options: options is {type(options).__name__}; it must be a hpcstrat.data.Options"
             )
-        return Dataset(_index_ops.Prefetch(self._node, buffer_size))
+        return Dataset(_index_ops.WithOptions(self._node, Options().merge(options)))
+
+    def options(self) -> Options:
+        """The options of this dataset and of those it was made of; a copy."""
+        return _index_ops.options_of(self._node)
 
     def cardinality(self) -> int:
         """The number of elements; -1 if it is infinite, -2 if it is unknown."""
@@ -328,14 +355,7 @@ class Dataset(ResumableDataset):
         return iterator
 
     def __len__(self) -> int:
-        size = self._node.cardinality()
-        if size < 0:
-            why = {INFINITE: "infinite", UNKNOWN: "unknown"}[size]
-            raise TypeError(
-                f"Dataset: len() has no result because the number of elements is {why}; call cardinality(), which "
-                "returns a negative number instead"
-            )
-        return size
+        return length(self._node.cardinality(), "Dataset")
 
     def __bool__(self) -> bool:
         return True
@@ -344,18 +364,18 @@ class Dataset(ResumableDataset):
         return repr(self._node)
 
 
-def node_of(dataset: Dataset) -> Node:
-    """The last stage of the pipeline."""
-    return dataset._node
+def _refuse(call: str, **arguments: Any) -> None:
+    """Refuses arguments of TensorFlow's own format."""
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one file per leaf; leave "
+                "it None"
+            )
 
 
-def _node_of(dataset: Any, call: str) -> Node:
-    if not isinstance(dataset, Dataset):
-        raise TypeError(f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices")
-    return node_of(dataset)
-
-
-def _function(function: Any, call: str, argument: str) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"{call}: {argument} is {type(function).__name__}; it must be a function of an element")
-    return function
+def _nodes_of(datasets: Any, call: str) -> list[Node]:
+    nodes = [checked_node(dataset, call) for dataset in datasets]
+    if not nodes:
+        raise ValueError(f"{call}: there is no dataset; pass one or more")
+    return nodes

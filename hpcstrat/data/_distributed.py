@@ -9,10 +9,11 @@ from typing import Any, final
 from hpcstrat import _settings
 from hpcstrat._edge import call_named
 from hpcstrat._group import Workers
-from hpcstrat.data._dataset import Dataset, node_of
+from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._iterator import DistributedIterator, Distribution
 from hpcstrat.data._node import Node
-from hpcstrat.data._pass import InputCommunicator, ResumableDataset, begin_together
+from hpcstrat.data._options import AutoShardPolicy
+from hpcstrat.data._pass import InputCommunicator, ResumableDataset, begin_together, length
 from hpcstrat.data._sources import Batches
 from hpcstrat.data._splitting import (
     FROM_FUNCTION,
@@ -24,6 +25,7 @@ from hpcstrat.data._splitting import (
     split_batches,
     split_evenly,
 )
+from hpcstrat.data._transformations import node_of
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 
@@ -48,6 +50,22 @@ class DistributedDataset(ResumableDataset):
         A first dimension that can differ between replicas or steps is `None`.
         """
         return self._distribution.element_spec()
+
+    @property
+    def cardinality(self) -> int:
+        """The number of steps; -1 if it is infinite, -2 if it is unknown, as it is of several workers' datasets."""
+        return self._distribution.cardinality()
+
+    def __len__(self) -> int:
+        """The number of steps.
+
+        Raises:
+            TypeError: it is infinite or unknown.
+        """
+        return length(self.cardinality, self._distribution.call)
+
+    def __bool__(self) -> bool:
+        return True
 
     def __iter__(self) -> DistributedIterator:
         """Begins an iteration. Collective: the ranks compare their pipelines and share the seeds of shuffles.
@@ -95,7 +113,7 @@ def distribute_dataset(
             `InputOptions`.
         ValueError: `dataset` is not batched and there are several replicas, or options contradict each other.
     """
-    _check_options(options, _DISTRIBUTE)
+    options = _check_options(options, _DISTRIBUTE)
     node = _node_of(dataset, _DISTRIBUTE)
     if communicator.size > 1 and not node.batch_sizes:
         raise ValueError(
@@ -103,7 +121,7 @@ def distribute_dataset(
             f"{communicator.size} replicas; call Dataset.batch(global_batch_size) on it first. (A generator function "
             "that yields batches is passed as it is, without Dataset.from_generator)"
         )
-    split = split_evenly if options is not None and options.even_batches else split_batches
+    split = split_evenly if options.even_batches else split_batches
     workers = Workers((0,) * communicator.size, communicator.rank)
     return DistributedDataset(Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers))
 
@@ -114,6 +132,7 @@ def distribute_from_function(
     options: InputOptions | None,
     prefetcher: Prefetcher | None = None,
     workers: Workers | None = None,
+    takes_per_replica: bool = False,
 ) -> DistributedDataset:
     """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
 
@@ -129,14 +148,15 @@ def distribute_from_function(
         options: see `InputOptions`.
         prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
         workers: the workers, each with its own pipeline; one worker by default.
+        takes_per_replica: whether `options` may ask for a pipeline for each replica, as if each were a worker.
 
     Raises:
-        NotImplementedError: `options` asks for a dataset for each replica.
+        NotImplementedError: `options` asks for a pipeline for each replica, and may not.
         TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not an `InputOptions`.
         ValueError: options contradict each other.
     """
-    _check_options(options, FROM_FUNCTION)
-    if options is not None and options.even_batches:
+    options = _check_options(options, FROM_FUNCTION, takes_per_replica)
+    if options.even_batches:
         raise ValueError(
             f"{FROM_FUNCTION}: even_batches is True, but only {_DISTRIBUTE} splits batches; leave it False"
         )
@@ -145,28 +165,52 @@ def distribute_from_function(
             f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
             f"that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
         )
+    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        workers = Workers(tuple(range(communicator.size)), communicator.rank)
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
     return DistributedDataset(Distribution(node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers))
 
 
-def _check_options(options: InputOptions | None, call: str) -> None:
+def check_sharding(dataset: Dataset) -> None:
+    """Checks that the options of a dataset let several workers share it.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF:
+        raise ValueError(
+            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so that each worker would take all its elements, "
+            "but batches are always split between all replicas; leave it AUTO, or give each worker its own dataset by "
+            f"{FROM_FUNCTION}"
+        )
+
+
+def _check_options(options: InputOptions | None, call: str, takes_per_replica: bool = False) -> InputOptions:
     if options is None:
-        return
+        return InputOptions()
     if not isinstance(options, InputOptions):
         raise TypeError(f"{call}: options is {type(options).__name__}; it must be an InputOptions or None")
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+    if per_replica and not takes_per_replica:
         raise NotImplementedError(
-            f"{call}: experimental_replication_mode is PER_REPLICA; only PER_WORKER is implemented: pass it, and one "
+            f"{call}: experimental_replication_mode is PER_REPLICA, which only "
+            "MirroredStrategy.distribute_datasets_from_function takes, as in TensorFlow; pass PER_WORKER, and one "
             "pipeline feeds all replicas of a worker"
         )
-    if options.experimental_place_dataset_on_device:
+    if options.experimental_place_dataset_on_device and not per_replica:
         raise ValueError(
             f"{call}: experimental_place_dataset_on_device is True, which needs "
             "experimental_replication_mode=PER_REPLICA; leave it False. experimental_fetch_to_device=True copies "
             "batches ahead"
         )
+    if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
+        raise ValueError(
+            f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are both True; pass one, "
+            "either copies batches to the device"
+        )
+    return options
 
 
 def _node_of(dataset: Any, call: str) -> Node:

@@ -1,4 +1,4 @@
-"""Nodes that make new elements, and the cache that keeps these: batch, unbatch, map, filter, cache."""
+"""Nodes that make new elements, and the cache that keeps these: map, filter, scan, cache."""
 
 from __future__ import annotations
 
@@ -8,120 +8,33 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat import _nest
-from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._index_ops import Choosing
 from hpcstrat.data._node import (
-    INFINITE,
     UNKNOWN,
     Chunk,
     EpochPass,
     Failure,
     Node,
     Transformation,
-    join,
     unwrapped,
     with_failures,
 )
 from hpcstrat.data._sources import name_of
-
-
-@final
-class Batch(Transformation):
-    """Consecutive elements, stacked. An item is a chunk of the input's items, so no data is touched to batch."""
-
-    def __init__(self, source: Node, batch_size: int, drop_remainder: bool) -> None:
-        super().__init__(
-            source,
-            f"batch({batch_size}, {drop_remainder})",
-            width=None,
-            user_code=source.user_code,
-            batch_sizes=(*source.batch_sizes, batch_size),
-            rows=source,
-            inputs_per_element=batch_size,
-        )
-        self._size = batch_size
-        self._drop_remainder = drop_remainder
-
-    def spec(self) -> Any:
-        size = self._size if self._drop_remainder else None
-        return _nest.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
-
-    def cardinality(self) -> int:
-        size = self._source.cardinality()
-        if size < 0:
-            return size
-        return size // self._size if self._drop_remainder else -(-size // self._size)
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        size = self._size
-        waiting, missing = [], size
-        for chunk in self._source.chunks(epoch):
-            start, stop = 0, len(chunk)
-            while stop - start >= missing:
-                waiting.append(chunk[start : start + missing])
-                start += missing
-                yield [join(waiting)]
-                waiting, missing = [], size
-            if start < stop:
-                waiting.append(chunk[start:])
-                missing -= stop - start
-        if waiting and not self._drop_remainder:
-            yield [join(waiting)]
-
-    def load(self, item: Any) -> Any:
-        return self._source.fetch(item)
-
-
-@final
-class Unbatch(Transformation):
-    """The rows of elements. Directly after `batch` it undoes it on the items, and stacks nothing."""
-
-    def __init__(self, source: Node) -> None:
-        super().__init__(
-            source,
-            "unbatch()",
-            width=None if source.rows is None else source.rows.width,
-            user_code=source.user_code,
-            batch_sizes=source.batch_sizes[:-1],
-            rows=None if source.rows is None else source.rows.rows,
-            inputs_per_element=None,
-        )
-
-    def spec(self) -> Any:
-        def row(leaf: TensorSpec) -> TensorSpec:
-            if not leaf.shape:
-                raise ValueError(
-                    f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}"
-                )
-            return TensorSpec(leaf.shape[1:], leaf.dtype)
-
-        return _nest.map_leaves(row, self._source.spec())
-
-    def cardinality(self) -> int:
-        size = self._source.cardinality()
-        return INFINITE if size == INFINITE else UNKNOWN
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        if self._source.rows is not None:
-            for chunk in self._source.chunks(epoch):
-                yield from chunk
-        else:
-            for batch in with_failures(self._source.elements(epoch)):
-                yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
-
-    def load(self, item: Any) -> Any:
-        return unwrapped(item) if self._source.rows is None else self._source.rows.load(item)
-
-    def fetch(self, chunk: Chunk) -> Any:
-        return super().fetch(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
+from hpcstrat.data._threads import map_in_threads
 
 
 @final
 class Map(Transformation):
-    """The result of a function for each element. It runs when an element is loaded: for a replica's own only."""
+    """The result of a function for each element. It runs when an element is loaded: for a replica's own only.
 
-    def __init__(self, source: Node, function: Callable[..., Any]) -> None:
+    Args:
+        source: the input.
+        function: the function.
+        calls: how many of its calls may run at once, in threads.
+    """
+
+    def __init__(self, source: Node, function: Callable[..., Any], calls: int) -> None:
         super().__init__(
             source,
             f"map({name_of(function)})",
@@ -132,6 +45,7 @@ class Map(Transformation):
             inputs_per_element=None,
         )
         self._function = function
+        self._calls = calls
         self._spec: Any = None
 
     def spec(self) -> Any:
@@ -164,11 +78,19 @@ class Map(Transformation):
     def load(self, item: Any) -> Any:
         return self._apply(self._source.load(item))
 
+    @property
+    def threads(self) -> int:
+        return min(self._calls, self._source.threads or self._calls)
+
+    def elements(self, epoch: EpochPass) -> Iterator[Any]:
+        return map_in_threads(self._apply, self._source.elements(epoch), self._calls)
+
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
-            return super().fetch(chunk)
-        # One gather for the whole chunk, then the function row by row.
-        return _elements.stack([self._apply(element) for element in _elements.unstack(self._source.fetch(chunk))])
+            elements = map(self._source.load, chunk)
+        else:  # one gather for the whole chunk, then the function row by row
+            elements = _elements.unstack(self._source.fetch(chunk))
+        return _elements.stack(list(map_in_threads(self._apply, elements, min(self._calls, len(chunk)))))
 
     def _apply(self, element: Any) -> Any:
         result = call_on(self._function, element, "Dataset.map", "map_func")
@@ -209,6 +131,68 @@ class Filter(Transformation):
 
     def load(self, item: Any) -> Any:
         return unwrapped(item)
+
+
+@final
+class Scan(Transformation):
+    """What a function makes of a state and each element, beside the next state. An item is the element itself."""
+
+    def __init__(self, source: Node, initial_state: Any, function: Callable[..., Any]) -> None:
+        super().__init__(
+            source,
+            f"scan({name_of(function)})",
+            width=None,
+            user_code=True,
+            batch_sizes=source.batch_sizes,
+            rows=None,
+            inputs_per_element=None,
+        )
+        self._initial_state = _elements.as_element(initial_state)
+        self._function = function
+
+    def spec(self) -> Any:
+        for element in self.elements(EpochPass(frozen=True)):
+            return _elements.spec_of(element)
+        raise ValueError(
+            f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its function would make "
+            "are unknown"
+        )
+
+    def cardinality(self) -> int:
+        return self._source.cardinality()
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        state = self._initial_state
+        for element in with_failures(self._source.elements(epoch)):
+            try:
+                result = call_with(self._function, (state, unwrapped(element)), "Dataset.scan", "scan_func")
+                if not (type(result) in (tuple, list) and len(result) == 2):
+                    raise TypeError(
+                        f"Dataset.scan: scan_func returned {type(result).__name__}; it must return a pair, the next "
+                        "state and the element"
+                    )
+                following, made = map(_elements.as_element, result)
+                state = same_structure(state, following, "Dataset.scan", "scan_func")
+                yield [made]
+            except Exception as error:
+                yield [Failure(error)]
+
+    def load(self, item: Any) -> Any:
+        return unwrapped(item)
+
+
+def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
+    """The state `following`.
+
+    Raises:
+        ValueError: its structure is not that of `state`.
+    """
+    (_, before), (_, after) = _nest.flatten(state), _nest.flatten(following)
+    if before != after:
+        raise ValueError(
+            f"{call}: {argument} returned a state that is {after}; it must be a nest like the initial state, {before}"
+        )
+    return following
 
 
 def cache(source: Node) -> Node:
@@ -294,8 +278,17 @@ def call_on(function: Callable[..., Any], element: Any, call: str, argument: str
     Raises:
         RuntimeError: it raised `StopIteration`, which would look like the end of the dataset.
     """
+    return call_with(function, element if type(element) is tuple else (element,), call, argument)
+
+
+def call_with(function: Callable[..., Any], args: tuple[Any, ...], call: str, argument: str) -> Any:
+    """`function(*args)`.
+
+    Raises:
+        RuntimeError: it raised `StopIteration`, which would look like the end of the dataset.
+    """
     try:
-        return function(*element) if type(element) is tuple else function(element)
+        return function(*args)
     except StopIteration as error:
         raise RuntimeError(
             f"{call}: {argument} raised StopIteration, which cannot end the dataset; catch it in the function, or "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,14 +14,46 @@ from hpcstrat._arrays import as_array
 from hpcstrat._types import TensorSpec
 
 
+class DatasetLeaf(abc.ABC):
+    """A dataset, which may stand in an element beside arrays: `window` makes such elements."""
+
+    @property
+    @abc.abstractmethod
+    def element_spec(self) -> Any:
+        """The nest of specifications of its elements."""
+
+
+class DatasetSpec(TensorSpec):
+    """The specification of a dataset that is a leaf of an element.
+
+    Attributes:
+        element_spec: the nest of specifications of its elements.
+    """
+
+    __slots__ = ("element_spec",)
+
+    def __init__(self, element_spec: Any) -> None:
+        super().__init__((), np.object_)
+        self.element_spec: Any = element_spec
+
+    def _key(self) -> tuple[Any, ...]:
+        leaves, structure = _nest.flatten(self.element_spec)
+        return (type(self), structure, *leaves)
+
+    def __repr__(self) -> str:
+        return f"DatasetSpec({self.element_spec!r})"
+
+
 def as_leaf(value: Any) -> Any:
-    """`value` as an array, or as a NumPy scalar if it has no dimensions.
+    """`value` as an array, or as a NumPy scalar if it has no dimensions. A dataset stays one.
 
     As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays keep their dtype.
 
     Raises:
         TypeError: `value` does not hold numbers, booleans or strings, or is a masked array.
     """
+    if isinstance(value, DatasetLeaf):
+        return value
     if isinstance(value, (np.ndarray, np.generic)):
         array = as_array("Dataset", value, on_gpu=False)
     else:
@@ -125,6 +158,11 @@ def stack(elements: Sequence[Any]) -> Any:
             )
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
+        if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
+            raise TypeError(
+                "Dataset.batch: the elements are datasets, such as Dataset.window makes; make arrays of them first: "
+                "Dataset.flat_map(lambda window: window.batch(size))"
+            )
         shapes = {leaf.shape for leaf in leaves}
         dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
         if len(shapes) > 1 or len(dtypes) > 1:
@@ -159,7 +197,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 def copied(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return _nest.map_leaves(lambda leaf: leaf.copy(), element)
+    return _nest.map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
@@ -180,7 +218,12 @@ def leading_size(leaves: Sequence[Any]) -> int:
 
 def spec_of(element: Any) -> Any:
     """The nest of `TensorSpec` that describes `element`."""
-    return _nest.map_leaves(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), element)
+    return _nest.map_leaves(
+        lambda leaf: (
+            DatasetSpec(leaf.element_spec) if isinstance(leaf, DatasetLeaf) else TensorSpec(leaf.shape, leaf.dtype)
+        ),
+        element,
+    )
 
 
 def common_spec(first: Any, second: Any) -> Any:
@@ -199,6 +242,6 @@ def common_spec(first: Any, second: Any) -> Any:
             f"{first} and {second}"
         )
     return structure.unflatten(
-        TensorSpec([m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)], a.dtype)
+        a if a == b else TensorSpec([m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)], a.dtype)
         for a, b in zip(ours, theirs, strict=True)
     )

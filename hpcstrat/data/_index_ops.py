@@ -1,8 +1,9 @@
-"""Nodes that choose or reorder elements without touching them: take, skip, shard, repeat, prefetch, shuffle."""
+"""Nodes that choose or reorder elements, and touch none: take, skip, shard, repeat, prefetch, with_options, shuffle."""
 
 from __future__ import annotations
 
 import abc
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -10,7 +11,10 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, Transformation, join
+from hpcstrat.data._options import Options
+from hpcstrat.data._threads import map_in_threads
 
+_PREFETCHED = 2  # elements, where a program leaves the number to the library
 _EMPTY_ROUNDS = 10_000  # in a row; a generator that was empty so often is exhausted
 
 
@@ -42,6 +46,15 @@ class Choosing(Transformation):
 
     def fetch(self, chunk: Chunk) -> Any:
         return self._source.fetch(chunk)
+
+    @property
+    def threads(self) -> int:
+        return self._source.threads
+
+    def elements(self, epoch: EpochPass) -> Iterator[Any]:
+        if self.threads < 2:
+            return super().elements(epoch)
+        return map_in_threads(self.load, itertools.chain.from_iterable(self.chunks(epoch)), self.threads)
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
@@ -172,16 +185,46 @@ class Repeat(Choosing):
 
 @final
 class Prefetch(Choosing):
-    """All elements. A hint only: batches are copied ahead by `_device_prefetch`."""
+    """All elements. As the last node of a pipeline it has a thread prepare them; see `ahead`."""
 
     def __init__(self, source: Node, buffer_size: int) -> None:
         super().__init__(source, f"prefetch({buffer_size})", inputs_per_element=1)
+        self.size: int = _PREFETCHED if buffer_size < 0 else buffer_size
 
     def _chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return self._source.chunks(epoch)
+
+    def elements(self, epoch: EpochPass) -> Iterator[Any]:
+        return self._source.elements(epoch)
+
+
+@final
+class WithOptions(Choosing):
+    """All elements, and the options that the user gave. They have no part in saved positions."""
+
+    def __init__(self, source: Node, options: Options) -> None:
+        super().__init__(source, f"with_options({options})", inputs_per_element=1)
+        self.options: Options = options
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch)
+
+    def elements(self, epoch: EpochPass) -> Iterator[Any]:
+        return self._source.elements(epoch)
+
+
+def options_of(node: Node) -> Options:
+    """The options of a pipeline; of several settings of one, the last holds."""
+    found = Options()
+    for one in node.inputs:
+        found = found.merge(options_of(one))
+    return found.merge(node.options) if isinstance(node, WithOptions) else found
 
 
 @final

@@ -10,16 +10,14 @@ import numpy as np
 
 from hpcstrat import _context, _nest, _settings
 from hpcstrat._context import InReplica
-from hpcstrat._edge import names_call
-from hpcstrat._errors import ReplicaMismatchError
+from hpcstrat._edge import names_call, warn_together
 from hpcstrat._group import Workers
 from hpcstrat._spans import INPUT, span
-from hpcstrat._types import PerReplicaSpec
+from hpcstrat._types import PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._values import PerReplica
-from hpcstrat._warnings import warn_together
 from hpcstrat.data._checksum import Checksum
-from hpcstrat.data._node import INFINITE, EpochPass, Node
-from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
+from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetched
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
@@ -67,6 +65,16 @@ class Distribution:
 
         return _nest.map_leaves(component, spec)
 
+    def cardinality(self) -> int:
+        """See `DistributedDataset.cardinality`."""
+        count, size = self.node.cardinality(), self.communicator.size
+        if self.workers.count > 1:
+            return UNKNOWN
+        if self.split is not assign_elements or size == 1 or count < 0:
+            return count
+        steps, rest = divmod(count, size)
+        return steps + (rest > 0 and all(leaf.shape for leaf in _nest.flatten(self.node.spec())[0]))
+
 
 @final
 class DistributedIterator(ResumableIterator):
@@ -88,7 +96,8 @@ class DistributedIterator(ResumableIterator):
         epoch.checksum = Checksum(self._compares, every=_settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
         steps = distribution.split(after(self._node, taken), epoch, peers.index(communicator.rank), len(peers))
-        self._steps = steps if distribution.prefetcher is None else distribution.prefetcher(steps)
+        prefetcher = distribution.prefetcher
+        self._steps = prefetched(steps, self._node, epoch) if prefetcher is None else prefetcher(steps)
         self._number = 0
         self._epoch, self._taken = epoch, taken
 
@@ -96,14 +105,6 @@ class DistributedIterator(ResumableIterator):
     def element_spec(self) -> Any:
         """As `DistributedDataset.element_spec`."""
         return self._distribution.element_spec()
-
-    def get_next(self) -> Any:
-        """The next step, as `next` returns it.
-
-        Raises:
-            StopIteration: the pass is over.
-        """
-        return next(self)
 
     def __iter__(self) -> DistributedIterator:
         return self

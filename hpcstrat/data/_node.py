@@ -37,14 +37,16 @@ class ShuffleState:
         seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
         next_round: the round with which the next pass begins.
         reshuffle: whether rounds differ.
+        own_seed: the seed that the user gave, or 0.
     """
 
-    __slots__ = ("next_round", "reshuffle", "seed")
+    __slots__ = ("next_round", "own_seed", "reshuffle", "seed")
 
     def __init__(self, seed: int | None, reshuffle: bool) -> None:
         self.seed = None if seed is None else seed % 2**64
         self.next_round: int = 0
         self.reshuffle: bool = reshuffle
+        self.own_seed: int = self.seed or 0
 
     def state(self) -> tuple[int, int]:
         """The seed, drawn now if there is none yet, and the next round. Equal states give equal orders."""
@@ -61,34 +63,68 @@ class EpochPass:
     Args:
         rounds: the round with which each shuffle begins; a shuffle not listed continues after its last pass.
         frozen: whether every shuffle begins with its first round instead, and its count of rounds stays as it is.
+        salt: numbers from which all orders derive; for a pass over a dataset that a function of the pipeline makes,
+            whose shuffles no other rank, and no program that resumes, could know of.
 
     Attributes:
         checksum: the checksum of what user code yields in this pass.
+        reached: for each shuffle that it has met the round with which a pass after it begins.
+        runs_ahead: whether these count only by `commit`, as the elements behind them are asked for later.
     """
 
-    def __init__(self, rounds: Mapping[ShuffleState, int] | None = None, *, frozen: bool = False) -> None:
+    def __init__(
+        self,
+        rounds: Mapping[ShuffleState, int] | None = None,
+        *,
+        frozen: bool = False,
+        salt: tuple[int, ...] | None = None,
+    ) -> None:
         self._rounds = dict(rounds or {})
         self._first = dict(self._rounds)
         self._frozen = frozen
+        self._salt = salt
+        self.reached: Mapping[ShuffleState, int] = {}
+        self.runs_ahead: bool = False
         self.checksum: Checksum = Checksum()
 
     def frozen(self) -> EpochPass:
         """A pass that meets the same orders each time, as a cache needs it."""
-        return EpochPass(frozen=True)
+        return EpochPass(frozen=True, salt=self._salt)
+
+    def inner_passes(self, shuffle: ShuffleState) -> Iterator[EpochPass]:
+        """Passes over the datasets that a function makes, one after the other, in a round of the node's own shuffle."""
+        salt = int(self.generator(shuffle).integers(2**63))
+        for number in itertools.count():
+            inner = EpochPass(salt=(salt, number))
+            inner.checksum = self.checksum
+            yield inner
 
     def first_round(self, shuffle: ShuffleState) -> int:
         """The round of a shuffle with which this pass began, or will begin."""
         return self._first.get(shuffle, shuffle.next_round)
 
+    def commit(self, reached: Mapping[ShuffleState, int]) -> None:
+        """Has the next pass begin with these rounds."""
+        for shuffle, number in reached.items():
+            # Of two passes under way at once, the one that lags behind does not set the count back.
+            shuffle.next_round = max(shuffle.next_round, number)
+
     def generator(self, shuffle: ShuffleState) -> np.random.Generator:
         """The random numbers for the next round of a shuffle."""
+        if self._salt is not None:
+            number = self._rounds.setdefault(shuffle, 0)
+            self._rounds[shuffle] = number + 1
+            place = list(self._rounds).index(shuffle)  # two shuffles without a seed have different orders
+            of_round = (*self._salt, number) if shuffle.reshuffle else ()
+            return np.random.default_rng([shuffle.own_seed, place, *of_round])
         seed, next_round = shuffle.state()
         number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
         self._rounds[shuffle] = number + 1
         self._first.setdefault(shuffle, number)
         if not self._frozen:
-            # Of two passes under way at once, the one that lags behind does not set the count back.
-            shuffle.next_round = max(next_round, number + 1)
+            self.reached = {**self.reached, shuffle: number + 1}  # a new one, which another thread may keep
+            if not self.runs_ahead:
+                self.commit(self.reached)
         return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
 
 
@@ -155,6 +191,11 @@ class Node(abc.ABC):
     def fetch(self, chunk: Chunk) -> Any:
         """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
         return _elements.stack([self.load(item) for item in chunk])
+
+    @property
+    def threads(self) -> int:
+        """How many threads may call `load` at once; 0 for any number, where that is of no use."""
+        return 1 if self.user_code else 0
 
     @property
     def seekable(self) -> bool:

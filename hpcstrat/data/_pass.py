@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, final
 
 from hpcstrat._edge import current_call
-from hpcstrat._errors import ReplicaMismatchError
 from hpcstrat._group import Workers
-from hpcstrat.data._index_ops import Skip
-from hpcstrat.data._node import EpochPass, Node, ShuffleState
+from hpcstrat._types import ReplicaMismatchError
+from hpcstrat.data import _elements
+from hpcstrat.data._index_ops import Prefetch, Skip, WithOptions
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
+from hpcstrat.data._threads import prepare_ahead
 
 
 class Position(NamedTuple):
@@ -78,6 +80,52 @@ class Resumable(abc.ABC):
         return rounds
 
 
+@final
+class Optional:
+    """An element of an iteration, or none because the iteration is over: what `get_next_as_optional` returns."""
+
+    def __init__(self, values: tuple[Any] | tuple[()], spec: Callable[[], Any]) -> None:
+        self._values = values
+        self._spec = spec
+
+    @staticmethod
+    def from_value(value: Any) -> Optional:
+        """One with the element `value`, a nest of arrays.
+
+        Raises:
+            TypeError: a leaf cannot become an array.
+        """
+        element = _elements.as_element(value)
+        return Optional((element,), lambda: _elements.spec_of(element))
+
+    @staticmethod
+    def empty(element_spec: Any) -> Optional:
+        """One without an element, which would be described by `element_spec`."""
+        return Optional((), lambda: element_spec)
+
+    def has_value(self) -> bool:
+        """Whether there is an element."""
+        return bool(self._values)
+
+    def get_value(self) -> Any:
+        """The element.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self._values:
+            raise ValueError("Optional.get_value: there is no element; ask has_value() first")
+        return self._values[0]
+
+    @property
+    def element_spec(self) -> Any:
+        """The element's nest of `TensorSpec`."""
+        return self._spec()
+
+    def __repr__(self) -> str:
+        return f"Optional({self._values[0]!r})" if self._values else "Optional()"
+
+
 class ResumableIterator(Resumable):
     """One pass over a pipeline.
 
@@ -89,6 +137,30 @@ class ResumableIterator(Resumable):
         super().__init__(node)
         self._epoch = EpochPass()
         self._taken: int | None = None  # elements of `node`; None after the end
+
+    @property
+    @abc.abstractmethod
+    def element_spec(self) -> Any:
+        """The nest of specifications of what `next` returns."""
+
+    @abc.abstractmethod
+    def __next__(self) -> Any:
+        """The next element."""
+
+    def get_next(self) -> Any:
+        """The next element, as `next` returns it.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+        return next(self)
+
+    def get_next_as_optional(self) -> Optional:
+        """The next element, as `next` returns it, or an `Optional` without one if the pass is over."""
+        try:
+            return Optional((next(self),), lambda: self.element_spec)
+        except StopIteration:
+            return Optional((), lambda: self.element_spec)
 
     @abc.abstractmethod
     def _begin(self, epoch: EpochPass, taken: int) -> None:
@@ -224,6 +296,29 @@ def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Wo
                     "train_test_split(..., random_state=0), or send rank 0's arrays to all: "
                     "hs.broadcast_object(arrays)"
                 )
+
+
+def length(cardinality: int, what: str) -> int:
+    """What `len` gives for a dataset with this cardinality.
+
+    Raises:
+        TypeError: it is infinite or unknown. `what` names the dataset in the message.
+    """
+    if cardinality < 0:
+        why = {INFINITE: "infinite", UNKNOWN: "unknown"}[cardinality]
+        raise TypeError(
+            f"{what}: len() has no result because the number of elements is {why}; ask for its cardinality, which is "
+            "negative then"
+        )
+    return cardinality
+
+
+def prefetched(elements: Iterator[Any], node: Node, epoch: EpochPass) -> Iterator[Any]:
+    """The elements of a pass, which a thread prepares ahead of their use if the pipeline ends with `prefetch`."""
+    while isinstance(node, WithOptions):
+        (node,) = node.inputs
+    ahead = node.size if isinstance(node, Prefetch) else 0
+    return prepare_ahead(elements, ahead, epoch) if ahead else elements
 
 
 def after(node: Node, count: int) -> Node:

@@ -23,7 +23,7 @@ def _positions(size: int) -> Iterator[Keys]:
         yield np.arange(start, min(size, start + _CHUNK), dtype=np.int64)[:, np.newaxis]
 
 
-class _Indexed(Node):
+class Indexed(Node):
     """A source with random access; a key is an element's position."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class _Indexed(Node):
 
 
 @final
-class Range(_Indexed):
+class Range(Indexed):
     """The integers of a `range`."""
 
     def __init__(self, numbers: range, dtype: Any) -> None:
@@ -59,7 +59,7 @@ class Range(_Indexed):
 
 
 @final
-class Tensors(_Indexed):
+class Tensors(Indexed):
     """A single element."""
 
     def __init__(self, tensors: Any) -> None:
@@ -83,7 +83,7 @@ class Tensors(_Indexed):
 
 
 @final
-class Slices(_Indexed):
+class Slices(Indexed):
     """The slices of arrays along their first dimension. The arrays are not copied."""
 
     def __init__(self, tensors: Any) -> None:

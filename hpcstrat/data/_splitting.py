@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat import _nest
 from hpcstrat.data import _elements
 from hpcstrat.data._node import EpochPass, Failure, Node, load_rows, with_failures
+from hpcstrat.data._threads import map_in_threads
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
 
@@ -62,8 +63,10 @@ class InputOptions:
     Attributes:
         experimental_fetch_to_device: whether batches are copied to the replicas' devices before they are used; `None`
             means `True`.
-        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; `PER_REPLICA` is not implemented.
-        experimental_place_dataset_on_device: must be `False`: pipelines run on the host.
+        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; or `PER_REPLICA`, as in TensorFlow only with
+            `MirroredStrategy.distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
+            `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied to the device.
         experimental_per_replica_buffer_size: the number of batches that are copied ahead, besides the next one.
         even_batches: whether a short batch is split evenly too, so that shares differ by at most one element. If not,
             it fills the replicas in order, each up to its share of a full batch, and may leave some replicas without
@@ -114,26 +117,29 @@ def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
-    full = _bounds(rank, size, batch_size, batch_size)  # of nearly all batches, so computed once
-    for chunk in node.chunks(epoch):
-        for item in chunk:
-            total, value, failed = 0, None, None
-            try:
-                if node.rows is not None:  # the item is the batch's keys: only this replica's rows are loaded
-                    total = len(item)
-                    start, stop = full if total == batch_size else _bounds(rank, size, batch_size, total)
-                    value = load_rows(node.rows, item, start, stop)
-                else:
-                    batch = node.load(item)
-                    total = _elements.leading_size(_nest.flatten(batch)[0])
-                    value = _elements.rows(batch, *_bounds(rank, size, batch_size, total))
-            except Exception as error:  # every rank must come to the exchange of this step, where all raise
-                failed = error
-            is_scarce = 0 < total < size if total == batch_size else _is_scarce(size, batch_size, total)
-            yield Step(total, value, epoch.checksum.value, failed, is_scarce)
+    full = bounds(rank, size, batch_size, batch_size)  # of nearly all batches, so computed once
+
+    def step(item: Any, checksum: int) -> Step:
+        total, value, failed = 0, None, None
+        try:
+            if node.rows is not None:  # the item is the batch's keys: only this replica's rows are loaded
+                total = len(item)
+                start, stop = full if total == batch_size else bounds(rank, size, batch_size, total)
+                value = load_rows(node.rows, item, start, stop)
+            else:
+                batch = node.load(item)
+                total = _elements.leading_size(_nest.flatten(batch)[0])
+                value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
+        except Exception as error:  # every rank must come to the exchange of this step, where all raise
+            failed = error
+        is_scarce = 0 < total < size if total == batch_size else _is_scarce(size, batch_size, total)
+        return Step(total, value, checksum, failed, is_scarce)
+
+    items = ((item, epoch.checksum.value) for chunk in node.chunks(epoch) for item in chunk)
+    return map_in_threads(lambda of_item: step(*of_item), items, node.threads)
 
 
-def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
+def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
     """The rows, of `count`, that replica `rank` gets if a full batch has `batch_size`."""
     share, rest = divmod(max(batch_size, count), size)
     start = rank * share + min(rank, rest)
@@ -142,7 +148,7 @@ def _bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int
 
 def _is_scarce(size: int, batch_size: int, count: int) -> bool:
     """Whether `count` elements do not reach the last replica."""
-    start, stop = _bounds(size - 1, size, batch_size, count)
+    start, stop = bounds(size - 1, size, batch_size, count)
     return start == stop and count > 0
 
 

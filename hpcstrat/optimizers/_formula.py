@@ -34,7 +34,7 @@ class Formula:
         function: Callable[..., Any],
         slots: Sequence[str],
         numbers: Sequence[str],
-        options: Mapping[str, bool],
+        options: Mapping[str, bool | None],
     ) -> None:
         given = [Symbol(ELEMENT, None, name) for name in ("gradient", "value", *[f"slot_{name}" for name in slots])]
         symbols = {name: Symbol(NUMBER, None, name) for name in numbers}
@@ -48,7 +48,7 @@ class Formula:
                 "all of them made of elements"
             )
         self._names = tuple(numbers)
-        self._options = {name: float(value) for name, value in options.items()}
+        self._options = {name: float(value) for name, value in options.items() if value is not None}
         name = call.partition(".")[0].lower()
         order, taken = _in_order(results)
         norms = _norms_in(taken)
@@ -174,12 +174,12 @@ class Formulas:
         for attribute in self._attributes:
             values.append(getattr(optimizer, attribute))
         if self._last is None or self._last[0] != values:
-            self._last = values, self._rule(values, tuple(optimizer.slots))
+            self._last = values, self._rule(values, tuple(optimizer.all_slots))
         return self._last[1]
 
     def _rule(self, values: Sequence[Any], slots: tuple[str, ...]) -> UpdateRule:
         named = dict(zip(self._names, values, strict=True))
-        options = {name: value for name, value in named.items() if isinstance(value, bool)}
+        options = {name: value for name, value in named.items() if value is None or isinstance(value, bool)}
         numbers = {name: float(value) for name, value in named.items() if name not in options}
         key = (*options.items(), *slots)
         if key not in self._compiled:

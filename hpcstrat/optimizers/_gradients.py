@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat._arrays import as_read_only
-from hpcstrat._edge import current_call
+from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._edge import call_named, current_call
+from hpcstrat._group import ReplicaGroup
+from hpcstrat._storage.rows import combine_rows
 from hpcstrat._types import Array, IndexedSlices
 from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable, state_of
@@ -24,6 +27,79 @@ def clipped(
         norm = xp.sqrt(sum(xp.sum(xp.abs(g).astype(np.float64) ** 2) for g in arrays))
         scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
         return [g * scale.astype(g.dtype) for g in gradients], [(i, v * scale.astype(v.dtype)) for i, v in rows]
+
+
+def clipped_each(
+    xp: Any, most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
+) -> tuple[list[Array], list[tuple[Array, Array]]]:
+    """Each gradient, scaled down so that its own norm is at most `most`."""
+    dense = [clipped(xp, most, [gradient], [])[0][0] for gradient in gradients]
+    return dense, [clipped(xp, most, [], [pair])[1][0] for pair in rows]
+
+
+class Accumulator:
+    """Adds gradients up on this replica, until there are those of several calls.
+
+    Attributes:
+        steps: the number of calls.
+        calls: how many of them were made.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.calls: int = 0
+        self._sums: dict[int, tuple[Variable, Array]] = {}
+
+    def add(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> list[tuple[Array, Variable]] | None:
+        """Adds the gradients of a call. Returns the means over the calls where it is the last, otherwise `None`."""
+        for gradient, v in zip(gradients, variables, strict=True):
+            with state_of(v).group.on_stream():
+                if id(v) in self._sums:
+                    total = self._sums[id(v)][1]
+                    total += gradient
+                else:
+                    self._sums[id(v)] = (v, gradient.astype(accumulator(v.dtype)))
+        self.calls += 1
+        if self.calls < self.steps:
+            return None
+        means: list[tuple[Array, Variable]] = []
+        for v, total in self._sums.values():
+            with state_of(v).group.on_stream():
+                means.append(((total / self.steps).astype(v.dtype, copy=False), v))
+        self.clear()
+        return means
+
+    def variables(self) -> list[Variable]:
+        """The variables of what was added up."""
+        return [v for v, _ in self._sums.values()]
+
+    def clear(self) -> None:
+        """Drops what was added up."""
+        self.calls = 0
+        self._sums.clear()
+
+    def copied(self, variables: Mapping[int, Variable]) -> Accumulator:
+        """The same for copies of the variables, which are given by the ids of the originals."""
+        other = Accumulator(self.steps)
+        other.calls = self.calls
+        for key, (_, total) in self._sums.items():
+            other._sums[id(variables[key])] = (variables[key], total.copy())
+        return other
+
+
+def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
+    """A sparse gradient as an array of the variable's shape.
+
+    Raises:
+        ValueError: they do not fit the variable.
+    """
+    group = state_of(variable).group
+    indices, values = checked_slices(slices, variable)
+    with group.on_stream():
+        rows, sums = combine_rows(indices, values)
+        found = group.xp.zeros(variable.shape, variable.dtype)
+        found[rows] = sums
+    return found
 
 
 def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
@@ -117,3 +193,68 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
             f"{view.dtype.name}; cast it first"
         )
     return array if isinstance(view, np.ndarray) else state.group.xp.asarray(array)
+
+
+def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
+    """What the function that `Optimizer.minimize` is given returns: the loss, and `count` gradients.
+
+    Raises:
+        TypeError: it is no function, or returns something else.
+        ValueError: it returns another number of gradients.
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"{call}: loss is of type {type(loss).__name__}; it must be a function without arguments that returns the "
+            "loss and its gradients, because NumPy has no gradients of its own"
+        )
+    found: Any = loss()
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise TypeError(f"{call}: loss() returned {type(found).__name__}; it must return (loss, gradients)")
+    value, gradients = found[0], list(found[1])
+    if len(gradients) != count:
+        raise ValueError(f"{call}: {len(gradients)} gradients for {count} variables; return one for each")
+    return value, gradients
+
+
+def group_of(variable: Variable, preposition: str) -> ReplicaGroup:
+    """The variable's group, which must be that of this line's context."""
+    with call_named(f"{current_call()} {preposition} {variable.name!r}"):
+        state_of(variable).require_strategy()
+    return state_of(variable).group
+
+
+def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
+    """Checks the variables of an update.
+
+    Raises:
+        ValueError: one of another strategy, one that no optimizer can change, or that occurs twice.
+    """
+    call = current_call()
+    if len({id(v) for v in variables}) < len(variables):
+        raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
+    for v in variables:
+        state = state_of(v)
+        if state.group is not group:
+            raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
+        if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
+            raise ValueError(
+                f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
+                "leave it out"
+            )
+        if state.is_on_read:
+            raise ValueError(
+                f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
+            )
+
+
+def summed_rows(group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool) -> tuple[Array, Array]:
+    """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
+    communicator = group.communicator
+    with communicator.raise_together():
+        indices, values = checked_slices(slices, variable)
+    if not summed:
+        rows = f"rows of {variable.name!r}, variable {state_of(variable).block.number}"
+        with call_named(f"{current_call()} of {rows}"):
+            indices, values = communicator.all_gather([indices, values], 0)
+    with group.on_stream():
+        return combine_rows(indices, values)

@@ -29,7 +29,7 @@ def operations(
     It gives the operations, and the numbers that these take, computed in float64. It is made from text, as the kernel
     is: a loop over a table of operations takes twice as long on small variables.
     """
-    functions: dict[str, Any] = {"wide": _wide, "empty_like": np.empty_like}
+    functions: dict[str, Any] = {"wide": _wide, "empty_like": np.empty_like, "as_arrays": _as_arrays}
     arrays, steps = _arranged(given, order, results)
 
     def called(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
@@ -40,10 +40,14 @@ def operations(
     slots = len(given) - 2
     lines = [
         *_bound(names, norms, numbers, functions),
+        "    kept = {}",
         f"    def apply(a{VALUE}, a{GRADIENT}, slots, a{slots + 2}):",
         f"        dtype = a{VALUE}.dtype",
         f"        if dtype.itemsize == 2: return wide(apply, a{VALUE}, a{GRADIENT}, slots)",
-        *_unpacked(slots, numbers),
+        "        found = kept.get(dtype)",
+        "        if found is None: found = kept[dtype] = as_arrays(numbers, dtype)",
+        _unpacked("n", len(numbers), "found"),
+        _unpacked("a", slots, "slots", 2),
         *[f"        a{i} = empty_like(a{VALUE})" for i in range(slots + 3, arrays)],
         *[f"        {called(*step)}" for step in steps],
         "    return apply, numbers",
@@ -76,7 +80,8 @@ def norm_terms(
         "        if dtype.itemsize == 2:",
         f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, a{GRADIENT}, *slots)]",
         f"            dtype = a{VALUE}.dtype",
-        *_unpacked(len(given) - 2, numbers),
+        _unpacked("n", len(numbers), "[dtype.type(number) for number in numbers]"),  # which CuPy's functions take
+        _unpacked("a", len(given) - 2, "slots", 2),
         *[f"        {step})" for step in steps],
         f"        return [{', '.join(places[id(symbol)] for symbol in wanted)}]",
         "    return terms, numbers",
@@ -107,12 +112,13 @@ def _bound(
     ]
 
 
-def _unpacked(slots: int, numbers: Sequence[Symbol]) -> list[str]:
-    return [
-        f"        {''.join(f'a{i + 2}, ' for i in range(slots))}= slots" if slots else "",
-        "        number = dtype.type",
-        *[f"        n{i} = number(numbers[{i}])" for i in range(len(numbers))],
-    ]
+def _unpacked(prefix: str, count: int, of: str, first: int = 0) -> str:
+    return f"        {''.join(f'{prefix}{i + first}, ' for i in range(count))}= {of}" if count else ""
+
+
+def _as_arrays(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
+    # NumPy takes an array of no dimensions in half the time of a scalar, and a small update is little else.
+    return [np.array(number, dtype) for number in numbers]
 
 
 def _called(function: Any, operands: Sequence[str], functions: dict[str, Any]) -> str:

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import final
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, final
+
+import numpy as np
 
 from hpcstrat._edge import call_named
 from hpcstrat._group import ReplicaGroup
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._types import Bytes
 from hpcstrat._variables import Variable, state_of
+from hpcstrat.optimizers._gradients import Accumulator
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
+
+
+@final
+class OptimizerVariable:
+    """An array or a number that an optimizer keeps, to look at.
+
+    Attributes:
+        name: such as `Adam/m/w`, of the slot `m` of the variable `w`.
+        shape: the variable's.
+        dtype: likewise.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[], np.ndarray[Any, Any]]
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._read = read
+
+    def __repr__(self) -> str:
+        return f"OptimizerVariable({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
+
+    def numpy(self) -> Any:
+        """A copy on the host, the same on every rank. Collective: all ranks call this."""
+        with call_named(f"{self.name}.numpy"):
+            return self._read()
 
 
 @final
@@ -25,21 +58,35 @@ class OptimizerState:
         iterations: the number of steps done.
         slots: by the id of a variable, which is kept alive, the variable and its slots.
         plans: by `key`.
+        accumulator: of gradients, where variables change in every so-manyth call only.
     """
 
-    __slots__ = ("iterations", "plans", "slots")
+    __slots__ = ("accumulator", "iterations", "plans", "slots")
 
-    def __init__(self, iterations: int = 0) -> None:
+    def __init__(self, iterations: int = 0, accumulator: Accumulator | None = None) -> None:
         self.iterations: int = iterations
+        self.accumulator: Accumulator | None = accumulator
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
 
     def variables(self) -> list[Variable]:
-        """The variables that have slots, in the order in which they were made."""
-        return sorted((v for v, _ in self.slots.values()), key=_number_of)
+        """The variables that were seen, in the order in which they were made."""
+        seen = [v for v, _ in self.slots.values()]
+        if self.accumulator is not None:
+            seen += [v for v in self.accumulator.variables() if id(v) not in self.slots]
+        return sorted(seen, key=_number_of)
+
+    def slot_variables(self, name: str, kinds: Sequence[str]) -> list[OptimizerVariable]:
+        """The slots of all variables, one kind after the other."""
+        pairs = [self.slots[id(v)] for v in self.variables() if id(v) in self.slots]
+        return [
+            OptimizerVariable(f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i]))
+            for i, kind in enumerate(kinds)
+            for v, blocks in pairs
+        ]
 
     def slots_of(
-        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float]
+        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks.
 
@@ -49,12 +96,16 @@ class OptimizerState:
         new = sorted([v for v in variables if id(v) not in self.slots], key=_number_of)
         if new:
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
-            kinds = [[_slot(group, f"{name}: {kind}", v, value) for v in new] for kind, value in initial.items()]
+            cuts = group.storage.split([state_of(v).block for v in new])
+            kinds = [
+                [_slot(group, f"{name}: {kind}", v, value, of) for v, of in zip(new, cuts, strict=True)]
+                for kind, value in initial.items()
+            ]
             for i, v in enumerate(new):
                 self.slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
         return [self.slots[id(v)][1] for v in variables]
 
-    def make_slots(self, variables: Sequence[Variable], name: str, initial: Mapping[str, float]) -> None:
+    def make_slots(self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]) -> None:
         """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.
 
         Raises:
@@ -63,8 +114,33 @@ class OptimizerState:
         for group in dict.fromkeys(state_of(v).group for v in variables):
             self.slots_of(group, [v for v in variables if state_of(v).group is group], name, initial)
 
+    def copy_from(
+        self,
+        other: OptimizerState,
+        pairs: Sequence[tuple[Variable, Variable]],
+        name: str,
+        initial: Mapping[str, float | None],
+    ) -> None:
+        """Takes over the slots of another one, and what it has added up. Collective.
+
+        Args:
+            other: of the original.
+            pairs: each of its variables, and the copy that this one has.
+            name: the optimizer's.
+            initial: the slots, and their values at first.
+        """
+        if other.accumulator is not None:
+            self.accumulator = other.accumulator.copied({id(old): new for old, new in pairs})
+        updated = [(old, new) for old, new in pairs if id(old) in other.slots]
+        self.make_slots([new for _, new in updated], name, initial)
+        for old, new in updated:
+            group = state_of(new).group
+            if group.updates_here:
+                for own, copied in zip(other.slots[id(old)][1], self.slots[id(new)][1], strict=True):
+                    copy_block(group.storage, own, copied)
+
     def plan_of(
-        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float]
+        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> Plan:
         """The plan for these variables, kept; of those without buffers only the newest few are."""
         wanted = key(group, variables)
@@ -83,9 +159,37 @@ def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
     return (id(group), *[id(v) for v in variables])
 
 
-def _slot(group: ReplicaGroup, kind: str, variable: Variable, value: float) -> Block:
+def copy_block(storage: Storage, source: Block, target: Block) -> None:
+    """Copies a variable's or a slot's values, on a rank that updates variables; on all, where the source is split."""
+    start = 0
+    for part in storage.parts(source) if source.cuts is None else storage.all_parts(source):
+        storage.write_part(target, start, part)
+        start += part.size
+
+
+def _slot(group: ReplicaGroup, kind: str, variable: Variable, value: float | None, cuts: Cuts | None) -> Block:
+    own = state_of(variable).block
     with call_named(f"{kind} of {variable.name!r}"):
-        return group.storage.create_slot(state_of(variable).block, value)
+        block = group.storage.create_slot(own, 0.0 if value is None else value, cuts)
+    if value is None and group.updates_here:
+        copy_block(group.storage, own, block)
+    return block
+
+
+def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
+    group = state_of(variable).group
+    value = None
+    if block.cuts is not None:
+        return _joined(variable, group.storage.all_parts(block))
+    with group.communicator.raise_together():
+        if group.communicator.rank == group.root:
+            value = _joined(variable, group.storage.parts(block))
+    return group.communicator.broadcast_obj(value, group.root)
+
+
+def _joined(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
+    joined = np.concatenate([np.empty(0, np.uint8), *[part.copy() for part in parts]])
+    return joined.view(variable.dtype).reshape(variable.shape)
 
 
 def _number_of(variable: Variable) -> int:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers.base import LearningRate, Optimizer
+from hpcstrat.optimizers.base import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hpcstrat.optimizers._options import LearningRate, OptimizerOptions
 
 
 @final
@@ -18,8 +23,7 @@ class Adagrad(Optimizer):
             done.
         initial_accumulator_value: what `a` starts from, at least 0.
         epsilon: keeps the divisor from 0; at least 0.
-        global_clipnorm: the largest norm of the summed gradients, or `None`.
-        name: a name.
+        **options: see `OptimizerOptions`.
 
     Raises:
         ValueError: a number is negative or not finite.
@@ -31,15 +35,13 @@ class Adagrad(Optimizer):
         learning_rate: LearningRate = 0.001,
         initial_accumulator_value: float = 0.1,
         epsilon: float = 1e-7,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "Adagrad",
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         if not initial_accumulator_value >= 0:
             raise ValueError(
                 f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0"
             )
-        super().__init__(learning_rate, global_clipnorm, name)
+        super().__init__(learning_rate, **options)
         self.initial_accumulator_value: float = float(initial_accumulator_value)
         self.epsilon: float = self._not_negative("epsilon", epsilon)
 

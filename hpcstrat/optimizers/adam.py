@@ -1,42 +1,36 @@
-"""Adam, and AdamW, which decays weights too."""
+"""Adam and its relatives: with weight decay, with the largest gradient for a scale, with Nesterov's momentum."""
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers.base import LearningRate, Optimizer
+from hpcstrat.optimizers.base import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hpcstrat.optimizers._options import LearningRate, OptimizerOptions
 
 
-def _moved(
-    value: Any, gradient: Any, m: Any, v: Any, learning_rate: Any, beta_1: Any, beta_2: Any, epsilon: Any, step: Any
-) -> Any:
-    """Adam's formula."""
-    rate = learning_rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
-    m = m + (1 - beta_1) * (gradient - m)
-    v = v + (1 - beta_2) * (gradient * gradient - v)
-    return value - rate * (m / (np.sqrt(v) + epsilon)), m, v
-
-
-class _Adam(Optimizer):
-    """The numbers of both."""
+class _Moments(Optimizer):
+    """The numbers and the slots of all of them."""
 
     def __init__(
         self,
-        learning_rate: LearningRate,
-        beta_1: float,
-        beta_2: float,
-        epsilon: float,
-        global_clipnorm: float | None,
-        name: str,
+        learning_rate: LearningRate = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
             if not 0 <= value < 1:
                 raise ValueError(
                     f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and less than 1"
                 )
-        super().__init__(learning_rate, global_clipnorm, name)
+        super().__init__(learning_rate, **options)
         self.beta_1: float = float(beta_1)
         self.beta_2: float = float(beta_2)
         self.epsilon: float = self._not_negative("epsilon", epsilon)
@@ -47,8 +41,7 @@ class _Adam(Optimizer):
         return {"m": 0.0, "v": 0.0}
 
 
-@final
-class Adam(_Adam):
+class Adam(_Moments):
     """Adam (Kingma and Ba 2014, algorithm 1 with the reformulation before section 2.1), as TensorFlow has it.
 
     In step t, with `g` the gradient: `m += (1 - beta_1) (g - m)`, `v += (1 - beta_2) (g^2 - v)` and
@@ -60,25 +53,12 @@ class Adam(_Adam):
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
         epsilon: keeps the divisor from 0; at least 0.
-        global_clipnorm: the largest norm of the summed gradients, or `None`.
-        name: a name.
+        **options: see `OptimizerOptions`.
 
     Raises:
         ValueError: a decay is out of range, another number negative or not finite.
         TypeError: an argument is not a number.
     """
-
-    def __init__(
-        self,
-        learning_rate: LearningRate = 0.001,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "Adam",
-    ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, global_clipnorm, name)
 
     @staticmethod
     def formula(
@@ -94,11 +74,14 @@ class Adam(_Adam):
         step: Any,
     ) -> Any:
         """See `Optimizer.formula`."""
-        return _moved(value, gradient, m, v, learning_rate, beta_1, beta_2, epsilon, step)
+        rate = learning_rate * np.sqrt(1 - beta_2**step) / (1 - beta_1**step)
+        m = m + (1 - beta_1) * (gradient - m)
+        v = v + (1 - beta_2) * (gradient * gradient - v)
+        return value - rate * (m / (np.sqrt(v) + epsilon)), m, v
 
 
 @final
-class AdamW(_Adam):
+class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): `w -= learning_rate weight_decay w` comes first.
 
     Args:
@@ -108,8 +91,7 @@ class AdamW(_Adam):
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
         epsilon: keeps the divisor from 0; at least 0.
-        global_clipnorm: the largest norm of the summed gradients, or `None`.
-        name: a name.
+        **options: see `OptimizerOptions`.
 
     Raises:
         ValueError: a decay of a moment is out of range, another number negative or not finite.
@@ -123,12 +105,30 @@ class AdamW(_Adam):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "AdamW",
+        **options: Any,
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, global_clipnorm, name)
-        self.weight_decay: float = self._not_negative("weight_decay", weight_decay)
+        super().__init__(learning_rate, beta_1, beta_2, epsilon, weight_decay=weight_decay, **options)
+
+
+@final
+class Adamax(_Moments):
+    """Adamax (Kingma and Ba 2014, algorithm 2), as TensorFlow has it.
+
+    In step t: `m += (1 - beta_1) (g - m)`, `v = max(beta_2 v, |g|)` and
+    `w -= learning_rate / (1 - beta_1^t) m / (v + epsilon)`.
+
+    Args:
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
+        beta_1: the decay of the first moment, at least 0 and less than 1.
+        beta_2: the decay of the largest gradient, likewise.
+        epsilon: keeps the divisor from 0; at least 0.
+        **options: see `OptimizerOptions`.
+
+    Raises:
+        ValueError: a decay is out of range, another number negative or not finite.
+        TypeError: an argument is not a number.
+    """
 
     @staticmethod
     def formula(
@@ -141,9 +141,64 @@ class AdamW(_Adam):
         beta_1: Any,
         beta_2: Any,
         epsilon: Any,
-        weight_decay: Any,
         step: Any,
     ) -> Any:
         """See `Optimizer.formula`."""
-        value = value * (1 - weight_decay * learning_rate)
-        return _moved(value, gradient, m, v, learning_rate, beta_1, beta_2, epsilon, step)
+        m = m + (1 - beta_1) * (gradient - m)
+        v = np.maximum(beta_2 * v, np.absolute(gradient))
+        return value - learning_rate / (1 - beta_1**step) * (m / (v + epsilon)), m, v
+
+
+@final
+class Nadam(_Moments):
+    """Adam with Nesterov's momentum (Dozat 2016), as TensorFlow has it.
+
+    With `u_t = beta_1 (1 - 0.96^t / 2)` and `U_t = u_1 ... u_t`, in step t, `m` and `v` as in Adam:
+    `w -= learning_rate (u_(t+1) m / (1 - U_(t+1)) + (1 - u_t) g / (1 - U_t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
+
+    Args:
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
+            done.
+        beta_1: the decay of the first moment, at least 0 and less than 1.
+        beta_2: the decay of the second moment, likewise.
+        epsilon: keeps the divisor from 0; at least 0.
+        **options: see `OptimizerOptions`.
+
+    Raises:
+        ValueError: a decay is out of range, another number negative or not finite.
+        TypeError: an argument is not a number.
+    """
+
+    _product: tuple[int, float, float] = (0, 0.0, 1.0)  # the steps that are in it, beta_1, and the product
+
+    @property
+    def momentum_product(self) -> float:
+        """`U_t` of the step t that comes next."""
+        done, beta_1, product = self._product
+        if done > self.iterations or beta_1 != self.beta_1:  # restored, or changed
+            done, product = 0, 1.0
+        for step in range(done + 1, self.iterations + 2):
+            product *= self.beta_1 * (1 - 0.5 * 0.96**step)
+        self._product = (self.iterations + 1, self.beta_1, product)
+        return product
+
+    @staticmethod
+    def formula(
+        value: Any,
+        gradient: Any,
+        m: Any,
+        v: Any,
+        *,
+        learning_rate: Any,
+        beta_1: Any,
+        beta_2: Any,
+        epsilon: Any,
+        step: Any,
+        momentum_product: Any,
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        now, following = (beta_1 * (1 - 0.5 * 0.96**t) for t in (step, step + 1))
+        m = m + (1 - beta_1) * (gradient - m)
+        v = v + (1 - beta_2) * (gradient * gradient - v)
+        ahead = following / (1 - momentum_product * following) * m + (1 - now) / (1 - momentum_product) * gradient
+        return value - learning_rate * (ahead / (np.sqrt(v / (1 - beta_2**step)) + epsilon)), m, v

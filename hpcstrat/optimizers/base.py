@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import abc
 import copy
-import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from hpcstrat import _context
-from hpcstrat._communicators.protocol import signature
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._context import InReplica
-from hpcstrat._edge import call_named, current_call, enter_call, leave_call, names_call
-from hpcstrat._group import ReplicaGroup
-from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.base import Storage, UpdateRule
-from hpcstrat._storage.rows import sum_rows
-from hpcstrat._types import FIRST_REPLICA, Array, IndexedSlices, ReduceOp
+from hpcstrat._edge import current_call, enter_call, leave_call, names_call
+from hpcstrat._storage.base import UpdateRule
+from hpcstrat._types import FIRST_REPLICA, IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
+from hpcstrat.optimizers import _options
 from hpcstrat.optimizers._formula import Formulas
-from hpcstrat.optimizers._gradients import check_pair, checked_slices, clipped, sorted_pairs
-from hpcstrat.optimizers._state import OptimizerState, key
+from hpcstrat.optimizers._gradients import (
+    Accumulator,
+    as_dense,
+    check_pair,
+    check_variables,
+    clipped,
+    clipped_each,
+    computed,
+    group_of,
+    sorted_pairs,
+    summed_rows,
+)
+from hpcstrat.optimizers._options import EMA, CommonOptions, LearningRate
+from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, key
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
 
 
 class Optimizer(abc.ABC):
@@ -36,21 +45,45 @@ class Optimizer(abc.ABC):
             done.
         global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together so that their norm,
             over all variables, is at most this.
-        name: a name.
+        name: a name; the class's unless given.
+        **options: see `CommonOptions`.
+
+    Raises:
+        ValueError: an argument is out of range, or excludes another.
+        TypeError: an argument is unknown, or not a number.
     """
 
+    clipnorm: float | None
+    clipvalue: float | None
+    weight_decay: Any  # a float or `None`, and a subclass may have one of its own
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
+
     def __init__(
-        self, learning_rate: LearningRate, global_clipnorm: float | None = None, name: str | None = None
+        self,
+        learning_rate: LearningRate,
+        global_clipnorm: float | None = None,
+        name: str | None = None,
+        **options: Unpack[CommonOptions],
     ) -> None:
-        if global_clipnorm is not None and not global_clipnorm > 0:
+        owner = type(self).__name__
+        self.name: str = owner if name is None else name
+        self.global_clipnorm: float | None
+        for option, value in _options.checked(owner, {"global_clipnorm": global_clipnorm, **options}).items():
+            if option in options or option not in vars(self):  # a subclass may have one of its own, such as its decay
+                setattr(self, option, value)
+        of_formula = [option for option in ("clipvalue", "weight_decay", "use_ema") if options.get(option)]
+        if of_formula and type(self).update_rule is not Optimizer.update_rule:
             raise ValueError(
-                f"{type(self).__name__}: global_clipnorm is {global_clipnorm!r}; it must be positive or None"
+                f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; leave it out"
             )
-        self.name: str = type(self).__name__ if name is None else name
-        self.global_clipnorm = global_clipnorm
         self.learning_rate = learning_rate
-        self._state = OptimizerState()
-        self._formulas = Formulas(f"{type(self).__name__}.formula", self.formula)
+        steps = self.gradient_accumulation_steps
+        self._state = OptimizerState(accumulator=None if steps is None else Accumulator(int(steps)))
+        formula = _options.with_options(self.formula, self.use_ema, self.ema_overwrite_frequency is not None)
+        self._formulas = Formulas(f"{owner}.formula", formula)
 
     # ---- what a kind of optimizer fills in
 
@@ -88,7 +121,12 @@ class Optimizer(abc.ABC):
         """
         return self._formulas.rule(self, learning_rate, step)
 
-    # ---- facts
+    @property
+    def all_slots(self) -> dict[str, float | None]:
+        """The optimizer's own slots, and that of its moving averages. `None`: it begins as the variable's value."""
+        return {**self.slots, EMA: None} if self.use_ema else {**self.slots}
+
+    # ---- properties
 
     @property
     def iterations(self) -> int:
@@ -102,53 +140,53 @@ class Optimizer(abc.ABC):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        if callable(value):
-            # A parameter with a default is the callable's own, such as a factor, and not the step.
-            takes_step = any(
-                parameter.default is parameter.empty and parameter.kind in _POSITIONAL
-                for parameter in inspect.signature(value).parameters.values()
-            )
-            rate: Any = value
-            self._current_rate: Callable[[], float] = (lambda: rate(self._state.iterations)) if takes_step else rate
-        else:
-            constant = self._not_negative("learning_rate", value)
-            self._current_rate = lambda: constant
-        self._constant_rate: float | None = None if callable(value) else self._current_rate()
+        self._rate_after = _options.rate_function(type(self).__name__, value)
+        self._constant_rate: float | None = None if callable(value) else self._rate_after(0)
         self._learning_rate = value
 
     def __repr__(self) -> str:
-        names = [name for name in inspect.signature(type(self)).parameters if hasattr(self, name)]
-        arguments = [f"{name}={getattr(self, name)!r}" for name in (*names, "iterations")]
-        return f"{type(self).__name__}({', '.join(arguments)})"
+        shown = _options.arguments_of(self) | {"iterations": self.iterations}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that `from_config` makes such an optimizer of, as JSON can hold them; no steps and no slots.
+
+        Raises:
+            ValueError: the learning rate is a function, other than one of `hs.optimizers.schedules`.
+        """
+        return _options.config_of(self)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A new optimizer of this class, by what `get_config` returned."""
+        return cls(**_options.arguments_in(config))
+
+    @property
+    def variables(self) -> list[OptimizerVariable]:
+        """What the optimizer keeps from step to step: the number of steps, the learning rate, and each slot."""
+        rate = float(self._rate_after(self._state.iterations))
+        numbers = [("iterations", np.int64(self._state.iterations)), ("learning_rate", np.float64(rate))]
+        found = [OptimizerVariable(f"{self.name}/{name}", (), n.dtype, n.copy) for name, n in numbers]
+        return found + self._state.slot_variables(self.name, list(self.all_slots))
+
+    @property
+    def ema_overwrites(self) -> float:
+        """1 if the next step overwrites variables by their averages, else 0."""
+        frequency = self.ema_overwrite_frequency
+        return float(frequency is not None and (self._state.iterations + 1) % frequency == 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         # One that goes on from here with copies of its variables; as collective as making them is.
         other = copy.copy(self)
         memo[id(self)] = other
-        state = other._state = OptimizerState(self._state.iterations)
         other.learning_rate = copy.deepcopy(self._learning_rate, memo)
-        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
-        state.make_slots([v for _, v in pairs], self.name, self.slots)
-        for old, new in pairs:
-            group = state_of(new).group
-            if group.updates_here:
-                for own, copied in zip(self._state.slots[id(old)][1], state.slots[id(new)][1], strict=True):
-                    _copy(group.storage, own, copied)
+        other._state = OptimizerState(self._state.iterations)  # the rate's function reads it
+        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]  # in one order on all ranks
+        other._state.copy_from(self._state, pairs, self.name, self.all_slots)
         return other
 
     def _not_negative(self, argument: str, value: Any) -> float:
-        """The value of an argument as a float.
-
-        Raises:
-            TypeError: it is not a number.
-            ValueError: it is negative, infinite or nan.
-        """
-        is_number = hasattr(value, "__float__")
-        if not is_number or not 0 <= float(value) < math.inf:
-            error = ValueError if is_number else TypeError
-            also = ", or a callable" if argument == "learning_rate" else ""
-            raise error(f"{type(self).__name__}: {argument} is {value!r}; it must be a number of at least 0{also}")
-        return float(value)
+        return _options.not_negative(type(self).__name__, argument, value)
 
     # ---- the step
 
@@ -175,54 +213,76 @@ class Optimizer(abc.ABC):
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
             pairs = list(grads_and_vars)
+            if self._state.accumulator is not None:
+                means = self._accumulated(pairs, self._state.accumulator)
+                if means is None:
+                    return
+                pairs = means
             if skip_gradients_aggregation or not self._apply_as_before(pairs):
                 self._apply(pairs, skip_gradients_aggregation)
         finally:
             leave_call(outer)
 
+    def _accumulated(
+        self, pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator
+    ) -> list[tuple[Any, Variable]] | None:
+        for pair in pairs:
+            check_pair(pair)
+        gradients, dense, sparse = sorted_pairs(pairs)
+        variables = [*dense, *(v for _, v in sparse)]
+        if variables:
+            check_variables(group_of(variables[0], "to"), variables)
+        return accumulator.add([*gradients, *(as_dense(slices, v) for slices, v in sparse)], variables)
+
     def _apply(self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
         if not pairs:
-            _context.group().communicator.exchange(signature(current_call(), "no variable"))
+            _context.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
         for pair in pairs:
             check_pair(pair)
-        group = _group_of(pairs[0][1], "to")
+        group = group_of(pairs[0][1], "to")
         communicator = group.communicator
         with communicator.raise_together():
             gradients, dense, sparse = sorted_pairs(pairs)
             if not gradients and not sparse:
-                communicator.exchange(signature(current_call(), "no gradient"))
+                communicator.exchange(signature_of(current_call(), "no gradient"))
                 communicator.settle()
                 raise ValueError(
                     f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at least one"
                 )
             if sparse or key(group, dense) not in self._state.plans:
-                self._check_variables(group, [*dense, *(v for _, v in sparse)])
+                check_variables(group, [*dense, *(v for _, v in sparse)])
             rule = self._current_rule(sparse)
         summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
         op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
             communicator.require_equal(gradients)
-        rows = [self._summed_rows(group, slices, v, summed) for slices, v in sparse]
-        if self.global_clipnorm is not None:
+        rows = [summed_rows(group, slices, v, summed) for slices, v in sparse]
+        if self._clips_norms():
             if op is not FIRST_REPLICA:
                 gradients, op = communicator.all_reduce(gradients, op), FIRST_REPLICA
             with group.on_stream():
-                gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
+                if self.global_clipnorm is not None:
+                    gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
+                if self.clipnorm is not None:
+                    gradients, rows = clipped_each(group.xp, self.clipnorm, gradients, rows)
         try:  # all variables and the number of steps change, or none
             if dense:
-                plan = self._state.plan_of(group, dense, self.name, self.slots)
+                plan = self._state.plan_of(group, dense, self.name, self.all_slots)
                 group.storage.update(plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                slots = self._state.slots_of(group, [v], self.name, self.slots)[0]
+                slots = self._state.slots_of(group, [v], self.name, self.all_slots)[0]
                 group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
             self._state.iterations += 1
         except BaseException as error:
-            group.storage.tear(error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
+            group.storage.mark_interrupted(error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
             raise
 
+    def _clips_norms(self) -> bool:
+        return self.global_clipnorm is not None or self.clipnorm is not None
+
     def _current_rule(self, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> UpdateRule:
-        rule = self.update_rule(float(self._current_rate()), self._state.iterations + 1)
+        rule = self.update_rule(float(self._rate_after(self._state.iterations)), self._state.iterations + 1)
         if sparse and rule.norms is not None:
             raise ValueError(
                 f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
@@ -236,7 +296,7 @@ class Optimizer(abc.ABC):
         Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome is known.
         """
         context = _context.current.get()
-        if type(context) is not InReplica or self._constant_rate is None or self.global_clipnorm is not None:
+        if type(context) is not InReplica or self._constant_rate is None or self._clips_norms():
             return False
         group = context.group
         try:
@@ -253,9 +313,50 @@ class Optimizer(abc.ABC):
             group.storage.update(plan, gradients, ReduceOp.SUM, rule)
             self._state.iterations += 1
         except BaseException as error:  # a signal's may come between the two
-            group.storage.tear(error, plan.blocks)
+            group.storage.mark_interrupted(error, plan.blocks)
             raise
         return True
+
+    def minimize(self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]) -> Any:
+        """Computes a loss and its gradients, and applies these, as `apply_gradients` does. Collective.
+
+        Args:
+            loss: a function without arguments that returns the loss and its gradients, one for each variable:
+                `lambda: jax.value_and_grad(f)([v.value() for v in variables])`, for example.
+            var_list: the variables, in the order of the gradients.
+
+        Returns:
+            The loss that the function returned.
+
+        Raises:
+            TypeError: `loss` is no function, or returns something else.
+            ValueError: there are more gradients than variables, or fewer. `apply_gradients` raises more.
+        """
+        variables = list(var_list)
+        value, gradients = computed(f"{self.name}.minimize", loss, len(variables))
+        self.apply_gradients(zip(gradients, variables, strict=True))
+        return value
+
+    @names_call(lambda self, _: f"{self.name}.finalize_variable_values")
+    def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
+        """Gives variables the values of their moving averages, as after the last step of a training. Collective.
+
+        Raises:
+            ValueError: the optimizer keeps no averages: it was made without `use_ema`.
+        """
+        if not self.use_ema:
+            raise ValueError(f"{current_call()}: there are no moving averages; pass use_ema=True to the optimizer")
+        variables = list(var_list)
+        if not variables:
+            return
+        group = group_of(variables[0], "of")
+        with group.communicator.raise_together():
+            check_variables(group, variables)
+            with group.on_stream():
+                nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
+        plan = self._state.plan_of(group, variables, self.name, self.all_slots)
+        rule = Formulas(current_call(), _options.averaged).rule(self, 0.0, 0)
+        group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
@@ -282,65 +383,17 @@ class Optimizer(abc.ABC):
             raise ValueError(
                 f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them in a list"
             )
-        group = _group_of(variables[0], "of")
+        group = group_of(variables[0], "of")
         with group.communicator.raise_together():
-            self._check_variables(group, variables)
-            group.communicator.exchange(signature(current_call(), *[state_of(v).block.held() for v in variables]))
-        plan = self._state.plan_of(group, variables, self.name, self.slots)
+            check_variables(group, variables)
+            group.communicator.exchange(signature_of(current_call(), *[state_of(v).block.held() for v in variables]))
+        plan = self._state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
         assert plan.buffers is not None
         return list(plan.buffers)
 
-    def _check_variables(self, group: ReplicaGroup, variables: Sequence[Variable]) -> None:
-        call = current_call()
-        if len({id(v) for v in variables}) < len(variables):
-            raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
-        for v in variables:
-            state = state_of(v)
-            if state.group is not group:
-                raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
-            if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
-                raise ValueError(
-                    f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
-                    "leave it out"
-                )
-            if state.is_on_read:
-                raise ValueError(
-                    f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
-                )
-
-    # ---- help
-
-    def _summed_rows(
-        self, group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
-    ) -> tuple[Array, Array]:
-        """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
-        communicator = group.communicator
-        with communicator.raise_together():
-            indices, values = checked_slices(slices, variable)
-        if not summed:
-            rows = f"rows of {variable.name!r}, variable {state_of(variable).block.number}"
-            with call_named(f"{current_call()} of {rows}"):
-                indices, values = communicator.all_gather([indices, values], 0)
-        with group.on_stream():
-            return sum_rows(indices, values)
-
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:
     """What an optimizer keeps from step to step."""
     return optimizer._state
-
-
-def _group_of(variable: Variable, preposition: str) -> ReplicaGroup:
-    """The variable's group, which must be that of this line's context."""
-    with call_named(f"{current_call()} {preposition} {variable.name!r}"):
-        state_of(variable).require_strategy()
-    return state_of(variable).group
-
-
-def _copy(storage: Storage, source: Block, target: Block) -> None:
-    start = 0
-    for part in storage.parts(source):
-        storage.write_part(target, start, part)
-        start += part.size

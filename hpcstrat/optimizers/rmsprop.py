@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers.base import LearningRate, Optimizer
+from hpcstrat.optimizers.base import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hpcstrat.optimizers._options import LearningRate, OptimizerOptions
 
 
 @final
@@ -23,8 +28,7 @@ class RMSprop(Optimizer):
         momentum: from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
         centered: whether to divide by an estimate of the variance.
-        global_clipnorm: the largest norm of the summed gradients, or `None`.
-        name: a name.
+        **options: see `OptimizerOptions`.
 
     Raises:
         ValueError: rho or momentum is not from 0 to 1, another number negative or not finite.
@@ -38,14 +42,12 @@ class RMSprop(Optimizer):
         momentum: float = 0.0,
         epsilon: float = 1e-7,
         centered: bool = False,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "RMSprop",
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         for argument, value in (("rho", rho), ("momentum", momentum)):
             if not 0 <= value <= 1:
                 raise ValueError(f"RMSprop: {argument} is {value!r}; it must be from 0 to 1")
-        super().__init__(learning_rate, global_clipnorm, name)
+        super().__init__(learning_rate, **options)
         self.rho: float = float(rho)
         self.momentum: float = float(momentum)
         self.epsilon: float = self._not_negative("epsilon", epsilon)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
-from hpcstrat.optimizers.base import LearningRate, Optimizer
+from hpcstrat.optimizers.base import Optimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from hpcstrat.optimizers._options import LearningRate, OptimizerOptions
 
 
 @final
@@ -19,8 +24,7 @@ class SGD(Optimizer):
             done.
         momentum: from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
-        global_clipnorm: the largest norm of the summed gradients, or `None`.
-        name: a name.
+        **options: see `OptimizerOptions`.
 
     Raises:
         ValueError: momentum is not from 0 to 1, the learning rate negative or not finite.
@@ -32,13 +36,11 @@ class SGD(Optimizer):
         learning_rate: LearningRate = 0.01,
         momentum: float = 0.0,
         nesterov: bool = False,
-        *,
-        global_clipnorm: float | None = None,
-        name: str = "SGD",
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         if not 0 <= momentum <= 1:
             raise ValueError(f"SGD: momentum is {momentum!r}; it must be from 0 to 1")
-        super().__init__(learning_rate, global_clipnorm, name)
+        super().__init__(learning_rate, **options)
         self.momentum: float = float(momentum)
         self.nesterov: bool = bool(nesterov)
 

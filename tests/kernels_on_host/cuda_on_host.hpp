@@ -149,3 +149,8 @@ using std::sqrt; using std::tanh;
 template <class Number> inline Number min(Number a, Number b) { return b < a ? b : a; }
 template <class Number> inline Number max(Number a, Number b) { return a < b ? b : a; }
 template <class Element> inline Element __ldg(const Element* place) { return *place; }
+template <class Number> inline Number atomicAdd(Number* place, Number value) {  // threads run one after another
+    const Number old = *place;
+    *place += value;
+    return old;
+}

@@ -1,4 +1,4 @@
-"""Faults in the middle of a call: signals that break it off, exceptions of one rank, two callers at once."""
+"""Faults in the middle of a call: signals that interrupt it, exceptions of one rank, two callers at once."""
 
 from fault import ANY, BEGIN, HERE, WAIT, Fault
 from strategies import STRATEGIES
@@ -18,7 +18,7 @@ def broken(
     end=SAVE,
     ends=rf"Checkpoint\.save, at {HERE}<module>",
 ):
-    """A call that an exception breaks off on some ranks, and that they catch: they must not save what it has left."""
+    """A call that an exception interrupts on some ranks, and that they catch: they must not save what it has left."""
     program = f"""
 numbers = np.full(100_000, rank, np.float32)
 with strategy.scope():
@@ -36,7 +36,7 @@ except {error}:
 {end}"""
     return Fault(
         program,
-        [rf"\[rank \d\] {error}", rf"this exception broke {named} off on this rank .* the job ends, at {ends}"],
+        [rf"\[rank \d\] {error}", rf"this exception interrupted {named} on this rank .* the job ends, at {ends}"],
         r"\[rank \d\] Traceback",
         begin=BEGIN.replace("CentralStorageStrategy", strategy),
         ranks=2,
@@ -51,27 +51,25 @@ def with_each(name, *arguments, **others):
 
 APPLY = r"SGD\.apply_gradients"
 BROKEN = {
-    **with_each("an update broken off", "'apply'", "apply(numbers)", APPLY),
-    **with_each("an update broken off on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
-    **with_each("an update broken off while it waits", "'_post'", "apply(numbers)", APPLY),
-    **with_each("an update of rows broken off", "'update_rows'", "apply(rows)", APPLY),
-    **with_each(
-        "an assignment broken off", "'_assign_add'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"
-    ),
-    "a new variable broken off": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),
-    "an update broken off by an alarm": broken(
+    **with_each("an update interrupted", "'apply'", "apply(numbers)", APPLY),
+    **with_each("an update interrupted on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
+    **with_each("an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY),
+    **with_each("an update of rows interrupted", "'update_rows'", "apply(rows)", APPLY),
+    **with_each("an assignment interrupted", "'apply'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"),
+    "a new variable interrupted": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),
+    "an update interrupted by an alarm": broken(
         "'apply', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
     ),
-    "an update broken off at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
-    "a reduction broken off": broken(
+    "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
+    "a reduction interrupted": broken(
         "'reduce_flat'", "strategy.reduce('SUM', strategy.run(lambda: numbers), None)", r"Strategy\.reduce"
     ),
-    "a barrier broken off": broken("'_post'", "hs.barrier()", "barrier"),
-    "an own value broken off": broken("'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"),
-    "an update broken off before the end of the program": broken(
+    "a barrier interrupted": broken("'exchange_records'", "hs.barrier()", "barrier"),
+    "an own value interrupted": broken("'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"),
+    "an update interrupted before the end of the program": broken(
         "'apply'", "apply(numbers)", APPLY, end="", ends="the end of the program"
     ),
-    "a restoring broken off": broken(
+    "a restoring interrupted": broken(
         "'_load'",
         "hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).restore('before')",
         r"Checkpoint\.restore",

@@ -8,7 +8,7 @@ def ended(program, *says, ranks=2, **others):
     return Fault(program + WAIT, says, ranks=ranks, **others)
 
 
-# What the launcher says where it sees the end before the watch does.
+# What the launcher says where it sees the end before the watchdog does.
 CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 
 # Python's lines, where the program has not said otherwise.

@@ -210,7 +210,7 @@ STARTS = {
     ),
     "more memory than there is": Fault(
         "with strategy.scope(): hs.Variable(np.broadcast_to(np.float32(1), 1 << 43))",
-        [r"MemoryError: no [\d,]+ bytes in a row are left of the memory that was reserved for variables"],
+        [r"MemoryError: no [\d,]+ contiguous bytes are left of the memory that was reserved for variables"],
         r"\[rank 0\] Traceback",
     ),
 }

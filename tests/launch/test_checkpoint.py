@@ -17,7 +17,8 @@ TRAIN = """
 
     warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     name, path, *more = sys.argv[1:]
-    strategy = hs.OneDeviceStrategy("CPU:0") if name == "OneDeviceStrategy" else getattr(hs, name)()
+    arguments = {"OneDeviceStrategy": {"device": "CPU:0"}, "ShardedMirroredStrategy": {"shard_updates": True}}
+    strategy = getattr(hs, name.removeprefix("Sharded"))(**arguments.get(name, {}))
     random = np.random.default_rng(0)
     x, y = random.standard_normal((50, 6)), random.standard_normal((50, 2))
     with strategy.scope():
@@ -92,6 +93,7 @@ def test_any_number_of_ranks_restores(launch, tmp_path):
     for name, ranks in [
         *(("CentralStorageStrategy", ranks) for ranks in (1, 2, 3, 4)),
         ("MirroredStrategy", 3),
+        ("ShardedMirroredStrategy", 3),
         ("OneDeviceStrategy", None),
     ]:
         at, end = well(launch(again, ranks, name, tmp_path / "saved", tmp_path / "again")).splitlines()
@@ -158,7 +160,8 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
 
 
 @pytest.mark.slow
-def test_fifty_kills_of_a_saving_program(launch, tmp_path):
+@pytest.mark.parametrize("blocking", [True, False])
+def test_fifty_kills_of_a_saving_program(launch, tmp_path, blocking):
     """Each time a fresh process restores and saves without end; SIGKILL comes at a random moment."""
     program = """
     import os, random, signal, sys, time
@@ -166,17 +169,19 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     import hpcstrat as hs
     from hpcstrat.checkpoint._safetensors import CheckpointFile
 
-    path = sys.argv[1]
+    path, blocking = sys.argv[1], sys.argv[2] == "True"
 
     def save_for_ever(ready):
         values, i = hs.Variable(np.zeros(1 << 17)), hs.Variable(0, dtype=np.int64)
         checkpoint = hs.checkpoint.Checkpoint(values=values, i=i)
         if os.path.exists(path):
             checkpoint.restore(path)
+        else:
+            checkpoint.save(path)
         while True:
             i.assign_add(1)
             values.assign(np.full(1 << 17, float(i)))
-            checkpoint.save(path, keep=3)
+            checkpoint.save(path, keep=3, blocking=blocking)
             os.write(ready, b".")
 
     def value(path):
@@ -206,7 +211,8 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
         assert left <= 1  # what one kill leaves, the next program removes
         partials += left
         now = value(path)
-        assert now >= last + 1 + reported, (now, last, reported)
+        # In the background, only the one before the last that was reported has surely been written.
+        assert now >= last + blocking + reported, (now, last, reported)
         last = now
         older = [value(f"{path}.{k}") for k in (1, 2) if f"saved.{k}" in names]
         assert older == sorted(older, reverse=True)
@@ -214,7 +220,7 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path):
     """
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    result = launch(program, None, folder / "saved", timeout=100)
+    result = launch(program, None, folder / "saved", str(blocking), timeout=100)
     assert well(result) == "50 True ['saved']\n"
 
 
@@ -280,6 +286,46 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     folder.mkdir()
     assert well(launch(program, None, folder / "saved", timeout=100)) == "saved\nsaved.1\n"
     assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
+
+
+@pytest.mark.parametrize("disk", ["slow", "full"])
+def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk):
+    """Whose ranks then wait in the end of MPI, for longer than they would elsewhere."""
+    program = """
+    import errno, os, sys, time
+    import numpy as np
+    import hpcstrat as hs
+    from hpcstrat.checkpoint import _safetensors
+
+    path, disk = sys.argv[1:]
+    strategy = hs.CentralStorageStrategy()
+    with strategy.scope():
+        v = hs.Variable(np.arange(8.0))
+    checkpoint = hs.checkpoint.Checkpoint(v=v)
+    checkpoint.save(path)
+    write = _safetensors.write
+
+    def late(*args):
+        time.sleep(2.5)
+        if disk == "full":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*args)
+
+    _safetensors.write = late
+    v.assign(-np.arange(8.0))
+    checkpoint.save(path, blocking=False)
+    """
+    seconds = {"HPCSTRAT_STALL_SECONDS": "0.5", "HPCSTRAT_TIMEOUT_SECONDS": "1"}
+    result = launch(program, 2, tmp_path / "saved", disk, env=seconds)
+    arrays, _ = read(tmp_path / "saved")
+    if disk == "slow":
+        assert well(result) == ""
+        assert arrays["v"] == (-np.arange(8.0)).tobytes()
+    else:
+        assert result.status != 0
+        assert "Checkpoint.save of" in result.stderr and "No space left on device" in result.stderr
+        assert arrays["v"] == np.arange(8.0).tobytes()
+    assert [path.name for path in tmp_path.iterdir() if "saved" in path.name] == ["saved"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

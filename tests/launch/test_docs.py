@@ -22,6 +22,24 @@ def blocks(language):
     ]
 
 
+def programs():
+    """Parameters for each program: the block, and the number of ranks.
+
+    Of those that a later one goes on with, all runs are slow, because it runs them too. Of the others, what one rank
+    prints: it is what three ranks print.
+    """
+    found = []
+    for page in BLOCKS.values():
+        of_page = [block for block in page if block.language == "python"]
+        for block in of_page:
+            is_continued = any(other is not block and other.text.startswith(block.text) for other in of_page)
+            numbers = [int(block.says["ranks"])] if "ranks" in block.says else RANKS
+            for ranks in numbers:
+                is_slow = is_continued or (ranks == 1 and len(numbers) > 1)
+                found.append(pytest.param(block, ranks, id=f"{block}-{ranks}", marks=[pytest.mark.slow] * is_slow))
+    return found
+
+
 def skip_unless_it_runs(block: Block):
     reason = block.reason_to_skip()
     if reason is not None:
@@ -44,22 +62,21 @@ def test_code_stands_in_blocks_of_a_known_language(path):
     assert not re.findall(r"\n\n(?: {4,}|\t).*", outside)  # that is code too, and no fence says of which language
 
 
-@pytest.mark.parametrize("block", blocks("python"))
-def test_program(launch, block, gpus):
+@pytest.mark.parametrize(("block", "ranks"), programs())
+def test_program(launch, block, ranks, gpus):
     skip_unless_it_runs(block)
     are_seen, numbers = gpus
     program = block.text
     if "file" in block.says:
         program = launch.folder / block.says["file"]
         program.write_text(block.text)
-    for ranks in [int(block.says["ranks"])] if "ranks" in block.says else RANKS:
-        if ranks not in numbers:
-            continue
-        result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 90)
-        assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-        expected = block.expects(ranks)
-        if expected is not None:
-            assert block.prints(result.stdout) == expected
+    if ranks not in numbers:
+        pytest.skip(f"{ranks} ranks have too few GPUs")
+    result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 90)
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    expected = block.expects(ranks)
+    if expected is not None:
+        assert block.prints(result.stdout) == expected
 
 
 @pytest.mark.parametrize("block", blocks("text"))
@@ -137,6 +154,7 @@ def test_commands_of_the_readme():
 def test_files_that_a_page_names_exist(path):
     text = path.read_text()
     linked = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+    linked += re.findall(r'(?:src|srcset)="([^":]+)"', text)
     assert [link for link in linked if not (path.parent / link).exists()] == []
     named = re.findall(rf"`[^`\n]*?(?<![\w/.])((?:{'|'.join(FOLDERS)})/[\w./-]*)", text)
     assert [name for name in named if not (ROOT / name).exists()] == []

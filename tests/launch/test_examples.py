@@ -107,6 +107,25 @@ def test_pca(launch, gpus):
         np.testing.assert_allclose(found[:, 1], 100 * expected[:4] / expected.sum(), atol=0.006)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["kmeans", "pca", "monte_carlo", "train"])
+def test_pictures_of_the_gallery(launch, gpus, tmp_path, name):
+    """Those that docs/gallery shows in two colours have the same words; its page's commands draw on four ranks."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    svgs = [ROOT / "docs" / "gallery" / f"{name}-{page}.svg" for page in ("light", "dark")]
+    assert all(svg.stat().st_size < 60_000 for svg in svgs)
+    are_seen, numbers = gpus
+    for ranks in [ranks for ranks in (1, 3) if ranks in numbers]:
+        svgs.append(tmp_path / f"{ranks}.svg")
+        env = {"MATPLOTLIBRC": str(ROOT / "docs" / "gallery" / "light.mplstyle")}
+        result = launch(ROOT / "examples" / f"{name}.py", ranks, "--plot", svgs[-1], gpus=are_seen, env=env)
+        assert (result.status, result.leftovers) == (0, [])
+        assert "Warning" not in result.stderr
+    words = [re.findall(r">([^<>\n]*[a-z][^<>\n]*)</text>", svg.read_text()) for svg in svgs]
+    assert len(words[0]) >= 2
+    assert words == words[:1] * len(words)
+
+
 def test_linear_regression(launch, gpus):
     for lines in printed(launch, gpus, "linear_regression.py"):
         *losses, worst = numbers_of(lines)
@@ -140,45 +159,48 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
         assert numbers_of([epoch]) == pytest.approx(numbers_of(whole[3:4]), abs=0.0055)
 
 
-# The same by PyTorch alone: each rank has a copy of the module, and its part of each batch.
+# The same by PyTorch alone.
 DDP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import torch
-    import torch_mlp
     from mpi4py import MPI
+    from torch_ddp import load_data, make_module
 
     comm = MPI.COMM_WORLD
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{sys.argv[2]}", rank=comm.rank, world_size=comm.size
     )
-    module = torch.nn.parallel.DistributedDataParallel(torch_mlp.make_module(seed=0))
+    data = load_data()
+    sampler = torch.utils.data.DistributedSampler(data, shuffle=False)
+    loader = torch.utils.data.DataLoader(data, 64 // comm.size, sampler=sampler)
+    module = torch.nn.parallel.DistributedDataParallel(make_module())
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    images, digits = map(torch.from_numpy, torch_mlp.load_data())
+
     for epoch in range(1, 4):
-        total = torch.zeros(2, dtype=torch.float64)
-        for start in range(0, len(images) - 63, 64):
-            part = slice(start + comm.rank * (64 // comm.size), start + (comm.rank + 1) * (64 // comm.size))
-            losses = torch.nn.functional.cross_entropy(module(images[part]), digits[part], reduction="none")
+        total = torch.zeros(1)
+        for images, digits in loader:
             optimizer.zero_grad()
-            losses.mean().backward()  # whose gradients DDP averages over the ranks
+            loss = torch.nn.functional.cross_entropy(module(images), digits)
+            loss.backward()  # whose gradients DDP averages over the ranks
             optimizer.step()
-            total += torch.tensor([losses.sum().item(), len(losses)])
+            total += loss.detach()
         torch.distributed.all_reduce(total)
         if comm.rank == 0:
-            print(f"epoch {epoch}: loss {total[0] / total[1]:.7f}")
+            print(f"epoch {epoch}: loss {total.item() / comm.size / len(loader):.7f}")
     torch.distributed.destroy_process_group()
 """
 
 
-def test_torch_mlp_learns_as_ddp_does(launch, tmp_path):
+@pytest.mark.parametrize("example", ["torch_mlp.py", "torch_ddp.py"])
+def test_modules_of_pytorch_learn_as_ddp_does(launch, tmp_path, example):
     pytest.importorskip("torch", reason="PyTorch is not installed")
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ddp = launch(DDP, 2, ROOT / "examples", tmp_path / "ranks", env=env, timeout=60)
     expected = numbers_of(ddp.stdout.splitlines())
     assert len(expected) == 3 and expected == sorted(expected, reverse=True)
-    for ranks in (None, 1, 2, 4):
-        result = launch(ROOT / "examples" / "torch_mlp.py", ranks, env=env, timeout=60)
+    for ranks in (None, 2, 4):
+        result = launch(ROOT / "examples" / example, ranks, env=env, timeout=60)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         found = numbers_of(result.stdout.splitlines())
         assert found[0] == pytest.approx(expected[0], rel=rounding(steps=28, batch_size=64))

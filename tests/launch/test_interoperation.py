@@ -82,3 +82,54 @@ def test_loaders_with_workers_end_where_the_orders_differ(launch):
         "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks have" in result.stderr
     )
     assert "generator=torch.Generator().manual_seed(0)" in result.stderr
+
+
+TRAINING = """
+    import torch
+
+    import hpcstrat as hs
+
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    hs.torch.broadcast(module)
+
+
+    def train(steps, harm):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module(torch.ones(3, 2)).sum().backward()
+            hs.torch.all_reduce_gradients("MEAN", module)
+            optimizer.step()
+            if hs.rank() == 1:
+                harm()
+
+
+    def add():
+        module.weight.data += 1
+
+
+    def fail():
+        raise ZeroDivisionError("of this rank alone")
+
+
+    steps = 3
+    HARM
+    hs.CentralStorageStrategy().run(train, args=(steps, harm))
+    hs.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    "harm, env, message",
+    [
+        ("harm, steps = int, 3 + hs.rank()", {}, "rank 1: all_reduce_gradients(MEAN, weight, bias)"),
+        ("harm = fail", {}, "ZeroDivisionError: of this rank alone"),
+        ("harm = add", {"HPCSTRAT_CHECK": "1"}, "equal after hs.torch.broadcast"),
+    ],
+    ids=["one step more", "exception", "other parameters"],
+)
+def test_ranks_that_train_differently_end(launch, harm, env, message):
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    result = launch(TRAINING.replace("HARM", harm), 3, env=ENV | env, timeout=60)
+    assert result.status != 0 and result.leftovers == []
+    assert message in result.stderr

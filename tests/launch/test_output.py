@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import pytest
+from slow import slow_but
 
 PROGRAM = """
     import sys, threading
@@ -25,7 +26,9 @@ PROGRAM = """
     thread.start(); thread.join()
     sys.stdout.writelines(["a\\n", "b\\n"])
     sys.stdout.buffer.write(b"bytes\\n")
-    print("errors are not filtered", file=sys.stderr)
+    print("an error", file=sys.stderr)
+    inside = True
+    print(f"error of replica {world.rank}", file=sys.stderr)
 """
 ONCE = ["first", "cross-replica context", "outer thread", "a", "b", "bytes"]
 
@@ -38,7 +41,8 @@ def test_what_shows(launch, ranks):
     inside = [f"{word} {rank}" for word in ("replica", "thread") for rank in range(count)]
     assert sorted(result.stdout.splitlines()) == sorted(ONCE + inside)
     assert [line for line in result.stdout.splitlines() if line in ONCE] == ONCE
-    assert result.stderr.count("errors are not filtered") == count
+    assert result.stderr.splitlines().count("an error") == 1
+    assert result.stderr.count("error of replica") == count
 
 
 def test_all(launch):
@@ -56,6 +60,102 @@ def test_another_value_is_an_error(launch):
     result = launch(PROGRAM, 2, env={"HPCSTRAT_OUTPUT": "rank0"})
     assert result.status != 0
     assert "ValueError: HPCSTRAT_OUTPUT='rank0' is not allowed" in result.stderr
+
+
+ERRORS = """
+    import logging, os, sys, warnings
+    import hpcstrat as hs
+    from tqdm import tqdm
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    print("printed", file=sys.stderr)
+    warnings.warn("warned")
+    logging.info("noted")
+    for _ in tqdm(range(3), desc="bar"): pass
+    hs.barrier()
+"""
+ONCE_AS_ERRORS = ["printed", "warned", "noted"]
+
+
+def counts(stderr):
+    return [stderr.count(word + "\n") for word in ONCE_AS_ERRORS] + [stderr.count("bar: 100%")]
+
+
+def test_errors_read_as_one_programs(launch):
+    result = launch(ERRORS, 3)
+    assert result.status == 0
+    assert counts(result.stderr) == [1, 1, 1, 1]
+    result = launch(ERRORS, 3, env={"HPCSTRAT_STDERR": "all"})
+    assert counts(result.stderr) == [3, 3, 3, 3]
+    result = launch(ERRORS, 2, env={"HPCSTRAT_STDERR": "lead"})
+    assert result.status != 0
+    assert "ValueError: HPCSTRAT_STDERR='lead' is not allowed" in result.stderr
+
+
+ENDS = {
+    "exception": "raise ValueError('the cause')",
+    "thread": "import threading, time; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(50)",
+    "exit": "sys.exit(3)",
+    "text": "sys.exit('the cause')",
+    "raised": "raise SystemExit(3)",
+    "raised text": "raise SystemExit('the cause')",
+    "os._exit": "os._exit(3)",
+}
+
+
+@pytest.mark.parametrize("end", slow_but(["text", "raised"], [*ENDS]))
+@pytest.mark.parametrize("begins", ["", "hs.barrier()"], ids=["early", "connected"])
+def test_what_explains_a_failure_is_shown(launch, begins, end):
+    """What was hidden before, and what is written then."""
+    if not begins and end in ("raised", "raised text", "os._exit") and not launch.open_mpi:
+        pytest.skip("MPICH's launcher ignores how a process ends that has not started MPI, and rank 0 waits")
+    if not begins and end == "thread":
+        pytest.skip("before the ranks are connected, a thread's error ends nothing")
+    program = f"""
+    import os, sys, warnings
+    import hpcstrat as hs
+
+    {begins}
+    if hs.rank() == 1:
+        print("look here", file=sys.stderr)
+        {ENDS[end]}
+    hs.barrier()
+    """
+    result = launch(program, 2, timeout=60)
+    assert result.status != 0
+    assert result.stderr.count("look here\n") == 1
+    assert ("the cause" in result.stderr) == ("the cause" in ENDS[end])
+    assert ("ZeroDivisionError" in result.stderr) == (end == "thread")
+    assert result.leftovers == []
+
+
+def test_an_error_of_all_ranks_is_said_once(launch):
+    result = launch("import argparse, hpcstrat\nargparse.ArgumentParser().parse_args(['--wrong'])", 3)
+    assert result.status != 0
+    count = result.stderr.count("unrecognized arguments: --wrong")
+    # Before MPI has started, Open MPI's launcher ends the ranks when it notices that one has left.
+    assert count == 1 or (launch.open_mpi and count > 1)
+
+
+def test_handled_and_logged_errors_and_those_of_c_are_shown(launch):
+    program = """
+    import faulthandler, logging, os, sys, traceback
+    import hpcstrat as hs
+
+    try:
+        1 / 0
+    except ZeroDivisionError:
+        traceback.print_exc()
+    logging.error("logged")
+    logging.warning("hidden")
+    os.write(2, b"of C\\n")
+    faulthandler.dump_traceback()
+    hs.barrier()
+    """
+    result = launch(program, 2)
+    assert result.status == 0
+    words = ["ZeroDivisionError: division by zero", "ERROR:root:logged", "of C", "most recent call first", "hidden"]
+    assert [result.stderr.count(word) for word in words] == [2, 2, 2, 2, 1]
 
 
 def test_lines_arrive_whole(launch):

@@ -108,7 +108,7 @@ BUGS = {
     "host copies are read before they have arrived": (
         [
             (
-                "_communicators/staged.py",
+                "_communicators/device.py",
                 "        self.stream.synchronize()\n        return copies\n",
                 "        return copies\n",
             )
@@ -177,7 +177,7 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ids=["root", "operation", "count"],
 )
 def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path, old, new):
-    package = planted(tmp_path / "planted", [("_communicators/nccl.py", old, new)])
+    package = planted(tmp_path / "planted", [("_communicators/nccl_link.py", old, new)])
     result = simulated(TRAINING, 2, package=package, env=HANGS_SOON)
     assert result.status != 0
     assert "the ranks make different calls of NCCL, which hangs:" in result.stderr
@@ -295,6 +295,42 @@ def test_a_sparse_gradient_waits_for_the_gpu_twice(simulated):
     """For the largest index, and for the number of rows."""
     result = simulated(ROWS, None)
     assert (result.status, result.stdout, result.leftovers) == (0, "2\n", [])
+
+
+METRICS = """
+import cupy
+import numpy as np
+import hpcstrat as hs
+
+launched = []
+launch = cupy.ElementwiseKernel.__call__
+cupy.ElementwiseKernel.__call__ = lambda kernel, *args, **options: launched.append(launch(kernel, *args, **options))
+strategy = hs.CentralStorageStrategy()
+classes, scores = cupy.arange(4) % 2, cupy.ones((4, 2))
+labels, chances = classes.astype(np.float64), cupy.full(4, 0.5)
+with strategy.scope():
+    metrics = {
+        hs.metrics.SparseCategoricalAccuracy(): (classes, scores),
+        hs.metrics.TopKCategoricalAccuracy(1): (scores, scores),
+        hs.metrics.Accuracy(): (classes, classes),
+        hs.metrics.MeanSquaredError(): (labels, chances),
+        hs.metrics.ConfusionMatrix(2): (classes, classes),
+        hs.metrics.AUC(): (labels, chances),
+        hs.metrics.Mean(): (chances.sum(),),
+    }
+for metric, arrays in metrics.items():
+    strategy.run(lambda: metric.update_state(*arrays))  # which compiles
+    before = len(launched), cupy._faults.counted["waits"], cupy._faults.counted["allocations"]
+    strategy.run(lambda: metric.update_state(*arrays))
+    after = len(launched), cupy._faults.counted["waits"], cupy._faults.counted["allocations"]
+    print(*[now - then for now, then in zip(after, before)])
+"""
+
+
+def test_an_update_of_a_metric_is_one_kernel_for_which_the_host_does_not_wait(simulated):
+    """And which needs no memory: no other operation of CuPy's takes part."""
+    result = simulated(METRICS, None)
+    assert (result.status, result.stdout, result.leftovers) == (0, "1 0 0\n" * 7, [])
 
 
 LOSES = """

@@ -50,6 +50,27 @@ RESUME = """
     hs.checkpoint.PreemptionHandler.check = wait_and_check
     runpy.run_path("examples/resume.py", run_name="__main__")
 """
+# On its first start the ranks of the second node die.
+DIES = """
+    import os, signal, sys
+    import hpcstrat as hs
+
+    strategy = hs.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        step = hs.Variable(0)
+    checkpoint = hs.checkpoint.Checkpoint(step=step)
+    path = sys.argv[-1]
+    if os.path.exists(path):
+        checkpoint.restore(path)
+    begin = int(step.numpy())
+    os.write(1, f"rank {hs.rank()} of {hs.size()} on {os.environ['SLURMD_NODENAME']} begins at {begin}\\n".encode())
+    while int(step.numpy()) < 8:
+        step.assign_add(1)
+        checkpoint.save(path)
+        if begin == 0 and int(step.numpy()) == 5 and os.environ["SLURMD_NODENAME"] == "n2":
+            os.kill(os.getpid(), signal.SIGKILL)
+    print(f"ends at {int(step.numpy())}")
+"""
 # Cannot note a signal.
 BEGINS = """
     import os, time
@@ -305,6 +326,19 @@ def test_two_nodes(cluster, launcher, gpus):
     assert sorted(line for line in job.lines if line.startswith("rank ")) == [
         f"rank {rank} of 8 on n{1 + rank // 4}, of rank 0, {arguments}" for rank in range(8)
     ]
+
+
+@launches
+@pytest.mark.timeout(300)
+def test_ranks_that_die_start_again_in_the_job(cluster, launcher):
+    skip_what_start_ranks_avoids(launcher)
+    options = ["--nodes=2", "--ntasks-per-node=2"]
+    job = cluster.submit("resilient", options=options, program=DIES, LAUNCH=launcher)
+    assert job.end() == ("COMPLETED", 0, 0)
+    starts = [line for line in job.lines if " begins at " in line]
+    assert sorted(starts[:4]) == [f"rank {rank} of 4 on n{1 + rank // 2} begins at 0" for rank in range(4)]
+    assert sorted(starts[4:]) == [f"rank {rank} of 4 on n{1 + rank // 2} begins at 5" for rank in range(4)]
+    assert "; restart 1 of 3, on 4 ranks" in job.log and job.log.count("ends at 8") == 1
 
 
 def test_where_there_is_no_such_type_it_is_mpirun(cluster):

@@ -51,6 +51,10 @@ def test_outside_of_every_scope():
 OUTSIDE = {
     "all_reduce": lambda context: context.all_reduce("sum", float(RANK + 1)) == RANK + 1,
     "all_gather": lambda context: context.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2,
+    "broadcast": lambda context: context.broadcast(RANK + 1) == RANK + 1,
+    "reduce_scatter": lambda context: context.reduce_scatter("sum", np.full(2, RANK)).tolist() == [RANK] * 2,
+    "all_to_all": lambda context: context.all_to_all([np.full(2, RANK)])[0].tolist() == [RANK] * 2,
+    "neighbor_exchange": lambda context: context.neighbor_exchange(1, 2) == (None, None),
     "merge_call": lambda context: context.merge_call(
         lambda strategy, x: strategy is hs.get_strategy() and hs.in_cross_replica_context() and x == 3, (3,)
     ),

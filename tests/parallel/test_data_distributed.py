@@ -311,6 +311,62 @@ def test_a_pipeline_may_compute_on_the_gpu(place):
             assert float(total) == 2 * np.arange(20.0 * i, 20.0 * i + 20).sum() + 20
 
 
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads):
+    xp, places = place.xp, []
+
+    def doubled(row):
+        places.append((xp.cuda.Device().id, xp.cuda.get_current_stream().ptr))
+        return (xp.asarray(row) * 2).get()
+
+    with place.make(hs.MirroredStrategy) as strategy:
+        rows = Dataset.from_tensor_slices(np.arange(80.0).reshape(40, 2))
+        dataset = rows.map(doubled, num_parallel_calls=threads).batch(10)
+        gathered = [strategy.gather(step, 0) for step in strategy.experimental_distribute_dataset(dataset)]
+        assert np.array_equal(hs.asnumpy(xp.concatenate(gathered)), 2 * np.arange(80.0).reshape(40, 2))
+        own = strategy.run(lambda: xp.cuda.Device().id)
+        assert {device for device, _ in places} == {strategy.experimental_local_results(own)[hs.rank()]}
+        assert len({stream for _, stream in places}) == 1
+
+
+# ---- files
+
+
+@pytest.fixture
+def folder(strategy, tmp_path_factory):
+    return hs.broadcast_object(str(tmp_path_factory.mktemp("data")) if hs.is_lead() else None)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_one_rank_saves_and_each_loads_its_own(strategy, folder, differ):
+    rows = Dataset.range(13).map(lambda x: (x, np.full(x % 3 if differ else 2, x)))
+    rows.shuffle(13).save(folder + "/data")
+    found = Dataset.load(folder + "/data")
+    batches = found.padded_batch(5) if differ else found.batch(5)
+    gathered = [strategy.gather(step[0], 0) for step in strategy.experimental_distribute_dataset(batches)]
+    order = [int(x) for part in gathered for x in hs.asnumpy(part)]
+    assert sorted(order) == list(range(13)) and order == [int(x) for x, _ in found]
+
+
+def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
+    def fail(x):
+        raise ValueError("no such element")
+
+    with pytest.raises(ValueError, match="no such element"):
+        Dataset.range(3).map(fail).save(folder + "/data")
+    with pytest.raises(FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a dataset"):
+        Dataset.range(3).save(folder)
+    Dataset.range(3).save(folder + "/data")
+    assert list(Dataset.load(folder + "/data")) == [0, 1, 2]
+
+
+@several_replicas
+def test_all_ranks_must_save_the_same(strategy, folder):
+    with pytest.raises(hs.ReplicaMismatchError, match=r"Dataset\.save"):
+        Dataset.range(3 + hs.rank()).save(folder + "/data")
+
+
 # ---- batches that do not reach all replicas
 
 

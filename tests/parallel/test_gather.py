@@ -153,3 +153,74 @@ def test_none_in_a_nest_stays_none(strategy, place):
     inside = strategy.run(replica)
     assert inside[0] is None
     assert strategy.experimental_local_results(inside[1])[-1].tolist() == list(range(N))
+
+
+# ---- scatter, which is the inverse
+
+
+def own_part(array, axis):
+    return np.array_split(array, N, axis)[RANK]
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1, np.int64(2)])
+@pytest.mark.parametrize("size", [0, 1, 7, 12])
+def test_what_is_scattered_is_gathered_again(strategy, place, axis, size):
+    shape = [2, 3, 4]
+    shape[axis] = size
+    whole = {"a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "b": np.arange(24).reshape(2, 3, 4)}
+    parts = strategy.scatter(whole, axis)
+    for name, array in whole.items():
+        seen = []
+        strategy.run(seen.append, args=(parts[name],))
+        assert isinstance(seen[0], place.xp.ndarray) and seen[0].dtype == array.dtype
+        assert np.array_equal(hs.asnumpy(seen[0]), own_part(array, axis))
+    gathered = strategy.gather(parts, axis)
+    assert all(np.array_equal(hs.asnumpy(gathered[name]), whole[name]) for name in whole)
+
+
+def test_parts_are_copies_and_arrays_may_be_on_the_device(strategy, place):
+    whole = place.xp.arange(7.0)
+    parts = strategy.scatter(whole)
+
+    def clear(part):
+        part[...] = -1
+
+    strategy.run(clear, args=(parts,))
+    assert np.array_equal(hs.asnumpy(whole), np.arange(7.0))
+    variable = hs.Variable(np.arange(4.0))
+    assert np.array_equal(hs.asnumpy(strategy.gather(strategy.scatter(variable), 0)), np.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    ("make", "axis", "error", "text"),
+    [
+        (lambda: np.arange(3), 1, ValueError, r"axis 1 does not exist in an array of shape \(3,\)"),
+        (lambda: np.float32(3), 0, ValueError, "axis 0"),
+        (lambda: np.arange(3), 0.5, TypeError, "axis is 0.5; it must be an int"),
+        (lambda: "text", 0, TypeError, "array of numbers"),
+        (lambda: None, 0, TypeError, "None"),
+    ],
+)
+def test_what_cannot_be_scattered(strategy, make, axis, error, text):
+    with pytest.raises(error, match=f"Strategy.scatter.*{text}"):
+        strategy.scatter(make(), axis)
+    assert hs.asnumpy(strategy.gather(strategy.scatter(np.arange(3)), 0)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_only_what_is_equal_on_all_ranks_is_scattered(strategy):
+    for other in (np.arange(6.0) + RANK, np.arange(6.0 + RANK), np.arange(6, dtype=f"f{4 + 4 * (RANK % 2)}")):
+        with pytest.raises(hs.ReplicaMismatchError, match="scatter"):
+            strategy.scatter(other)
+    with pytest.raises(hs.ReplicaMismatchError, match="scatter"):
+        strategy.scatter(np.zeros((2, 2)), RANK % 2)
+    parts = strategy.scatter(np.arange(6))
+    with pytest.raises(TypeError, match="distributed already"):
+        strategy.scatter(parts)
+
+
+def test_a_rank_that_cannot_scatter_fails_all(strategy):
+    with pytest.raises(TypeError, match=r"Strategy\.scatter"):
+        strategy.scatter("text" if RANK == N - 1 else np.arange(3))
+    with pytest.raises(RuntimeError, match=r"Strategy\.scatter"):
+        strategy.run(lambda: strategy.scatter(np.arange(3)))

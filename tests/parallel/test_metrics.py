@@ -1,5 +1,7 @@
 """Metrics and losses: exact over uneven batches, on any number of replicas."""
 
+import re
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -32,9 +34,17 @@ def feed(strategy, metric, xp):
 
 
 def test_names():
-    names = [metric().name for metric in (hs.metrics.Mean, hs.metrics.Sum, hs.metrics.Accuracy)]
-    assert [*names, hs.metrics.MeanSquaredError().name] == ["mean", "sum", "accuracy", "mean_squared_error"]
+    """As Keras makes them of the classes."""
+    kinds = "Mean Sum Accuracy BinaryAccuracy CategoricalAccuracy SparseCategoricalAccuracy TopKCategoricalAccuracy "
+    kinds += "SparseTopKCategoricalAccuracy MeanAbsoluteError MeanSquaredError RootMeanSquaredError TruePositives "
+    kinds += "FalsePositives TrueNegatives FalseNegatives Precision Recall"
+    for kind in kinds.split():
+        words = "_".join(word.lower() for word in re.findall("[A-Z][a-z]*", kind))
+        assert getattr(hs.metrics, kind)().name == words
+        assert getattr(hs.metrics, kind)(name="own").name == "own"
     assert hs.metrics.Mean("loss").name == "loss"
+    assert [hs.metrics.AUC().name, hs.metrics.MeanIoU(2).name] == ["auc", "mean_io_u"]
+    assert hs.metrics.ConfusionMatrix(2).name == "confusion_matrix"
 
 
 def test_mean_and_sum(strategy, xp):
@@ -153,6 +163,76 @@ def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
     mean = hs.metrics.Mean("loss")
     with pytest.raises(RuntimeError, match="'loss': the variable was made outside of this strategy's scope"):
         strategy.run(lambda: mean.update_state(1.0))
+
+
+def test_the_dtype_is_that_of_the_result(strategy, xp):
+    with strategy.scope():
+        mean, matrix = hs.metrics.Mean(dtype=np.float32), hs.metrics.ConfusionMatrix(2, dtype=np.int64)
+
+    def step():
+        mean.update_state(xp.asarray(RANK + 0.1))
+        matrix.update_state(xp.array([0, 1]), xp.array([0, 1]))
+
+    strategy.run(step)
+    assert type(mean.result()) is np.float32
+    assert mean.result() == np.float32((N - 1) / 2 + 0.1)
+    assert matrix.result().dtype == np.int64
+    assert matrix.result().tolist() == [[N, 0], [0, N]]
+
+
+def test_a_call_updates_and_returns_the_result(strategy, xp):
+    mean = make(strategy, hs.metrics.Mean)
+    for step in range(3):
+        found = strategy.run(lambda step=step: mean(xp.full(RANK + 1, step + 1.0), sample_weight=xp.array(2.0)))
+        assert all(one == mean.result() == (step + 2) / 2 for one in strategy.experimental_local_results(found))
+
+
+def test_a_function_makes_a_metric(strategy, xp):
+    def error(y_true, y_pred, power):
+        return abs(y_true - y_pred) ** power
+
+    cubed = make(strategy, hs.metrics.MeanMetricWrapper, error)
+    assert cubed.name == "error"
+    with strategy.scope():
+        cubed = hs.metrics.MeanMetricWrapper(error, "cubed", power=3)
+    assert cubed.name == "cubed"
+    strategy.run(lambda: cubed.update_state(xp.array([1.0, 2.0]), xp.array([RANK + 1.0, 2.0]), xp.array([3.0, 1.0])))
+    assert cubed.result() == sum(3 * rank**3 for rank in range(N)) / (4 * N)
+
+
+@pytest.mark.parametrize("in_replica", [True, False])
+def test_totals_are_merged(strategy, xp, in_replica):
+    first, second, third = (make(strategy, hs.metrics.Mean) for _ in range(3))
+
+    def step():
+        first.update_state(xp.asarray(RANK + 1.0))
+        second.update_state(xp.full(RANK, 2.0))
+        third.update_state(xp.asarray(0.0))
+
+    strategy.run(step)
+    if in_replica:
+        strategy.run(lambda: first.merge_state([second, third]))
+    else:
+        before = strategy._group.communicator.number
+        first.merge_state(iter([second, third]))
+        assert strategy._group.communicator.number == before  # it never communicates
+    ranks = np.arange(N)
+    assert first.result() == pytest.approx((ranks + 1 + 2 * ranks).sum() / (2 + ranks).sum(), rel=1e-15)
+    assert third.result() == 0
+
+
+def test_only_metrics_of_the_same_kind_are_merged(strategy):
+    mean, other = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Mean)
+    strategy.run(lambda: other.update_state(1.0))
+    with pytest.raises(TypeError, match=r"Mean.merge_state: Sum\(name='sum'\) is a Sum; pass metrics of"):
+        mean.merge_state([other, make(strategy, hs.metrics.Sum)])
+    auc = make(strategy, hs.metrics.AUC)
+    with pytest.raises(ValueError, match=r"AUC.merge_state: AUC\(name='auc'\) differs in its options"):
+        auc.merge_state([make(strategy, hs.metrics.AUC, 20)])
+    if N > 1:
+        with pytest.raises(ValueError, match="Mean.merge_state: .* or its strategy"):
+            mean.merge_state([other, hs.metrics.Mean()])
+    assert mean.result() == 0
 
 
 # ---- losses

@@ -79,7 +79,7 @@ def in_scope(strategy, fn):
 
 
 INT_RANGE = "a value of dtype int64 does not go into a variable of int32"
-NO_ARRAY = "is no array of numbers"
+NO_ARRAY = "is not an array of numbers"
 ONE_EACH = "one value a replica; reduce it first"
 
 ACROSS = {
@@ -434,6 +434,59 @@ else:
     )
 
 
+def scattered(name, verb, values, indices):
+    return lambda e: getattr(getattr(e, name), f"scatter_{verb}")(hs.IndexedSlices(e.here(values), indices))
+
+
+ROW = scattered("v", "add", 0.0, [0])
+ROWS = {
+    "scatter: index": Case(
+        scattered("v", "add", 1.0, [0, 3]), ValueError, r"scatter_add of 'v': an index is not in 0\.\.2", ROW
+    ),
+    "scatter: negative": Case(
+        scattered("v", "mul", 1.0, [-1]), ValueError, r"scatter_mul of 'v': an index is not in", ROW
+    ),
+    "scatter: indices of floats": Case(
+        scattered("v", "add", 1.0, [0.5]), ValueError, "indices are of dtype float64; pass integers", ROW
+    ),
+    "scatter: shape": Case(
+        scattered("v", "sub", ONES, [0, 1]),
+        ValueError,
+        r"values have shape \(3,\); for indices of .*it must be \(2,\)",
+        ROW,
+    ),
+    "scatter: into a number": Case(
+        scattered("scalar", "add", 1.0, [0]), ValueError, r"indices of 1 dimensions, and the variable has shape \(\)"
+    ),
+    "scatter: an array": Case(
+        lambda e: e.v.scatter_add(e.here(ONES)), TypeError, "sparse_delta is of type ndarray; pass IndexedSlices", ROW
+    ),
+    "scatter: complex": Case(
+        scattered("v", "add", [1j], [0]), ValueError, "complex128 does not go into a variable of float32", ROW
+    ),
+    "scatter: bool": Case(
+        scattered("b", "add", True, [0]), ValueError, "it is not defined for bool; use scatter_update"
+    ),
+    "scatter: quotient of ints": Case(scattered("i", "div", 2, [0]), ValueError, "it is not defined for int32"),
+    "scatter: by zero": Case(scattered("v", "div", 0.0, [0]), ValueError, "a value is 0; divide by other numbers"),
+    "scatter: one value a replica": Case(
+        scattered("v", "add", hs.PerReplica(1.0, RANK, N), [0]), ValueError, "is a PerReplica, one value a replica", ROW
+    ),
+    "scatter: to a variable that each replica has": Case(
+        scattered("own", "add", 1.0, [0]), NotImplementedError, "'own': the variable is ON_READ"
+    ),
+    "scatter_nd: index": Case(
+        lambda e: e.large.scatter_nd_add([[0, 100]], [1.0]), ValueError, r"an index is not in 0\.\.99"
+    ),
+    "scatter_nd: too deep": Case(
+        lambda e: e.v.scatter_nd_add([[0, 1]], [1.0]), ValueError, "indices of 2 dimensions, .* pass at most 1"
+    ),
+    "sparse_read: index": Case(lambda e: e.v.sparse_read([3]), ValueError, "sparse_read of 'v': an index is not in 0"),
+    "gather_nd: index": Case(lambda e: e.v.gather_nd([[-1]]), ValueError, "gather_nd of 'v': an index is not in 0"),
+}
+ACROSS |= {f"{name}, at the top level": case for name, case in ROWS.items()}
+
+
 def context():
     found: Any = hs.get_replica_context()
     return found
@@ -497,6 +550,57 @@ INSIDE = {
         "ReplicaContext.all_gather: IndexedSlices",
         gathered_inside(ONES, 0),
     ),
+    "broadcast: root": Case(
+        lambda e: context().broadcast(e.here(ONES), N),
+        ValueError,
+        rf"ReplicaContext.broadcast: root is {N}; it must be the index of a replica, 0\.\.{N - 1}",
+        lambda e: context().broadcast(e.here(ONES)),
+    ),
+    "broadcast: a root of another kind": Case(
+        lambda e: context().broadcast(e.here(ONES), True), ValueError, "root is True; it must be the index of a replica"
+    ),
+    "broadcast: text": Case(
+        lambda e: context().broadcast(["text"]), TypeError, f"'text' {NO_ARRAY}", lambda e: context().broadcast([1.0])
+    ),
+    "broadcast: a distributed value": Case(
+        lambda e: context().broadcast(hs.PerReplica(1, RANK, N)), TypeError, "one value a replica"
+    ),
+    "reduce_scatter: number": Case(
+        lambda e: context().reduce_scatter("SUM", 1.0),
+        ValueError,
+        r"ReplicaContext.reduce_scatter: axis 0 does not exist in an array of shape \(\)",
+    ),
+    "reduce_scatter: axis": Case(
+        lambda e: context().reduce_scatter("SUM", e.here(ONES), 1),
+        ValueError,
+        r"axis 1 does not exist in an array of shape \(3,\)",
+        lambda e: context().reduce_scatter("SUM", e.here(ONES)),
+    ),
+    "reduce_scatter: axis None": Case(
+        lambda e: context().reduce_scatter("SUM", e.here(ONES), None), TypeError, "axis is None; it must be an int"
+    ),
+    "reduce_scatter: no operation": Case(
+        lambda e: context().reduce_scatter("AVERAGE", e.here(ONES)), ValueError, "reduce_op is 'AVERAGE'"
+    ),
+    "reduce_scatter: bool": Case(
+        lambda e: context().reduce_scatter("SUM", e.here(ONES > 0)), TypeError, "reduce_scatter: SUM of bool"
+    ),
+    "all_to_all: too many": Case(
+        lambda e: context().all_to_all([e.here(ONES)] * (N + 1)),
+        ValueError,
+        f"ReplicaContext.all_to_all: values is {N + 1} values; pass a list of {N}, one for each replica",
+        lambda e: context().all_to_all([e.here(ONES)] * N),
+    ),
+    "all_to_all: an array": Case(
+        lambda e: context().all_to_all(e.here(ONES)), ValueError, "values is of type ndarray; pass a list of"
+    ),
+    "all_to_all: text": Case(lambda e: context().all_to_all(["text"] * N), TypeError, f"'text' {NO_ARRAY}"),
+    "neighbor_exchange: text": Case(
+        lambda e: context().neighbor_exchange(1.0, "text"),
+        TypeError,
+        f"ReplicaContext.neighbor_exchange: 'text' {NO_ARRAY}",
+        lambda e: context().neighbor_exchange(1.0, 1.0),
+    ),
     "merge_call: no function": Case(
         lambda e: context().merge_call(5), TypeError, "merge_call: fn is 5; pass the function"
     ),
@@ -544,9 +648,30 @@ INSIDE = {
     "new variable": Case(
         lambda e: hs.Variable(None), TypeError, "the initial value is None", lambda e: hs.Variable(1.0)
     ),
+    **ROWS,
+    "scatter: no aggregation": Case(
+        scattered("none", "add", 1.0, [0]),
+        ValueError,
+        "scatter_add of 'none' in a replica context: it has no aggregation",
+    ),
+    "scatter: mean of ints": Case(
+        scattered("mean", "add", 1, [0]), ValueError, "'mean': the mean .* does not fit int32"
+    ),
+    **{
+        f"scatter: {verb} of each replica's": Case(
+            scattered("v", verb, 1.0, [0]), NotImplementedError, "aggregation is SUM, and it takes ONLY_FIRST_REPLICA"
+        )
+        for verb in ("min", "max", "update")
+    },
     "random_generator": Case(lambda e: context().random_generator(-1), ValueError, "non-negative"),
 }
 if N > 1:  # with one rank each process is all of them
+    INSIDE["all_to_all: dtypes"] = Case(
+        lambda e: context().all_to_all([e.here(ONES.astype("f8" if r == 1 else "f4")) for r in range(N)]),
+        ValueError,
+        "differs from what is for another in its structure or its dtypes: .*float32; .*float64",
+        lambda e: context().all_to_all([e.here(ONES)] * N),
+    )
     INSIDE["assign to one of no scope"] = Case(
         lambda e: e.outside.assign(ONES),
         RuntimeError,

@@ -233,9 +233,7 @@ def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
         v = hs.Variable(np.ones(2))
         optimizer = hs.optimizers.SGD(0.5, momentum=0.9)
     strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(2), v)]))
-    assert repr(optimizer) == (
-        "SGD(learning_rate=0.5, momentum=0.9, nesterov=False, global_clipnorm=None, name='SGD', iterations=1)"
-    )
+    assert repr(optimizer) == ("SGD(learning_rate=0.5, momentum=0.9, nesterov=False, iterations=1)")
     rate = hs.optimizers.schedules.CosineDecay(0.1, 10)
     for one in (hs.optimizers.Adam(rate), hs.optimizers.AdamW(rate), hs.optimizers.Adagrad(), hs.optimizers.RMSprop()):
         assert repr(one).startswith(f"{type(one).__name__}(learning_rate={one.learning_rate!r}, ")

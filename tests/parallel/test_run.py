@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import _warnings
+from internals import _edge
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -279,7 +279,7 @@ def test_nests_from_a_function_that_differ(strategy):
 
 
 def test_old_names_warn_once_a_process(strategy, monkeypatch):
-    monkeypatch.setattr(_warnings, "_warned", set())
+    monkeypatch.setattr(_edge, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -299,7 +299,7 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
 
 
 def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
-    monkeypatch.setattr(_warnings, "_warned", set())
+    monkeypatch.setattr(_edge, "_warned", set())
     with pytest.warns(DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank") as caught:
         assert (hs.agree(RANK == N - 1), hs.agree(False)) == (True, False)
     with pytest.warns(DeprecationWarning, match=r"hpcstrat.patience is now called hpcstrat.extend_timeout") as later:

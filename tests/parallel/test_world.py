@@ -1,7 +1,11 @@
 import os
 
+import numpy as np
+import pytest
 from internals import _world
 from mpi4py import MPI
+
+import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 
@@ -40,3 +44,44 @@ def test_nothing_of_mpichs_is_left_to_be_left_behind():
     with open("/proc/self/maps") as maps:
         segments = [line.split()[5:] for line in maps if " /dev/shm/mpich_shm_" in line]
     assert all(deleted or not os.path.exists(path) for path, *deleted in segments)
+
+
+def test_ranks_of_a_host():
+    host = COMM.Split_type(MPI.COMM_TYPE_SHARED)
+    assert (hs.local_rank(), hs.local_size()) == (host.rank, host.size)
+    host.Free()
+
+
+def test_the_lead_alone_runs_what_all_get_the_result_of():
+    ran = []
+
+    def compute(base, *, power):
+        ran.append(COMM.rank)
+        return {"values": np.arange(3) ** power + base}
+
+    found = hs.on_lead(compute, 10 + COMM.rank, power=2)
+    assert ran == [0] * (COMM.rank == 0)
+    assert found["values"].tolist() == [10, 11, 14]
+
+
+def test_functions_take_their_arguments_by_keyword():
+    assert hs.any_rank(flag=COMM.rank == 0) is True
+    assert hs.broadcast_object(obj=COMM.rank) == 0
+    assert hs.on_lead(fn=lambda: 3) == 3
+
+
+def test_an_error_of_the_lead_is_everyones():
+    def fail():
+        raise FileNotFoundError("no such data")
+
+    with pytest.raises(FileNotFoundError, match="no such data"):
+        hs.on_lead(fail)
+    with pytest.raises(TypeError, match="on_lead"):
+        hs.on_lead(lambda: lambda: None)
+    assert hs.on_lead(lambda: 7) == 7
+
+
+@pytest.mark.mpi(min_size=2)  # with one rank it is a call like any other
+def test_what_the_lead_runs_must_not_communicate():
+    with pytest.raises(hs.ReplicaMismatchError, match="barrier"):
+        hs.on_lead(hs.barrier)

@@ -9,13 +9,13 @@ import pytest
 from internals import (
     HierarchicalCommunicator,
     MpiCommunicator,
+    NcclCommunicator,
     SharedMemoryCommunicator,
     SoloCommunicator,
+    StagedCommunicator,
     _gpu,
     _world,
-    nccl,
     nccl_start,
-    staged,
 )
 from mpi4py import MPI
 
@@ -67,10 +67,10 @@ def on_gpus(name, control, place) -> Any:
 
     stream = _gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
     if name == "staged":
-        return staged.StagedCommunicator(control, stream)
+        return StagedCommunicator(control, stream)
     if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):
         pytest.fail(problem)
-    return nccl.NcclCommunicator(control, stream)
+    return NcclCommunicator(control, stream)
 
 
 def close_devices():

@@ -16,14 +16,15 @@ _MODULES = {
     **dict.fromkeys(("nccl", "_nccl"), "cupy.cuda.nccl"),
 }
 _OF_FILES = dict.fromkeys(
-    ("hpcstrat/_communicators/nccl.py", "benchmarks/gpu_step.py"),
+    ("hpcstrat/_communicators/nccl.py", "hpcstrat/_communicators/nccl_link.py", "benchmarks/gpu_step.py"),
     dict.fromkeys(("comm", "_comm"), "cupy.cuda.nccl.NcclCommunicator"),
 )
 
 
 def blocks(path):
-    """The Python programs in a page."""
-    return re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    """The Python programs in a page; a notebook's cell without its magic commands."""
+    found = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
+    return [re.sub(r"^%.*$", "", text, flags=re.MULTILINE) for text in found]
 
 
 def texts(paths):

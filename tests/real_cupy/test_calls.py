@@ -5,8 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import REDUCTIONS, load_nccl
-from internals import nccl as communicators_nccl
+from internals import REDUCTIONS, load_nccl, nccl_link
 from on_host import array, cupy, reaches_cuda
 from sources import PACKAGE, PAGES, PROGRAMS, calls
 
@@ -50,11 +49,15 @@ SAMPLES = {
     "cupy.diff": lambda: cupy.diff(array(3, np.int64), prepend=-1),
     "cupy.empty": lambda: cupy.empty((3, 4), np.uint8),
     "cupy.empty_like": lambda: cupy.empty_like(array(3)),
+    "cupy.exp": lambda: cupy.exp(array(3)),
     "cupy.flatnonzero": lambda: cupy.flatnonzero(array(3, np.int64)),
     "cupy.from_dlpack": lambda: cupy.from_dlpack(array(3)),
     "cupy.full": lambda: cupy.full((3,), 1.5),
     "cupy.get_default_memory_pool": lambda: cupy.get_default_memory_pool().free_all_blocks(),
     "cupy.isfinite": lambda: cupy.isfinite(array(())),
+    "cupy.log": lambda: cupy.log(array(3)),
+    "cupy.log1p": lambda: cupy.log1p(array(3)),
+    "cupy.maximum": lambda: cupy.maximum(array(3), 0),
     "cupy.may_share_memory": lambda: cupy.may_share_memory(array(3)[:2], array(3)),
     "cupy.ndarray": lambda: cupy.ndarray((3,), np.uint8, array(3, np.uint8).data),
     "cupy.random.default_rng": lambda: cupy.random.default_rng(2**63),
@@ -62,6 +65,7 @@ SAMPLES = {
     "cupy.sqrt": lambda: cupy.sqrt(array(())),
     "cupy.sum": lambda: cupy.sum(array((3, 4)), axis=0, dtype=np.float64),
     "cupy.where": lambda: cupy.where(array(3, bool), array(3), 1.0),
+    "cupy.zeros": lambda: cupy.zeros((3, 4), np.float32),
     "cupy.cuda.Device": lambda: CUDA.Device(0).use(),
     "cupy.cuda.Event": lambda: CUDA.Event(disable_timing=True),
     "cupy.cuda.Memory": lambda: CUDA.Memory(256),
@@ -86,6 +90,7 @@ SAMPLES = {
     "cupy.cuda.nccl.NcclCommunicator.reduce": lambda: communicator().reduce(256, 256, 3, 7, 2, 0, 1),
     "cupy.cuda.nccl.NcclCommunicator.broadcast": lambda: communicator().broadcast(256, 256, 3, 1, 0, 1),
     "cupy.cuda.nccl.NcclCommunicator.allGather": lambda: communicator().allGather(256, 256, 3, 1, 1),
+    "cupy.cuda.nccl.NcclCommunicator.reduceScatter": lambda: communicator().reduceScatter(256, 256, 3, 7, 0, 1),
     "cupy.cuda.nccl.NcclCommunicator.send": lambda: communicator().send(256, 3, 1, 0, 1),
     "cupy.cuda.nccl.NcclCommunicator.recv": lambda: communicator().recv(256, 3, 1, 0, 1),
     "cupy.cuda.nccl.NcclCommunicator.check_async_error": lambda: communicator().check_async_error(),
@@ -160,7 +165,7 @@ def test_numbers_of_nccl_are_those_of_its_header():
     names = "INT8 UINT8 INT32 UINT32 INT64 UINT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16".split()
     numbers = {f"NCCL_{name}": number for number, name in enumerate(names)}
     numbers |= {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3}
-    used = {*communicators_nccl._TYPES.values(), *(reduction.nccl for reduction in REDUCTIONS.values())}
+    used = {*nccl_link._TYPES.values(), *(reduction.nccl for reduction in REDUCTIONS.values())}
     assert {name: getattr(NCCL, name) for name in used} == {name: numbers[name] for name in used}
     assert REDUCTIONS.keys() == set(ReduceOp)
 

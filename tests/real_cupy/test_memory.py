@@ -47,7 +47,7 @@ def held():
     owner = Owner()
     memory = cupy.cuda.UnownedMemory(owner.host.ctypes.data, owner.host.nbytes, owner, 0)
     array = cupy.ndarray(3, np.float64, cupy.cuda.MemoryPointer(memory, 0))
-    _gpu.hold(array)
+    _gpu.keep_alive(array)
     return array, weakref.ref(owner)
 
 

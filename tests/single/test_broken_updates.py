@@ -71,7 +71,7 @@ def interrupted(moment, call):
 
 @pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")  # of what an exception stops midway
 @pytest.mark.parametrize("name", slow_but(["assign", "apply_gradients"], CALLS))
-def test_an_update_is_whole_or_torn(name, tmp_path, monkeypatch):
+def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     call, after, steps = CALLS[name]
     model = Model()
@@ -84,7 +84,7 @@ def test_an_update_is_whole_or_torn(name, tmp_path, monkeypatch):
         if not is_interrupted:
             break
         moment += 1
-    assert outcome == "after" and found == {"torn", "before", "after"}
+    assert outcome == "after" and found == {"interrupted", "before", "after"}
 
 
 def outcome_of(moment, model, call, after, steps):
@@ -93,19 +93,19 @@ def outcome_of(moment, model, call, after, steps):
     try:
         values, done = model.v.numpy(), model.optimizer.iterations
     except RuntimeError as error:
-        assert "was broken off by an exception" in str(error)
+        assert "an exception interrupted" in str(error)
         reads = (model.v.value, lambda: model.v + 1, lambda: model.v[0], lambda: model.v.assign(START))
-        for use in (*reads, lambda: model.apply(STEP), lambda: model.checkpoint.save("torn")):
-            with pytest.raises(RuntimeError, match="was broken off by an exception"):
+        for use in (*reads, lambda: model.apply(STEP), lambda: model.checkpoint.save("interrupted")):
+            with pytest.raises(RuntimeError, match="an exception interrupted"):
                 use()
-        return "torn", is_interrupted
+        return "interrupted", is_interrupted
     if (values == START).all() and done == 1:
         return "before", is_interrupted
     assert (values == after).all() and done == steps
     return "after", is_interrupted
 
 
-def test_what_is_torn_is_made_again():
+def test_what_was_interrupted_is_made_again():
     model = Model()
     with pytest.raises(Stop):
         moment = 1

@@ -33,7 +33,8 @@ def dtype_of(name):
 
 def write(path, arrays, metadata=FACTS, keep=None):
     entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
-    _safetensors.write(os.fspath(path), entries, metadata, lambda name: host_parts(arrays[name]), keep)
+    contents = _safetensors.Contents(entries, metadata, lambda name: host_parts(arrays[name]))
+    _safetensors.write(os.fspath(path), contents, keep)
 
 
 def read(path):
@@ -266,7 +267,8 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path):
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        _safetensors.write(os.fspath(tmp_path / "file"), {"i": Entry("int64", 8, ())}, {}, parts, 2)
+        contents = _safetensors.Contents({"i": Entry("int64", 8, ())}, {}, parts)
+        _safetensors.write(os.fspath(tmp_path / "file"), contents, 2)
     assert states(tmp_path) == {"file": 1, "file.1": 0}
 
 

@@ -410,7 +410,7 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID is 'x'; it must be a number"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID is 5, and there are 4 tasks"),
         ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "'n\\[1-' is not a Slurm node list"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "'2\\(x\\)' is no list of numbers of tasks"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "'2\\(x\\)' is not a list of numbers of tasks"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, "names 2 nodes \\(n1, n2\\), and .* tasks of 1 \\(4\\)"),
         ({}, {"jobs": {"worker": 5}}, "the jobs have 5 tasks .* and the nodes run 4 .*--ntasks=5"),
         ({}, {"jobs": {}, "tasks_per_node": {}}, "the nodes run 0"),
@@ -448,7 +448,7 @@ def test_a_list_of_tasks_is_slurms(tasks, expected):
 
 @pytest.mark.parametrize("tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1"])
 def test_what_is_no_list_of_tasks_is_an_error(tasks):
-    with pytest.raises(ValueError, match="is no list of numbers of tasks"):
+    with pytest.raises(ValueError, match="is not a list of numbers of tasks"):
         expand_tasks(tasks)
 
 

@@ -54,7 +54,7 @@ def test_a_loop_gives_the_bits_of_the_operations(shared, monkeypatch, dtype, nam
             rows, expected = [], []
             for size in sizes:
                 arrays = [
-                    random.standard_normal(size).astype(dtype) for _ in range(1 + len(optimizer.slots) + messages)
+                    random.standard_normal(size).astype(dtype) for _ in range(1 + len(optimizer.all_slots) + messages)
                 ]
                 arrays[1:-messages] = [abs(array) for array in arrays[1:-messages]]
                 count = len(arrays) - messages

@@ -12,7 +12,7 @@ import pytest
 from internals import _element_ops, _node
 
 from hpcstrat import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, AutoShardPolicy, Dataset, Optional, Options
 
 
 def plain(element) -> Any:
@@ -180,6 +180,7 @@ MAKERS = {
     "indexed": lambda n: Dataset.range(n),
     "generated": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64),
     "mapped": lambda n: Dataset.range(1, n + 1).map(lambda x: x - 1),
+    "mapped in threads": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64).map(lambda x: x, AUTOTUNE),
     "joined": lambda n: Dataset.range(n // 2).concatenate(Dataset.range(n // 2, n)),
 }
 
@@ -325,7 +326,7 @@ def test_an_endless_repeat_of_an_iterator_that_is_used_up_is_an_error():
 
 
 @pytest.mark.parametrize("size", [None, -1, 0, 5])
-def test_prefetch_is_a_hint(size):
+def test_prefetch_changes_no_element(size):
     assert items(Dataset.range(4).prefetch(size)) == [0, 1, 2, 3]
     assert repr(Dataset.range(4).prefetch(None)) == repr(Dataset.range(4).prefetch(AUTOTUNE))
 
@@ -381,6 +382,7 @@ STAGES = {
 }
 FAILING = {
     "map": lambda: Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x),
+    "map in threads": lambda: Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x, num_parallel_calls=3),
     "filter": lambda: Dataset.range(7).filter(odd_one_out(2, 5)),
     "generated": lambda: Dataset.from_generator(lambda: iter(range(7)), np.int64).map(
         lambda x: odd_one_out(2, 5)(x) and x
@@ -471,6 +473,51 @@ def test_element_spec():
     )
     assert pairs.batch(1).map(lambda a, b: a).element_spec == TensorSpec((None,), np.int64)
     assert pairs.take(0).map(lambda a, b: b * 2).element_spec == TensorSpec((2,), np.float32)
+
+
+def test_the_next_element_or_none():
+    iterator = iter(Dataset.range(2))
+    assert iterator.element_spec == TensorSpec((), np.int64)
+    assert iterator.get_next() == 0
+    found = iterator.get_next_as_optional()
+    assert found.has_value() and found.get_value() == 1 and repr(found) == f"Optional({np.int64(1)!r})"
+    for _ in range(2):
+        nothing = iterator.get_next_as_optional()
+        assert not nothing.has_value() and nothing.element_spec == TensorSpec((), np.int64)
+        with pytest.raises(ValueError, match="has_value"):
+            nothing.get_value()
+    with pytest.raises(StopIteration):
+        iterator.get_next()
+    made = Optional.from_value((1, [2.5]))
+    assert made.element_spec == (TensorSpec((), np.int32), TensorSpec((1,), np.float32))
+    assert not Optional.empty(TensorSpec((3,))).has_value()
+
+
+def test_options_are_kept():
+    options = Options()
+    options.deterministic = False
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.DATA
+    dataset = Dataset.range(6).with_options(options).map(lambda x: x).batch(2)
+    options.deterministic = True
+    options.threading.private_threadpool_size = 3
+    both = Dataset.zip((dataset, Dataset.range(3).with_options(options)))
+    assert dataset.options().deterministic is False and dataset.options().threading.private_threadpool_size is None
+    assert both.options().deterministic is True and both.options().threading.private_threadpool_size == 3
+    assert both.options().experimental_distribute.auto_shard_policy is AutoShardPolicy.DATA
+    assert items(dataset.with_options(Options())) == [[0, 1], [2, 3], [4, 5]]
+    assert Dataset.range(3).options() == Options() != options
+    assert repr(Dataset.range(3).with_options(options).options().threading) == (
+        "Options.threading(private_threadpool_size=3)"
+    )
+    wrong: Any = 1
+    with pytest.raises(TypeError, match="Dataset.with_options: options is int"):
+        Dataset.range(3).with_options(wrong)
+    with pytest.raises(AttributeError, match="Options has no attribute 'nonsense'; it has deterministic"):
+        options.nonsense = 1
+    with pytest.raises(AttributeError, match=r"Options.threading has no attribute 'size'"):
+        options.threading.size = 1
+    with pytest.raises(TypeError, match="Options: threading has attributes of its own"):
+        options.threading = 1
 
 
 def test_element_spec_leaves_the_orders_as_they_are():

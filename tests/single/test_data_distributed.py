@@ -8,16 +8,21 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Step, _nest, distribute_dataset, distribute_from_function, select
+from internals import Step, _nest, check_sharding, distribute_dataset, distribute_from_function, select
 from thread_ranks import Rank, on_ranks, parts
 
 from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
 from hpcstrat.data import (
+    AUTOTUNE,
+    INFINITE_CARDINALITY,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
     Dataset,
     DistributedDataset,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    Options,
     RunOptions,
     ValueContext,
 )
@@ -53,6 +58,32 @@ PIPELINES = {
     "joined batches": lambda n, b: Dataset.range(n).batch(b).concatenate(Dataset.range(n).batch(b)),
     "cached": lambda n, b: Dataset.range(n).map(lambda x: x + 1).cache().batch(b).cache(),
     "rebatched": lambda n, b: Dataset.range(n).batch(3).unbatch().batch(b),
+    "windows": lambda n, b: Dataset.range(n).window(3, 1).flat_map(lambda w: w.batch(3, True)).batch(b),
+    "interleaved": lambda n, b: Dataset.range(n).interleave(lambda x: Dataset.range(x % 4), 2, 2).batch(b),
+    "interleaved results": lambda n, b: (
+        Dataset.range(n).interleave(lambda x: Dataset.range(x % 4).filter(lambda y: y != 1), 3).batch(b)
+    ),
+    "scanned": lambda n, b: Dataset.range(n).scan(np.int64(0), lambda s, x: (s + x, s)).batch(b),
+    "padded": lambda n, b: Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b),
+    "padded to a shape": lambda n, b: Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b, [2]),
+    "mapped in threads": lambda n, b: Dataset.range(n).map(lambda x: x * 2, num_parallel_calls=3).batch(b).prefetch(2),
+    "mapped batches in threads": lambda n, b: Dataset.range(n).batch(b).map(lambda x: -x, num_parallel_calls=3),
+    "generated and mapped in threads": lambda n, b: (
+        Dataset.from_generator(lambda: iter(range(n)), np.int64)
+        .map(lambda x: -x, num_parallel_calls=AUTOTUNE)
+        .filter(lambda x: x % 5)
+        .batch(b)
+    ),
+    "interleaved in threads": lambda n, b: (
+        Dataset.range(n)
+        .interleave(lambda x: Dataset.from_generator(lambda: iter(range(x % 4)), np.int64), 3, 2, num_parallel_calls=2)
+        .batch(b)
+        .prefetch(3)
+    ),
+    "sampled": lambda n, b: Dataset.sample_from_datasets([Dataset.range(n), Dataset.range(50, 53)], seed=1).batch(b),
+    "sampled results": lambda n, b: Dataset.sample_from_datasets(
+        [Dataset.range(n).map(lambda x: -x), Dataset.range(50, 53).filter(lambda x: x != 51)], [2, 1], seed=1
+    ).batch(b),
     "rebatched results": lambda n, b: Dataset.range(n).batch(3).map(lambda x: x).unbatch().batch(b),
 }
 
@@ -64,6 +95,13 @@ def test_the_parts_of_all_ranks_are_the_batches(pipeline, size, n, b):
     make = functools.partial(PIPELINES[pipeline], n, b)
     expected = [shares(batch.tolist(), b, size) for batch in make()]
     assert lists(parts(size, make)) == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_batches_of_several_sizes_are_split_evenly(size):
+    batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [12, 13], [14]]
+    found = parts(size, lambda: Dataset.range(15).batch(4).rebatch([5, 2]))
+    assert lists(found) == [shares(batch, len(batch), size) for batch in batches]
 
 
 @hypothesis.settings(max_examples=25)
@@ -306,7 +344,7 @@ def test_a_distributed_dataset_takes_no_more():
         (
             InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA),
             NotImplementedError,
-            "PER_WORKER",
+            "only MirroredStrategy.distribute_datasets_from_function takes.* PER_WORKER",
         ),
         (InputOptions(experimental_place_dataset_on_device=True), ValueError, "leave it False"),
         ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
@@ -347,6 +385,10 @@ FAILING = {
     "filter": lambda check: Dataset.range(14).filter(check).batch(4).prefetch(1),
     "batches": lambda check: Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x).prefetch(1),
     "generated": lambda check: Dataset.from_generator(lambda: iter(range(14))).map(lambda x: check(x) and x).batch(4),
+    "in threads": lambda check: Dataset.range(14).map(lambda x: check(x) and x, num_parallel_calls=3).batch(4),
+    "batches in threads": lambda check: (
+        Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x, num_parallel_calls=2).prefetch(1)
+    ),
 }
 
 
@@ -455,6 +497,84 @@ def test_element_spec():
     assert spec(2, lambda: [np.ones((3, 2))]) == PerReplicaSpec((None, 2), np.float64)
     assert spec(2, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[1].shape == (3,)
     assert spec(3, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[1].shape == (None,)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_there_are_as_many_steps_as_it_says(size):
+    def program(rank):
+        found = []
+        for n in (0, 1, 7, 12):
+            for made in (
+                distribute_dataset(Dataset.range(n).batch(2), rank, None),
+                distribute_dataset(Dataset.range(n).batch(2, drop_remainder=True), rank, None),
+                distribute_from_function(lambda _, n=n: Dataset.range(n).batch(2), rank, None),
+            ):
+                assert made and len(made) == made.cardinality == len(list(made)), made
+                found.append(len(made))
+        endless = distribute_dataset(Dataset.range(3).batch(2).repeat(), rank, None)
+        filtered = distribute_dataset(Dataset.range(3).filter(lambda x: x > 0).batch(2), rank, None)
+        assert (endless.cardinality, filtered.cardinality) == (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY)
+        for dataset, why in (endless, "infinite"), (filtered, "unknown"):
+            with pytest.raises(TypeError, match=rf"experimental_distribute_dataset: len\(\).*{why}"):
+                len(dataset)
+        return found
+
+    steps = [-(-m // size) for m in (0, 1, 4, 6)]
+    assert on_ranks(size, program)[0] == [
+        x for n, of in zip((0, 1, 7, 12), steps, strict=True) for x in (-(-n // 2), n // 2, of)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:.*the last step has elements for only")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_steps_of_scalars_that_are_left_out_do_not_count(size):
+    def program(rank):
+        made = distribute_from_function(lambda _: Dataset.range(7), rank, None)
+        assert len(made) == len(list(made)) == 7 // size
+
+    on_ranks(size, program)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_each_replica_may_have_its_pipeline(size):
+    contexts = []
+
+    def make(context):
+        contexts.append(context)
+        start = 100 * context.input_pipeline_id
+        return Dataset.range(start, start + 4 + context.input_pipeline_id).batch(2)
+
+    def program(rank):
+        options = InputOptions(False, InputReplicationMode.PER_REPLICA)
+        distributed = distribute_from_function(make, rank, options, takes_per_replica=True)
+        assert distributed.cardinality == (2 if size == 1 else UNKNOWN_CARDINALITY)
+        return [select(step).tolist() for step in distributed]
+
+    alone, two = [[[0, 1], [2, 3]]], [[[0, 1], [2, 3], []], [[100, 101], [102, 103], [104]]]
+    assert on_ranks(size, program) == (alone if size == 1 else two)
+    assert sorted(contexts, key=lambda one: one.input_pipeline_id) == [InputContext(size, i, size) for i in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_next_step_or_none(size):
+    def program(rank):
+        iterator = iter(distribute_dataset(Dataset.range(3).batch(2), rank, None))
+        found = []
+        while (step := iterator.get_next_as_optional()).has_value():
+            assert step.element_spec == iterator.element_spec
+            found.append(select(step.get_value()).tolist())
+        return found
+
+    assert on_ranks(size, program) == ([[[0, 1], [2]]] if size == 1 else [[[0], [2]], [[1], []]])
+
+
+def test_several_workers_share_a_dataset_whatever_its_options():
+    options = Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.FILE
+    check_sharding(Dataset.range(4).with_options(options).batch(2))
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    with pytest.raises(ValueError, match="auto_shard_policy is OFF.*distribute_datasets_from_function"):
+        check_sharding(Dataset.range(4).with_options(options).batch(2))
 
 
 def test_values_are_per_replica_where_there_are_several():

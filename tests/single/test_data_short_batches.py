@@ -6,7 +6,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Workers, _failure, _warnings, distribute_dataset, distribute_from_function
+from internals import Workers, _edge, _failure, distribute_dataset, distribute_from_function
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -146,9 +146,9 @@ def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
             warnings.filterwarnings(**filter)
             if raises:
                 with pytest.raises(UserWarning, match="of all ranks"):
-                    _warnings.warn_together("of all ranks", UserWarning, is_lead)
+                    _edge.warn_together("of all ranks", UserWarning, is_lead)
             else:
-                _warnings.warn_together("of all ranks", UserWarning, is_lead)
+                _edge.warn_together("of all ranks", UserWarning, is_lead)
         assert len(caught) == (is_lead and not raises and filter["action"] != "ignore")
 
 
@@ -169,4 +169,4 @@ def test_notes_show_with_the_error_that_ends_the_job(monkeypatch, has_notes):
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
     shown = _failure._shown(lambda: None, error)
     for note in ("the first\n", "the second\n"):
-        assert shown.count(note) == 1 + (not has_notes and _failure.sys.version_info >= (3, 11))
+        assert shown.count(note) == 1

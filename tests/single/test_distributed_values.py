@@ -113,7 +113,7 @@ def test_cupy_asks_for_its_array(value):
 
 def test_it_is_shown_as_one_of_many(value):
     name = type(value).__name__
-    assert repr(value) == str(value) == f"{value}" == "%s" % value == f"{name}(replica 1 of 4: np.float64(0.5))"  # noqa: UP031
+    assert repr(value) == str(value) == f"{value}" == "%s" % value == f"{name}(replica 1 of 4: {np.float64(0.5)!r})"  # noqa: UP031
     assert f"{value!s:>60}" == repr(value).rjust(60)
 
 

@@ -14,7 +14,7 @@ import sys
 
 import pytest
 from internals import _settings
-from public_api import public_names
+from public_api import PUBLIC_MODULES, public_names
 
 import hpcstrat as hs
 
@@ -69,6 +69,40 @@ def test_the_reference_has_every_public_name_once():
         if name not in NAMES and not any(thing is other for other in described)
     ]
     assert missing == []
+
+
+def test_every_class_has_an_example():
+    """In its docstring or in a program of a page, but for what belongs to the inside of an optimizer."""
+    pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    words = set(re.findall(r"\w+", "".join(re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL))))
+    classes = {name: thing for name in NAMES if inspect.isclass(thing := find(name))}
+    without = {
+        name for name, thing in classes.items() if ">>>" not in (thing.__doc__ or "") and thing.__name__ not in words
+    }
+    assert without == {"hpcstrat.optimizers.CommonOptions", "hpcstrat.optimizers.UpdateRule"}
+
+
+def test_every_name_has_one_stability():
+    page = (ROOT / "docs" / "api" / "names.md").read_text()
+    links = re.findall(r"\[`([\w.]+)`\]\((\w+\.md)#hpcstrat\.([\w.]+)\)", page)
+    assert all(shown == name for shown, _, name in links)
+    assert sorted(f"hpcstrat.{name}" for name, _, _ in links) == sorted(NAMES)
+    assert all(f"::: hpcstrat.{name}\n" in f"{(REFERENCE[0].parent / where).read_text()}\n" for name, where, _ in links)
+    deprecated = re.findall(r"^\| \[`(\w+)`\]", page.partition("\n## Deprecated\n")[2], re.MULTILINE)
+    old = [name for name in NAMES if (inspect.getdoc(find(name)) or "").startswith("Deprecated: ")]
+    assert sorted(f"hpcstrat.{name}" for name in deprecated) == sorted(old)
+
+
+def test_the_reference_has_what_modules_export():
+    """Constants too, which `public_names` has not."""
+    exported = [f"{module.__name__}.{name}" for module in PUBLIC_MODULES for name in getattr(module, "__all__", ())]
+    assert "hpcstrat.data.AUTOTUNE" in exported
+    described = [find(name) for name in NAMES]
+    assert [
+        name
+        for name in exported
+        if not inspect.ismodule(find(name)) and not any(find(name) is other for other in described)
+    ] == []
 
 
 def examples():

@@ -33,7 +33,7 @@ def numbers(count, dtype, seed):
 
 def check(optimizer, dtype, step=3):
     """Compares, bit for bit, with the formula on arrays of the dtype that is computed in."""
-    value, gradient, *slots = (numbers(37, dtype, seed) for seed in range(2 + len(optimizer.slots)))
+    value, gradient, *slots = (numbers(37, dtype, seed) for seed in range(2 + len(optimizer.all_slots)))
     before = [array.copy() for array in (value, gradient, *slots)]
     wide = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
     given = {"learning_rate": 0.5, "step": step}
@@ -41,6 +41,8 @@ def check(optimizer, dtype, step=3):
         each.name for each in inspect.signature(optimizer.formula).parameters.values() if each.kind is each.KEYWORD_ONLY
     ]
     named = {name: given[name] if name in given else getattr(optimizer, name) for name in names}
+    if optimizer.weight_decay is not None and "weight_decay" not in names:
+        before[0] = before[0].astype(wide) * (1 - optimizer.weight_decay * 0.5)
     with np.errstate(all="ignore"):
         optimizer.update_rule(0.5, step).apply(value, gradient, slots, np.empty_like(gradient))
         results = optimizer.formula(*[array.astype(wide) for array in before], **named)

@@ -1,16 +1,15 @@
 """The kernels that GPUs get, run on the host, against the same as operations on NumPy arrays."""
 
+import functools
 import types
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import _gpu, accumulator, layout_of, packing, rows, rule
+from internals import _add_both, _gpu, accumulator, layout_of, packing, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
-
-from hpcstrat import metrics
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
 
@@ -42,6 +41,17 @@ class OnHost(np.ndarray):
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
 
+def combinations_of(dtype):
+    """Those of rows that are defined for a dtype, each with NumPy's function of the same."""
+    extremes = {rows.MINIMUM: np.minimum, rows.MAXIMUM: np.maximum}
+    return {
+        rows.SUM: np.add,
+        rows.PRODUCT: np.multiply,
+        rows.LAST: lambda total, next: next,
+        **({} if dtype.kind == "c" else extremes),
+    }
+
+
 @pytest.fixture(scope="module")
 def cupy():
     """What of CuPy the kernels of the package need, with kernels for the host."""
@@ -55,15 +65,16 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, metrics._add_both)
+        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, _add_both)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
         for dtype in DTYPES:
             for optimizer in optimizers_of(dtype).values():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
-            rows.sum_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype))
-        metrics._add_both()(np.array(1.0), 2, np.zeros(2))
+            for combination in combinations_of(dtype):
+                rows.combine_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype), combination)
+        _add_both()(np.array(1.0), 2, np.zeros(2))
         wanted, Kernel.wanted = Kernel.wanted, None
         compile_together(wanted)
         yield module
@@ -84,7 +95,8 @@ def numbers(random, size, dtype):
 def arrays_of(optimizer, dtype, size, steps=1):
     """A variable, a gradient, and slots, as an optimizer has them before this step."""
     random = np.random.default_rng(steps)
-    value, *slots = (np.full(size, initial, dtype) for initial in (1, *optimizer.slots.values()))
+    initial = [1 if value is None else value for value in (None, *optimizer.all_slots.values())]
+    value, *slots = (np.full(size, each, dtype) for each in initial)
     for step in range(1, steps):
         operations(optimizer, step, value, numbers(random, size, dtype), slots)
     return numbers(random, size, dtype), numbers(random, size, dtype), slots
@@ -181,21 +193,24 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
 @pytest.mark.parametrize("count", [0, 1, 2, 500])
-def test_rows_are_summed_one_after_the_other(cupy, count, shape, dtype):
+def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
     random = np.random.default_rng(2)
     names = random.integers(0, 20, count)
     columns = int(np.prod(shape))
     values = numbers(random, count * columns, dtype).reshape(count, *shape)
     values = np.asarray(values, order="F")
-    rows_found, sums = rows.sum_rows(names, values)
-    assert rows_found.tolist() == sorted(set(names.tolist()))
-    assert (sums.shape, sums.dtype) == ((rows_found.size, *shape), dtype)
     wide = accumulator(dtype)
-    for row, found in zip(rows_found, sums, strict=True):
-        expected = np.zeros(shape, wide)
-        for value in values[names == row]:
-            expected = (expected + value.astype(wide)).astype(wide)
-        np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
+    for combination, ufunc in combinations_of(dtype).items():
+        rows_found, combined = rows.combine_rows(names, values, combination)
+        assert rows_found.tolist() == sorted(set(names.tolist()))
+        assert (combined.shape, combined.dtype) == ((rows_found.size, *shape), dtype)
+        for row, found in zip(rows_found, combined, strict=True):
+            first, *others = values[names == row].astype(wide)
+            expected = functools.reduce(ufunc, others, first)
+            if combination is rows.PRODUCT and dtype.kind == "c":  # whose parts a compiler may round once less
+                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(initial=0))
+                continue
+            np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
 
 
 # ---- metrics
@@ -205,5 +220,5 @@ def test_rows_are_summed_one_after_the_other(cupy, count, shape, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
 def test_a_total_and_a_count_are_added(cupy, dtype, count):
     sums = np.array([0.5, 1])
-    metrics._add_both()(np.array(-3, dtype), count, sums)
+    _add_both()(np.array(-3, dtype), count, sums)
     assert sums.tolist() == [-2.5, 1 + count]

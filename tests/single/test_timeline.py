@@ -71,7 +71,7 @@ def test_threads_have_spans_of_their_own():
     ]
 
 
-def test_no_more_is_noted_than_the_limit():
+def test_no_more_is_recorded_than_the_limit():
     spans = Spans(limit=2)
     noted = [spans.begin(category, "x", None) for category in (RUN, UPDATE, WAITING)]
     assert [span is None for span in noted] == [False, False, True]
@@ -94,7 +94,7 @@ def note(to, *spans):
         to.end(span)
 
 
-def test_what_is_noted_can_be_read(tmp_path):
+def test_what_is_recorded_can_be_read(tmp_path):
     path, to = make(tmp_path)
     note(to, (RUN, 'run "f"', None, [(COMMUNICATION, "sum", 12, [(WAITING, "the other ranks", None, [])])]))
     to.close()
@@ -212,7 +212,7 @@ def test_what_is_no_timeline_is_not_overwritten(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("# Mine\n")
     with pytest.raises(
-        OSError, match=r"HPCSTRAT_TIMELINE=.*README\.md: that file is there and is no timeline; name another"
+        OSError, match=r"HPCSTRAT_TIMELINE=.*README\.md: that file exists and is not a timeline; name another"
     ):
         start._open(str(path), is_first=True)
     assert path.read_text() == "# Mine\n"

@@ -1,4 +1,4 @@
-"""What the watch concludes from the ranks' notes, and how notes travel."""
+"""What the watchdog concludes from the ranks' statuses, and how statuses travel."""
 
 import contextlib
 import gc
@@ -33,31 +33,31 @@ from internals import (
 from internals import channels as tcp
 
 
-def note(number, waits, **others):
-    facts = {"call": "Strategy.reduce(SUM)", "place": "train.py:7 in main", "progress": 0, "patience": 0.0}
-    return RankStatus(**({"number": number, "waits": waits, "gone": False, "process": 4711} | facts | others))
+def status(number, waits, **others):
+    fields = {"call": "Strategy.reduce(SUM)", "location": "train.py:7 in main", "progress": 0, "extra_seconds": 0.0}
+    return RankStatus(**({"number": number, "waits": waits, "gone": False, "process": 4711} | fields | others))
 
 
-def verdicts(notes, seconds, judge=None, dead=(), start=0.0):
+def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
     """What is said in so many seconds in which nothing changes, by the second."""
-    judge = judge or StallDetector(60, 600)
+    detector = detector or StallDetector(60, 600)
     said = {}
     for tenth in range(int(10 * seconds) + 1):
-        beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in notes]
-        verdict = judge.diagnose(beating, dead, start + tenth / 10)
-        if verdict is not None:
-            said[tenth / 10] = verdict
-            if verdict.ends:
+        beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in statuses]
+        diagnosis = detector.diagnose(beating, dead, start + tenth / 10)
+        if diagnosis is not None:
+            said[tenth / 10] = diagnosis
+            if diagnosis.ends:
                 break
     return said
 
 
-LATE = [note(8, True), note(7, False, call="Strategy.run", place="train.py:9 in load"), note(8, True)]
+LATE = [status(8, True), status(7, False, call="Strategy.run", location="train.py:9 in load"), status(8, True)]
 
 
 def test_a_rank_that_does_not_come():
-    said = verdicts(LATE, 700)
-    assert [(second, verdict.ends, verdict.reporter) for second, verdict in said.items()] == [
+    said = diagnoses(LATE, 700)
+    assert [(second, diagnosis.ends, diagnosis.reporter) for second, diagnosis in said.items()] == [
         (60, False, 0),
         (600, True, 0),
     ]
@@ -70,115 +70,115 @@ def test_a_rank_that_does_not_come():
 
 
 @pytest.mark.parametrize(
-    "notes",
+    "statuses",
     [
-        [note(7, False), note(7, False)],  # all compute
+        [status(7, False), status(7, False)],  # all compute
         [None, None],
-        [note(7, False), note(6, False)],  # one is ahead, and waits for nobody
+        [status(7, False), status(6, False)],  # one is ahead, and waits for nobody
     ],
 )
-def test_nobody_waits(notes):
-    assert verdicts(notes, 700) == {}
+def test_nobody_waits(statuses):
+    assert diagnoses(statuses, 700) == {}
 
 
 def test_all_wait_in_one_call():
-    said = verdicts([note(7, True), note(7, True)], 700)
+    said = diagnoses([status(7, True), status(7, True)], 700)
     assert list(said) == [60, 600]
 
 
 @pytest.mark.parametrize("change", ["number", "progress"])
 def test_any_progress_begins_anew(change):
-    judge = StallDetector(60, 600)
-    assert list(verdicts(LATE, 599, judge)) == [60]
+    detector = StallDetector(60, 600)
+    assert list(diagnoses(LATE, 599, detector)) == [60]
     later = [*LATE[:1], LATE[1]._replace(**{change: getattr(LATE[1], change) + 1}), *LATE[2:]]
-    assert list(verdicts(later, 599, judge, start=600.0)) == [60]
+    assert list(diagnoses(later, 599, detector, start=600.0)) == [60]
 
 
 def test_waiting_begins_when_the_first_rank_waits():
-    judge = StallDetector(60, 600)
-    assert verdicts([note(7, False), note(7, False)], 1000, judge) == {}
-    assert list(verdicts([note(7, False), note(7, True)], 700, judge, start=1000.0)) == [60, 600]
+    detector = StallDetector(60, 600)
+    assert diagnoses([status(7, False), status(7, False)], 1000, detector) == {}
+    assert list(diagnoses([status(7, False), status(7, True)], 700, detector, start=1000.0)) == [60, 600]
 
 
-def test_patience_of_any_rank():
-    patient = [*LATE[:1], LATE[1]._replace(patience=1000.0), *LATE[2:]]
-    assert list(verdicts(patient, 2000)) == [1060, 1600]
+def test_any_rank_may_extend_the_timeout():
+    patient = [*LATE[:1], LATE[1]._replace(extra_seconds=1000.0), *LATE[2:]]
+    assert list(diagnoses(patient, 2000)) == [1060, 1600]
 
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_dead_rank(waits):
-    notes = [note(8, waits), note(7, False)]
-    ((second, verdict),) = verdicts(notes, 10, dead=[1]).items()
-    assert second == SETTLING_SECONDS and verdict.ends and verdict.reporter == 0
-    assert "rank 1 (process 4711) exited without shutting down" in verdict.text
-    assert "\n  rank 1: last seen in call 7" in verdict.text
+    statuses = [status(8, waits), status(7, False)]
+    ((second, diagnosis),) = diagnoses(statuses, 10, dead=[1]).items()
+    assert second == SETTLING_SECONDS and diagnosis.ends and diagnosis.reporter == 0
+    assert "rank 1 (process 4711) exited without shutting down" in diagnosis.text
+    assert "\n  rank 1: last seen in call 7" in diagnosis.text
 
 
 def test_the_lowest_that_lives_speaks():
-    notes = [note(7, False), note(8, False), note(8, True), note(8, True)]
-    assert verdicts(notes, 700)[60].reporter == 2
-    assert verdicts(notes, 10, dead=[2, 3])[SETTLING_SECONDS].reporter == 0
+    statuses = [status(7, False), status(8, False), status(8, True), status(8, True)]
+    assert diagnoses(statuses, 700)[60].reporter == 2
+    assert diagnoses(statuses, 10, dead=[2, 3])[SETTLING_SECONDS].reporter == 0
 
 
 def test_one_that_does_not_answer_does_not_speak():
-    notes = [note(8, True, beat=-1), note(8, True), note(7, False, beat=-1)]
-    verdict = verdicts(notes, 700)[60]
-    assert verdict.reporter == 1
+    statuses = [status(8, True, beat=-1), status(8, True), status(7, False, beat=-1)]
+    diagnosis = diagnoses(statuses, 700)[60]
+    assert diagnosis.reporter == 1
     assert (
         "\n  rank 0: not answering for 60 s (stopped, or in C code that holds the interpreter lock); last in call 8"
-        in verdict.text
+        in diagnosis.text
     )
 
 
 def test_what_one_that_does_not_answer_was_at_may_be_long_over():
-    assert verdicts([note(8, True, beat=-1), note(8, False)], 1000) == {}
-    assert list(verdicts([note(8, True, beat=-1), note(8, True)], 1000)) == [60, 600]
+    assert diagnoses([status(8, True, beat=-1), status(8, False)], 1000) == {}
+    assert list(diagnoses([status(8, True, beat=-1), status(8, True)], 1000)) == [60, 600]
 
 
 def test_while_the_job_is_suspended_no_time_counts():
-    judge = StallDetector(60, 600)
-    assert list(verdicts(LATE, 50, judge)) == []
-    assert list(verdicts(LATE, 1000, judge, start=5000.0)) == [10, 550]
+    detector = StallDetector(60, 600)
+    assert list(diagnoses(LATE, 50, detector)) == []
+    assert list(diagnoses(LATE, 1000, detector, start=5000.0)) == [10, 550]
 
 
 def test_a_process_that_does_not_end():
-    notes = [note(9, False, gone=True), note(9, False, gone=True, beat=-1), note(9, False, gone=True)]
-    said = verdicts(notes, 700, dead=[2])
+    statuses = [status(9, False, gone=True), status(9, False, gone=True, beat=-1), status(9, False, gone=True)]
+    said = diagnoses(statuses, 700, dead=[2])
     assert list(said) == [60, 600]
     assert "\n  rank 0: has finished, but its process does not end; now at train.py:7" in said[600].text
     assert "\n  ranks 1, 2: has finished" in said[600].text
-    assert verdicts([one._replace(beat=0) for one in notes], 700) == {}
+    assert diagnoses([one._replace(beat=0) for one in statuses], 700) == {}
 
 
 def test_one_that_left_may_die():
-    notes = [note(9, True), note(9, True, gone=True)]
-    assert list(verdicts(notes, 50, dead=[1])) == []
-    assert verdicts(notes, 700, dead=[1])[600].reporter == 0
+    statuses = [status(9, True), status(9, True, gone=True)]
+    assert list(diagnoses(statuses, 50, dead=[1])) == []
+    assert diagnoses(statuses, 700, dead=[1])[600].reporter == 0
 
 
 def test_notes_travel_whole():
     slots = np.zeros((2, SLOT), np.uint8)
     channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
-    long = note(3, True, call="c" * 5000, place="p" * 5000)
+    long = status(3, True, call="c" * 5000, location="p" * 5000)
     assert channels[0].publish(long) == [channels[0]._statuses[0], None]
-    first, second = channels[1].publish(note(4, False))
+    first, second = channels[1].publish(status(4, False))
     assert (
         first is not None
         and first.call == "c" * 400
-        and first._replace(call="", place="") == long._replace(call="", place="")
+        and first._replace(call="", location="") == long._replace(call="", location="")
     )
-    assert second == note(4, False)
+    assert second == status(4, False)
     slots[0, 20] ^= 255  # half of another one is there already
-    assert channels[1].publish(note(5, False))[0] == first
+    assert channels[1].publish(status(5, False))[0] == first
 
 
 @pytest.mark.parametrize("text", ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000])
 def test_a_note_of_any_text_fits(text):
     slots = np.zeros((2, SLOT), np.uint8)
     channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
-    channels[0].publish(note(3, True, call=text, place=text, patience=float("inf")))
-    seen = channels[1].publish(note(4, False))[0]
-    assert seen is not None and (seen.number, seen.waits, seen.patience) == (3, True, float("inf"))
+    channels[0].publish(status(3, True, call=text, location=text, extra_seconds=float("inf")))
+    seen = channels[1].publish(status(4, False))[0]
+    assert seen is not None and (seen.number, seen.waits, seen.extra_seconds) == (3, True, float("inf"))
     assert seen.call[:40] == text[:40].encode(errors="replace").decode()
     assert len(seen.pack()) <= LIMIT
 
@@ -205,14 +205,14 @@ class Alone(StatusChannel):
 
     def __init__(self, trouble=None):
         self.trouble = trouble
-        self.notes: list[RankStatus | None] = []
+        self.statuses: list[RankStatus | None] = []
         self.is_over = threading.Event()
 
     def publish(self, status):
-        self.notes.append(status)
+        self.statuses.append(status)
         if self.trouble is not None:
             raise self.trouble
-        return self.notes[-1:]
+        return self.statuses[-1:]
 
     def wait(self, seconds):
         if self.is_over.wait(seconds):
@@ -234,24 +234,24 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     channel = Alone(OSError("Stale file handle"))
     one = watch(channel)
     deadline = time.monotonic() + 20
-    while len(channel.notes) < 5 and time.monotonic() < deadline:
+    while len(channel.statuses) < 5 and time.monotonic() < deadline:
         time.sleep(0.01)
     channel.trouble = None
     one.leave()
-    assert len(channel.notes) >= 5 and ended == []
+    assert len(channel.statuses) >= 5 and ended == []
     assert len(said) == 1
-    assert "the watch over waiting ranks goes on after an error of its own, OSError: Stale file handle" in said[0]
+    assert "the watchdog goes on after an error of its own, OSError: Stale file handle" in said[0]
 
 
 @pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]])
-def test_patience_ends_with_its_block(watch, monkeypatch, seconds):
+def test_an_extension_ends_with_its_block(watch, monkeypatch, seconds):
     one = watch(Alone())
     monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watchdog=one))
     with contextlib.ExitStack() as stack:
         for some in seconds:
             stack.enter_context(_program.extend_timeout(some))
-        assert one._status().patience == sum(float(some) for some in seconds)
-    assert one._status().patience == 0
+        assert one._status().extra_seconds == sum(float(some) for some in seconds)
+    assert one._status().extra_seconds == 0
 
 
 def test_no_working_folder(monkeypatch, tmp_path):
@@ -365,10 +365,10 @@ def test_the_place_of_a_thread_that_waits_in_a_call(watch):
     thread.start()
     is_in.wait(10)
     try:
-        note = one._status()
-        assert note.waits and note.place.endswith(" in collective")
+        found = one._status()
+        assert found.waits and found.location.endswith(" in collective")
     finally:
         is_over.set()
         thread.join(10)
-    note = one._status()
-    assert not note.waits and " in collective" not in note.place
+    found = one._status()
+    assert not found.waits and " in collective" not in found.location

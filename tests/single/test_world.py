@@ -1,6 +1,7 @@
 import os
 import sys
 import threading
+import time
 import types
 
 import pytest
@@ -179,6 +180,34 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
     finally:
         if os.path.exists(path):
             os.unlink(path)
+
+
+def test_segments_that_nobody_uses_are_unlinked():
+    import mmap
+
+    before = time.time()
+    paths = [f"/dev/shm/mpich_shm_test_{os.getpid()}_{name}" for name in ("mapped", "open", "orphan", "other")]
+    mapped, held, _, other = files = [open(path, "w+b") for path in paths]
+    try:
+        mapped.truncate(mmap.PAGESIZE)
+        mapping = mmap.mmap(mapped.fileno(), mmap.PAGESIZE)
+        for file in files:
+            if file is not held:
+                file.close()
+        _guard.unlink_orphans(before + 3600)
+        assert [os.path.exists(path) for path in paths] == [True] * 4
+        os.rename(other.name, name := paths[-1].replace("mpich_shm_", "another_"))
+        paths[-1] = name
+        _guard.unlink_orphans(before)
+        assert [os.path.exists(path) for path in paths] == [True, True, False, True]
+        mapping.close()
+        held.close()
+        _guard.unlink_orphans(before)
+        assert [os.path.exists(path) for path in paths] == [False, False, False, True]
+    finally:
+        for path in paths:
+            if os.path.exists(path):
+                os.unlink(path)
 
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):

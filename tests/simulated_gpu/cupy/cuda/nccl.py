@@ -53,6 +53,7 @@ def get_unique_id():
 
 
 _group = threading.local()
+_latest: list["NcclCommunicator"] = []  # the one that was used, or made, last
 
 
 def groupStart():
@@ -65,13 +66,18 @@ def groupStart():
 def groupEnd():
     """CuPy's."""
     _group.depth -= 1
-    if not _group.depth and _group.calls:
-        calls, _group.calls = _group.calls, []
+    if _group.depth:
+        return
+    calls, _group.calls = _group.calls, []
+    if calls:
         communicators = {communicator for communicator, *_ in calls}
         streams = {stream for _, stream, _ in calls}
         if len(communicators) > 1 or len(streams) > 1:
             raise _checker.report("the simulated GPU: one group of NCCL calls has several communicators or streams")
         communicators.pop()._put(streams.pop(), [call for *_, call in calls])
+    elif _latest and _latest[0]._is_open:
+        # A rank without messages to or from others. NCCL moves theirs without it; here all ranks come together.
+        _latest[0]._put(_streams.get_current_stream().ptr, [])
 
 
 class NcclCommunicator:
@@ -92,6 +98,7 @@ class NcclCommunicator:
         self._rank, self._size = rank, ndev
         self._is_open, self._is_aborted = True, False
         self._under_way = 0
+        _latest[:] = [self]
 
     def size(self):
         """CuPy's."""
@@ -116,6 +123,10 @@ class NcclCommunicator:
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         """CuPy's."""
         self._call(stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size)
+
+    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
+        """CuPy's."""
+        self._call(stream, "reduceScatter", sendbuf, recvbuf, recvcount, datatype, sent=recvcount * self._size, op=op)
 
     def send(self, sendbuf, count, datatype, peer, stream):
         """CuPy's."""
@@ -157,16 +168,17 @@ class NcclCommunicator:
                 "destroyed or aborted, which crashes"
             )
 
-    def _call(self, stream, verb, source, target, count, datatype, received=None, **facts):
+    def _call(self, stream, verb, source, target, count, datatype, sent=None, received=None, **facts):
         self._check_open()
         _faults.counted["nccl calls"] += 1
         if (status := _faults.value("nccl-fails", "nccl calls")) is not None:
             raise NcclError(status)
         dtype = _dtype(datatype)
         call = _Call(verb, dtype, count, facts, _checker.place())
+        _latest[:] = [self]
         call.hangs = _faults.value("nccl-hangs", "nccl calls") is not None
         if source:
-            call.source = self._memory(source, count, dtype)
+            call.source = self._memory(source, count if sent is None else sent, dtype)
         if target:
             call.target = self._memory(target, count if received is None else received, dtype)
         if getattr(_group, "depth", 0):
@@ -295,6 +307,9 @@ class _Work:
                 target[...] = np.frombuffer(parts[call.facts["root"]], call.dtype)
             elif call.verb == "allGather":
                 target[...] = np.frombuffer(b"".join(parts), call.dtype)
+            elif call.verb == "reduceScatter":
+                whole = _reduced([np.frombuffer(part, call.dtype) for part in parts], call.facts["op"])
+                target[...] = whole[rank * call.count : (rank + 1) * call.count]
             else:
                 target[...] = _reduced([np.frombuffer(part, call.dtype) for part in parts], call.facts["op"])
 

@@ -1,0 +1,193 @@
+"""`python -m hpcstrat run`: starts a program on several ranks, through the mpiexec of the MPI that mpi4py loads."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hpcstrat import _gpu, _launcher, _world
+from hpcstrat._run import mpiexec, restarts
+from hpcstrat._run.job import Job, die_with
+from hpcstrat._run.mpiexec import LaunchError
+
+_SHARING = "_HPCSTRAT_SHARE_GPU"  # the process of share-gpu, to the launcher that it starts
+_EXAMPLES = """
+  hpcstrat run train.py --epochs 3            a rank for each GPU of this host, or else for each core
+  hpcstrat run -n 4 --bind train.py           each rank on the cores beside its GPU
+  hpcstrat run -n 4 --share-gpu train.py      four ranks on one GPU
+  hpcstrat run -n 2 -m my.package             as python -m my.package
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to those of `python -m hpcstrat`."""
+    parser = commands.add_parser(
+        "run",
+        help="starts a program on several ranks",
+        usage="%(prog)s [OPTIONS] PROGRAM [ARGUMENT ...]",
+        description="Starts a program on several ranks, through the mpiexec of the MPI that mpi4py loads.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "-n",
+        type=_count,
+        metavar="N",
+        help="ranks; by default one for each GPU of this host, or else for each core, and in a Slurm job its tasks",
+    )
+    parser.add_argument("-m", action="store_true", dest="is_module", help="PROGRAM is a module, as for python -m")
+    parser.add_argument("--bind", action="store_true", help="each rank on the cores and the memory beside its GPU")
+    parser.add_argument("--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon")
+    parser.add_argument("--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2")
+    parser.add_argument("--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log")
+    parser.add_argument("--prefix", action="store_true", help="begin each line with its rank, as in [rank 0]")
+    parser.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="K",
+        help="when a rank dies, start the ranks again, K times at most; see docs/resilience.md",
+    )
+    parser.add_argument("--min-ranks", type=_count, metavar="M", help="with --restarts, on fewer ranks if need be")
+    parser.add_argument("--mpiexec", metavar="COMMAND", help="this mpiexec, perhaps with options of its own")
+    parser.add_argument("--dry-run", action="store_true", help="print the command line that would start the ranks")
+    parser.add_argument("program", metavar="PROGRAM", help="a Python file, a folder with __main__.py, or an executable")
+    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the program; gives its exit status, or 2 where no rank could be started."""
+    try:
+        _refuse_other_launchers(options)
+        if options.nccl is not None and not options.share_gpu:
+            raise LaunchError("--nccl goes with --share-gpu")
+        if options.min_ranks is not None and not options.restarts:
+            raise LaunchError("--min-ranks goes with --restarts")
+        program = mpiexec.python_command([options.program, *options.arguments], options.is_module)
+        ranks = options.n or _default_ranks()
+        if options.min_ranks is not None and options.min_ranks > ranks:
+            raise LaunchError(f"--min-ranks is {options.min_ranks}, more than the {ranks} ranks")
+        job, variables = _job(program, options)
+        if options.dry_run:
+            print(_command_line(job, ranks, variables(ranks), options))
+            return 0
+        if options.share_gpu and not _is_inside_share_gpu():
+            _exec_share_gpu(options, ranks)
+        with job.passing_signals_on():
+            if options.restarts:
+                return restarts.run(job, restarts.Policy(ranks, options.restarts, options.min_ranks), variables)
+            return job.start(ranks, variables(ranks))
+    except LaunchError as error:
+        _say(str(error))
+        return 2
+
+
+def _say(text: str) -> None:
+    print(f"hpcstrat run: {text}", file=sys.stderr)
+
+
+def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable[[int], dict[str, str]]]:
+    """The job, and what gives variables for so many ranks."""
+    if options.bind:
+        program = mpiexec.bound(program)
+    starts = 0
+
+    def rank_command() -> list[str]:
+        nonlocal starts
+        starts += 1
+        if not (options.tee or options.prefix):
+            return program
+        return mpiexec.copied(program, options.tee, options.prefix, goes_on=starts > 1)
+
+    if mpiexec.in_allocation():
+        mpirun = _slurm_mpirun(options.mpiexec)
+        # Not the threads: how many cores of which node a task gets is Slurm's to say.
+        return (
+            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM),
+            lambda ranks: {"SLURM_NTASKS": str(ranks)} | mpirun,
+        )
+    starter = mpiexec.find(options.mpiexec)
+    return (
+        Job(lambda ranks, environment: starter.command(ranks, rank_command(), environment), starter.vendor.end_signal),
+        lambda ranks: _world.thread_variables(_world.share_of_cores([_world.own_cores()] * ranks, 0)),
+    )
+
+
+def _command_line(job: Job, ranks: int, environment: dict[str, str], options: argparse.Namespace) -> str:
+    words = job.command(ranks, environment)
+    if options.share_gpu:
+        words = mpiexec.sharing_gpus(words, options.nccl)
+    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of ranks; it must be 1 or more")
+    return number
+
+
+def _default_ranks() -> int:
+    if mpiexec.in_allocation():
+        tasks = os.environ.get("SLURM_NTASKS", "")
+        if not tasks:
+            raise LaunchError("this Slurm job has no number of tasks: give one to sbatch or salloc, or here with -n")
+        return int(tasks)
+    gpus = len(_gpu.visible())
+    ranks = gpus or mpiexec.physical_cores()
+    each = "GPU" if gpus else "core"
+    _say(f"-n {ranks}, one rank for each {each} of this host")
+    return ranks
+
+
+def _slurm_mpirun(named: str | None) -> dict[str, str]:
+    """The variable by which start-ranks knows the mpirun; nothing where there is none: it then takes srun."""
+    try:
+        return {"MPIRUN": shlex.join(mpiexec.find(named).words)}
+    except LaunchError:
+        if named is not None:
+            raise
+        return {}
+
+
+def _refuse_other_launchers(options: argparse.Namespace) -> None:
+    """Every process of another launcher would start a job of its own."""
+    words = [*(["-m"] if options.is_module else []), options.program, *options.arguments]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        name, rank, size = "torchrun", int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "N")
+        instead = f"hpcstrat run -n {size} {shlex.join(words)}"
+    else:
+        launcher = _launcher.find()
+        if launcher is None:
+            return
+        name, rank = launcher.name, launcher.rank
+        size = options.n or launcher.size or "N"
+        instead = f"{name.split()[0]} -n {size} python {shlex.join(words)}"
+    if rank == 0:
+        _say(f"{name} has started this process already; start the ranks with one launcher: `{instead}`")
+        sys.stderr.flush()
+    os._exit(2)  # sys.exit would end the job as a rank's error does, with more to read
+
+
+def _exec_share_gpu(options: argparse.Namespace, ranks: int) -> None:
+    """Starts this launcher anew below share-gpu, whose daemon then serves every start of the ranks."""
+    os.environ[_SHARING] = str(os.getpid())  # it keeps this process's id
+    # Below the daemon the GPUs are not counted again: that would be one more client of it, throughout.
+    words = ["run", "-n", str(ranks), *sys.argv[2:]]
+    command = mpiexec.sharing_gpus([sys.executable, "-m", "hpcstrat", *words], options.nccl)
+    sys.stderr.flush()
+    os.execvp(command[0], command)
+
+
+def _is_inside_share_gpu() -> bool:
+    parent = os.environ.get(_SHARING)
+    if parent is None or int(parent) != os.getppid():
+        return False
+    die_with(int(parent))
+    return True

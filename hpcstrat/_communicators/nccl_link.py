@@ -1,0 +1,248 @@
+"""NCCL's communicator, through CuPy: its life, its errors, and what storage asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.device import DeviceCommunicator, Segment, on_stream
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.nccl_start import describe, load_nccl, start
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._spans import COMMUNICATION, Details, span
+from hpcstrat._types import Array, ReduceOp
+
+_TYPES = {
+    **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
+    **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
+    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as many reals.
+    "bool": "NCCL_UINT8",
+    "complex64": "NCCL_FLOAT32",
+    "complex128": "NCCL_FLOAT64",
+}
+
+
+class NcclLink(DeviceCommunicator):
+    """What `NcclCommunicator` moves arrays with.
+
+    Attributes:
+        done: an event of the stream after what NCCL was last asked for.
+    """
+
+    stream: _gpu.Stream
+
+    def __init__(self, control: HostCommunicator, stream: _gpu.Stream) -> None:
+        super().__init__(control, stream)
+        self._nccl = load_nccl()
+        self._comm: Any = start(control, stream)
+        with stream.current():
+            self.done: Any = stream.xp.cuda.Event(disable_timing=True)
+        if self.watchdog is not None:
+            self.watchdog.add_check(self._failure, self._is_pending)
+        self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
+        # Both tables once: attributes of a C module and names of dtypes are slow to look up at each step.
+        self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
+
+    # ---- for storage
+
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
+        """See `DeviceCommunicator.all_reduce_flat`."""
+        self._all_reduce("the sum of gradients", array, out, op)
+
+    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.stream))
+    def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
+        if REDUCTIONS[op].is_mean and is_short(out):
+            wide = array.reshape(-1).astype(
+                np.float32
+            )  # the sum of 16-bit floats may overflow where their mean does not
+            self._all_reduce(what, wide, wide, op)
+            out[...] = wide
+        elif array.size:
+            target, count, kind = self._flat(out)
+            with self._guarded(what):
+                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.stream.raw.ptr)
+            self._divide(out, op)
+
+    @span(COMMUNICATION, on_stream("reduce"))
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        if REDUCTIONS[op].is_mean and is_short(array):
+            wide = array.reshape(-1).astype(np.float32)
+            self.reduce_flat(wide, wide, op, root)
+            out[...] = wide
+        elif out.size:
+            target, count, kind = self._flat(out)
+            with self._guarded("the sum of gradients"):
+                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.stream.raw.ptr)
+            if self.rank == root:
+                self._divide(out, op)
+
+    @span(COMMUNICATION, on_stream("broadcast"))
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """See `DeviceCommunicator.broadcast_flat`."""
+        if array.size:
+            address = array.data.ptr
+            with self._guarded("the broadcast of new values"):
+                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
+
+    @span(COMMUNICATION, on_stream("reduce-scatter"))
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+        """See `DeviceCommunicator.reduce_scatter_flat`."""
+        source, count, kind = self._flat(array)
+        target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.stream.raw.ptr
+        factor, itemsize = count // max(array.size, 1), array.dtype.itemsize  # a complex number counts as two
+        equal = _equal_part(segments, self.size)
+        with self._grouped("the sum of gradients"):
+            if equal:
+                self._comm.reduceScatter(source, target, factor * equal, kind, operation, stream)
+            for root, begin, end, place in _beyond(equal, segments):
+                there, into = source + begin * itemsize, target + place * itemsize if root == self.rank else 0
+                self._comm.reduce(there, into, factor * (end - begin), kind, operation, root, stream)
+
+    @span(COMMUNICATION, on_stream("all-gather"))
+    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+        """See `DeviceCommunicator.all_gather_flat`."""
+        address, itemsize = array.data.ptr, array.dtype.itemsize
+        kind, stream = self._nccl.NCCL_UINT8, self.stream.raw.ptr
+        equal = _equal_part(segments, self.size)
+        with self._grouped("the new values"):
+            if equal:  # in place
+                own = address + self.rank * equal * itemsize
+                self._comm.allGather(own, address, equal * itemsize, kind, stream)
+            for root, begin, end, _ in _beyond(equal, segments):
+                at = address + begin * itemsize
+                self._comm.broadcast(at, at, (end - begin) * itemsize, kind, root, stream)
+
+    @contextlib.contextmanager
+    def _grouped(self, what: str) -> Iterator[None]:
+        """A block whose calls NCCL starts together: one by one, two ranks that both send first would wait forever."""
+        with self._guarded(what):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:  # after an error too: an open group would hold back every later call
+                self._nccl.groupEnd()
+
+    def _flat(self, array: Array) -> tuple[int, int, int]:
+        """Address, number of elements and NCCL's type of a flat array."""
+        dtype = array.dtype
+        kind = self._types.get(dtype)
+        if kind is None:
+            kind = self._types[dtype] = getattr(self._nccl, _TYPES[dtype.name])
+        return array.data.ptr, 2 * array.size if dtype.kind == "c" else array.size, kind
+
+    def _divide(self, array: Array, op: ReduceOp) -> None:
+        if REDUCTIONS[op].is_mean:
+            if array.dtype.kind == "c":
+                array = array.view(array.real.dtype)
+            array /= self.size
+
+    # ---- life
+
+    def close(self) -> None:
+        """See `DeviceCommunicator.close`."""
+        if self._comm is not None:
+            self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
+            self._forget().destroy()
+
+    def _guarded(self, what: str) -> _Guard:
+        if self._comm is None:
+            raise RuntimeError(f"{what}: the strategy's NCCL communicator is closed; make another strategy")
+        return _Guard(self, what)
+
+    def _failure(self) -> str:
+        """What NCCL says has gone wrong since the last call, if anything: a peer or the network is gone, say.
+
+        The watchdog asks, because a host that waits for the GPU never hears of it.
+        """
+        comm = self._comm
+        try:
+            if comm is not None:
+                comm.check_async_error()
+        except Exception as error:  # CuPy has no name for NCCL's newer results: they are a KeyError
+            return (
+                f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
+                f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
+            )
+        return ""
+
+    def _is_pending(self) -> bool:
+        """Whether the GPU has not come to the end of what NCCL was last asked for.
+
+        A host that waits for that GPU, and so for the other ranks, is in the program, or in CuPy.
+        """
+        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watchdog's thread has made none current
+        return not self.done.done
+
+    def _forget(self) -> Any:
+        """NCCL's communicator, which from now on nobody uses and nobody watches."""
+        comm, self._comm = self._comm, None
+        if self.watchdog is not None and comm is not None:
+            self.watchdog.remove_check(self._failure, self._is_pending)
+        return comm
+
+    def abort(self) -> None:
+        """Ends the use of NCCL after an error, without waiting for what was queued."""
+        comm = self._forget()
+        if comm is not None:
+            comm.abort()  # destroying would wait for what will never be done
+
+
+def _equal_part(segments: Sequence[Segment], size: int) -> int:
+    """The elements of each part where each rank has one, in rank order, and only the last may be longer; else 0.
+
+    NCCL's reduce-scatter and all-gather take equal parts only.
+    """
+    if len(segments) < size:
+        return 0
+    equal = segments[1].start
+    for i, one in enumerate(segments):
+        # One may end before the next begins, with a gap between two variables.
+        end = one.start + equal
+        if (one.rank, one.start) != (i, i * equal) or not (one.stop >= end if i == size - 1 else one.stop <= end):
+            return 0
+    return equal
+
+
+def _beyond(equal: int, segments: Sequence[Segment]) -> list[Segment]:
+    """What equal parts leave out: the end of the last one, or everything where there are none."""
+    if not equal:
+        return [*segments]
+    last = segments[-1]
+    rest = last._replace(start=last.start + equal, place=last.place + equal)
+    return [rest] if rest.stop > rest.start else []
+
+
+def is_short(array: Array) -> bool:
+    """Whether sums of such numbers need wider ones."""
+    return accumulator(array.dtype) != array.dtype
+
+
+class _Guard:
+    """Notes when NCCL is done. Makes an error of its one that says what to do, and ends the use of the communicator."""
+
+    __slots__ = ("_communicator", "_what")
+
+    def __init__(self, communicator: NcclLink, what: str) -> None:
+        self._communicator = communicator
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
+        communicator = self._communicator
+        if error is None:
+            communicator.done.record(communicator.stream.raw)
+        elif not isinstance(error, Exception):
+            communicator.mark_interrupted(error, self._what)
+        else:  # CuPy has no name for NCCL's newer results: they are a KeyError
+            communicator.abort()
+            raise RuntimeError(
+                f"{self._what}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
+                f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
+                "no longer connected"
+            ) from error

@@ -1,0 +1,112 @@
+"""One start of the ranks after the other: passes signals on, and ends them if this process is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_PR_SET_PDEATHSIG = 1
+
+
+class Job:
+    """The ranks of one program, which may be started more than once.
+
+    Args:
+        command: see the attribute.
+        end_signal: what the process of that command gets if this one is killed, to end the ranks.
+
+    Attributes:
+        command: gives the command line for a number of ranks and the variables that they get besides this process's.
+        signal: the last signal that this process was sent, to pass on to the ranks; 0 where there was none. It may have
+            come between two starts, and then goes to the ranks of the next.
+    """
+
+    def __init__(self, command: Callable[[int, dict[str, str]], list[str]], end_signal: int) -> None:
+        self.signal = 0
+        self._is_pending = False
+        self.command = command
+        self._end_signal = end_signal
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @contextlib.contextmanager
+    def passing_signals_on(self) -> Iterator[None]:
+        """A block during which signals go to the ranks, instead of ending this process."""
+        handlers = {one: self._pass_on for one in _PASSED_ON} | {signal.SIGTSTP: self._suspend}
+        # One that is ignored, as by nohup, stays so; the ranks inherit that.
+        previous = {one: signal.getsignal(one) for one in handlers if signal.getsignal(one) != signal.SIG_IGN}
+        for one in previous:
+            signal.signal(one, handlers[one])
+        try:
+            yield
+        finally:
+            for one, handler in previous.items():
+                signal.signal(one, handler)
+
+    def start(self, ranks: int, environment: dict[str, str]) -> int:
+        """Starts the ranks, waits for their end and gives the exit status: 128 + n where signal n ended the launcher.
+
+        Args:
+            ranks: how many.
+            environment: variables that the ranks get besides this process's.
+
+        Raises:
+            OSError: the launcher cannot be started.
+        """
+        launcher = os.getpid()
+
+        def die_with_launcher() -> None:
+            # A function of C alone: between fork and exec, no other thread lives that might hold a lock.
+            _prctl(_PR_SET_PDEATHSIG, self._end_signal)
+            if os.getppid() != launcher:
+                os._exit(1)
+
+        # A session of its own: a Ctrl-C comes once, from this process, and not from the terminal as well.
+        self._process = subprocess.Popen(
+            self.command(ranks, environment),
+            env=os.environ | environment,
+            start_new_session=True,
+            preexec_fn=die_with_launcher,
+        )
+        if self._is_pending:
+            self._pass_on(self.signal, None)
+        status = self._process.wait()
+        self._process = None
+        return status if status >= 0 else 128 - status
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._is_pending = self._process is None
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Stops mpiexec with this process, as a Ctrl-Z does where both are in one group, until both go on."""
+        self._kill_group(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._kill_group(signal.SIGCONT)
+
+    def _kill_group(self, number: int) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+
+_prctl = ctypes.CDLL(None).prctl
+"""Loaded before any fork."""
+
+
+def die_with(parent: int) -> None:
+    """From now on the end of the process that started this one ends it too.
+
+    Args:
+        parent: its id; where it has ended already, this process ends at once.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

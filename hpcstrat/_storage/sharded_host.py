@@ -1,0 +1,158 @@
+"""Mirrored variables in host memory whose updates, and slots, are split over the ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._communicators.packing import Layout
+from hpcstrat._communicators.protocol import CallSignature, signature_of
+from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._edge import call_named, current_call
+from hpcstrat._memory.allocator import private_memory
+from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.segment import Segment
+from hpcstrat._storage.base import UpdateRule
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
+
+
+@final
+class ShardedHostStorage(MirroredHostStorage):
+    """Each rank reads a copy of its own; it keeps the slots of a part of all elements, and updates these.
+
+    An update: each rank sends the others the gradients of their parts, sums those of its own, in rank order as ever,
+    and updates it; then all get all new values. Variables without slots are updated by each rank, as mirrored ones.
+    """
+
+    def split(self, variables: Sequence[Block]) -> list[Cuts]:
+        """See `Storage.split`."""
+        return cuts_of(variables, self._communicator.size)
+
+    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+        assert cuts is not None
+        start, stop = self._own_cuts(cuts)
+        with self._communicator.raise_together():
+            block = private_memory().new_block((stop - start,), variable.array.dtype, self._created + 1)
+            block.array[...] = value
+            # The cuts depend on all the variables that get slots together: ranks that differ in these must not go on.
+            self._communicator.exchange(signature_of(current_call(), "slot", value, variable.held(), cuts))
+        block.cuts = cuts
+        self._created += 1
+        return block
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """See `Storage.plan`."""
+        if not any(slots):
+            return super().plan(variables, slots)
+        return ShardedPlan(self._segment, variables, slots, self._communicator.rank, self._compiles)
+
+    def _update(
+        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+    ) -> None:
+        if not isinstance(plan, ShardedPlan):
+            super()._update(signature, plan, values, op, rule)
+            return
+        communicator, own = self._communicator, plan.own
+        flat = plan.flat(plan.buffers if values is None else values)  # pyright: ignore[reportArgumentType]
+
+        def write(rank: int, section: Bytes) -> None:
+            plan.write_section(rank, section, flat)
+
+        with self._lock:
+            if op is ReduceOp.SUM:
+                layouts = [shard.layout for shard in plan.shards]
+                messages = communicator.sum_sections(signature, layouts, plan.layout.nbytes, write)
+            else:
+                assert op is FIRST_REPLICA  # optimizers, whose variables alone have slots, know no other
+                sizes = [shard.layout.nbytes * (communicator.rank == 0) for shard in plan.shards]
+                first = write if communicator.rank == 0 else lambda _, __: None
+                messages = communicator.exchange_sections(signature, sizes, first)[:1]
+            if rule.norms is None:
+                own.apply(rule, messages, self._scratch)
+            else:
+                # The norms are exchanged between the two passes over the gradients, which must still be there then.
+                own.apply(rule, [self._summed(own.layout, messages)], self._scratch, share=self._share)
+            own.forget_messages()  # which live no longer than this call
+            sizes = [shard.layout.nbytes for shard in plan.shards]
+            new = communicator.gather_sections(signature_of(f"{current_call()}: values"), sizes, plan.write_new)
+            for rank, message in enumerate(new):
+                plan.read_new(rank, message)
+
+    def _summed(self, layout: Layout, messages: Sequence[Bytes]) -> Bytes:
+        if self._sum.size < layout.nbytes:
+            self._sum = np.empty(layout.nbytes, np.uint8)
+        for group in layout.groups:
+            reduce_flat(group.of(self._sum), [group.of(message) for message in messages], ReduceOp.SUM)
+        return self._sum
+
+    def _share(self, sums: Array) -> Array:
+        """The ranks' sums over their parts of the variables, added up in rank order."""
+        with call_named(f"{current_call()}: norms"):
+            return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
+
+    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+        if len(blocks) > 1:
+            update_rows_in_shards(self._communicator, blocks, rows, gradient, rule)
+        else:
+            super()._update_rows(blocks, rows, gradient, rule)
+
+
+class ShardedPlan(Plan):
+    """The plan of variables whose slots are split over the ranks.
+
+    Attributes:
+        shards: for each rank, the plan of its part of the variables; without slots but for this rank's.
+        own: this rank's.
+    """
+
+    def __init__(
+        self, memory: Segment, variables: Sequence[Block], slots: Sequence[Sequence[Block]], rank: int, compiles: bool
+    ) -> None:
+        # Nothing is updated by this plan: one range is one chunk.
+        super().__init__(memory, variables, [()] * len(variables), chunk=sys.maxsize)
+        own_slots = self.in_order(slots)
+        cuts = [of[0].cuts for of in own_slots]
+        self._rank = rank
+        self.shards: list[Plan] = []
+        for one in range(len(cuts[0]) - 1):
+            parts = parts_of(self.blocks, cuts, one)
+            if one == rank:
+                self.shards.append(Plan(memory, parts, own_slots, compiles=compiles))
+            else:
+                self.shards.append(Plan(memory, parts, [()] * len(parts), chunk=sys.maxsize))
+        self.own: Plan = self.shards[rank]
+        # For each rank what of the gradients it gets: the variable's place in a message, its elements, and where they
+        # begin in the rank's section. Most ranks have no part of most variables.
+        self._sources = [
+            [(i, of[one], of[one + 1], shard.layout.starts[i]) for i, of in enumerate(cuts) if of[one] < of[one + 1]]
+            for one, shard in enumerate(self.shards)
+        ]
+
+    def flat(self, values: Sequence[Array]) -> list[Array]:
+        """The variables' gradients, in the order of a message, as flat arrays."""
+        return [value.reshape(-1) for value in self.in_order(values)]
+
+    def write_section(self, rank: int, section: Bytes, flat: Sequence[Array]) -> None:
+        """Copies to a section what a rank gets of the gradients."""
+        for i, start, stop, begin in self._sources[rank]:
+            dtype = self.blocks[i].array.dtype
+            section[begin : begin + (stop - start) * dtype.itemsize].view(dtype)[...] = flat[i][start:stop]
+
+    def write_new(self, message: Bytes) -> None:
+        """Copies this rank's part of the variables to a message."""
+        for chunk in self.own.chunks:
+            self.own.layout.groups[chunk.group].of(message)[chunk.start : chunk.stop] = chunk.value
+
+    def read_new(self, rank: int, message: Bytes) -> None:
+        """Copies another rank's part to the variables, from its message."""
+        if rank == self._rank:
+            return
+        shard = self.shards[rank]
+        for chunk in shard.chunks:
+            chunk.value[...] = shard.layout.groups[chunk.group].of(message)[chunk.start : chunk.stop]

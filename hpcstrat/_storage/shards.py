@@ -1,0 +1,80 @@
+"""How the elements of variables are split over the ranks, each of which keeps the slots of its part, and updates it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hpcstrat import _gpu
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.packing import layout_of
+from hpcstrat._edge import call_named, current_call
+from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._storage.rows import row_view, update_rows
+from hpcstrat._storage.rule import UpdateRule
+from hpcstrat._types import Array
+
+_UNIT = 256
+"""Elements that stay together. On a GPU, where every variable starts at a multiple of 256 bytes, so do all parts."""
+
+
+def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
+    """Splits variables of ascending numbers into equal parts of all elements of a dtype; the last one has the rest.
+
+    Args:
+        variables: their blocks.
+        size: the number of ranks.
+        alignment: bytes to whose multiples every variable starts.
+    """
+    # Of all elements and not of each variable's: ranks have equal parts, whatever the variables' sizes, and a part is
+    # one range of memory and of a message.
+    shapes, dtypes = tuple([v.array.shape for v in variables]), tuple([v.array.dtype for v in variables])
+    layout = layout_of(shapes, dtypes, alignment)
+    cuts: list[Cuts] = [()] * len(variables)
+    for group in layout.groups:
+        part = group.elements // size // _UNIT * _UNIT
+        for i in group.members:
+            begin, count = (layout.starts[i] - group.start) // group.dtype.itemsize, layout.sizes[i]
+            cuts[i] = (*[min(max(rank * part - begin, 0), count) for rank in range(size)], count)
+    return cuts
+
+
+def part_of(block: Block, start: int, stop: int) -> Block:
+    """Some elements of a variable as a flat block of their own."""
+    array, view = (one.reshape(-1)[start:stop] for one in (block.array, block.view))
+    itemsize = array.dtype.itemsize
+    part = Block(array, view, block.start + start * itemsize, block.start + stop * itemsize, block.number)
+    part.name, part.storage = block.name, block.storage
+    return part
+
+
+def parts_of(variables: Sequence[Block], cuts: Sequence[Cuts], rank: int) -> list[Block]:
+    """Each variable's elements that a rank updates."""
+    return [part_of(v, *of[rank : rank + 2]) for v, of in zip(variables, cuts, strict=True)]
+
+
+def update_rows_in_shards(
+    communicator: Communicator, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+) -> None:
+    """`update_rows` of a variable whose slots are split: each rank updates its elements, and all get all new values.
+
+    Collective.
+    """
+    variable, *slots = blocks
+    cuts = slots[0].cuts
+    assert cuts is not None
+    xp = _gpu.array_module(rows)
+    columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
+    elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
+    # By rank, as the new values come together.
+    owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
+    order = xp.argsort(owners, kind="stable")
+    elements, gradient = elements[order], gradient.reshape(-1)[order]
+    start, stop = cuts[communicator.rank : communicator.rank + 2]
+    own = xp.flatnonzero((elements >= start) & (elements < stop))
+    part = part_of(variable, start, stop)
+    update_rows((part, *slots), elements[own] - start, gradient[own], rule)
+    with call_named(f"{current_call()}: new rows"):
+        (new,) = communicator.all_gather([part.array[elements[own] - start]], 0)
+    row_view(variable.array, 0)[elements] = new

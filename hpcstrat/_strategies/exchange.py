@@ -1,0 +1,107 @@
+"""Nests of values that replicas send each other, inside the collective methods of a replica context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _gpu, _nest
+from hpcstrat._communicators.base import Communicator, Outgoing
+from hpcstrat._edge import current_call
+from hpcstrat._strategies.reduction import as_numeric, scalar
+from hpcstrat._types import Array, ReduceOp
+
+
+def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
+    """The value of replica `root`; `value` is a nest of this replica's values."""
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < communicator.size:
+        raise ValueError(
+            f"{current_call()}: root is {root!r}; it must be the index of a replica, 0..{communicator.size - 1}"
+        )
+    return _moved(value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match))
+
+
+def reduce_scatter(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int) -> Any:
+    """This replica's part of a reduction; `value` is a nest of this replica's values."""
+    op = ReduceOp.parse(reduce_op, current_call())
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+    return _moved(value, lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match))
+
+
+def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
+    """What each replica has for this one; `values` are nests, one for each replica."""
+    size = communicator.size
+    if not isinstance(values, (list, tuple)) or len(values) != size:
+        given = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"of type {type(values).__name__}"
+        raise ValueError(f"{current_call()}: values is {given}; pass a list of {size}, one for each replica")
+    nests = [_Nest(value) for value in values]
+    if len({(nest.description, nest.dtypes) for nest in nests}) > 1:
+        raise ValueError(
+            f"{current_call()}: what is for one replica differs from what is for another in its structure or its "
+            f"dtypes: {'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes may differ"
+        )
+    outgoing = [
+        _outgoing(dict(enumerate(arrays)), range(size)) for arrays in zip(*[n.arrays for n in nests], strict=True)
+    ]
+    received = communicator.all_to_all(outgoing, nests[0].description)
+    return [nests[0].filled([of[source] for of in received]) for source in range(size)]
+
+
+def neighbor_exchange(communicator: Communicator, to_left: Any, to_right: Any, periodic: bool) -> tuple[Any, Any]:
+    """What the left and the right neighbor sent; `None` where there is no neighbor."""
+    rank, size = communicator.rank, communicator.size
+    left, right = ((rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1))
+    nests = _Nest(to_left), _Nest(to_right)
+    sides = ((nests[0], left, right), (nests[1], right, left))  # what goes to the left comes from the right
+    outgoing = [
+        _outgoing({} if to is None else {to: array}, [] if source is None else [source], array)
+        for nest, to, source in sides
+        for array in nest.arrays
+    ]
+    described = [f"to the left {nests[0].description}", f"to the right {nests[1].description}"]
+    received = communicator.all_to_all(outgoing, *described, f"periodic={bool(periodic)}")
+    found: list[Any] = []
+    for nest, _, source in sides:
+        own, received = received[: len(nest.arrays)], received[len(nest.arrays) :]
+        found.append(None if source is None else nest.filled([of[source] for of in own]))
+    from_right, from_left = found
+    return from_left, from_right
+
+
+class _Nest:
+    """A nest and the arrays in it. `None` stays `None`.
+
+    Attributes:
+        arrays: the leaves, but for `None`.
+        description: the structure, and where `None` is.
+        dtypes: the names of the arrays'.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._leaves, self._structure = _nest.flatten(value)
+        self._places = [i for i, leaf in enumerate(self._leaves) if leaf is not None]
+        self.arrays: list[Array] = [as_numeric(self._leaves[i]) for i in self._places]
+        self.dtypes = ", ".join(array.dtype.name for array in self.arrays)
+        self.description: str = _nest.describe(self._structure)
+        if len(self._places) < len(self._leaves):
+            self.description += f", arrays at {self._places}"
+
+    def filled(self, arrays: Sequence[Array]) -> Any:
+        """The nest with these arrays."""
+        leaves = list(self._leaves)
+        for i, array in zip(self._places, arrays, strict=True):
+            leaves[i] = scalar(array)
+        return self._structure.unflatten(leaves)
+
+
+def _moved(value: Any, move: Callable[..., list[Array]]) -> Any:
+    nest = _Nest(value)
+    return nest.filled(move(nest.arrays, nest.description))
+
+
+def _outgoing(to: Mapping[int, Array], sources: Sequence[int], like: Array = None) -> Outgoing:
+    like = to[0] if like is None else like
+    return Outgoing(like.dtype, to, sources, _gpu.is_on_gpu(like))

@@ -1,0 +1,252 @@
+"""CheckpointManager: when to save, and what to resume from."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple, final
+
+from hpcstrat import _context, _job_memory
+from hpcstrat._communicators.collective import collective
+from hpcstrat._communicators.connection import connect
+from hpcstrat._edge import current_call, names_call
+from hpcstrat._job_memory import JobMemory
+from hpcstrat._spans import CHECKPOINT, span
+from hpcstrat.checkpoint import _safetensors
+from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
+from hpcstrat.checkpoint._preemption import PreemptionHandler
+from hpcstrat.checkpoint._restoring import opened, restore_from
+from hpcstrat.checkpoint._saving import checked_keep, checked_path, save_to, save_to_file
+from hpcstrat.checkpoint._snapshot import Snapshot, SnapshotMemory
+
+_IN_MEMORY = "the snapshot in memory"
+_owner = ""  # the path of the checkpoint whose snapshots the launcher's memory holds
+
+
+class _Source(NamedTuple):
+    """What to restore, as the parameter rank found it: a snapshot, a file, or neither."""
+
+    snapshot: Snapshot | None
+    is_file: bool
+    problem: str  # why there are no snapshots though the launcher would keep them
+
+
+@final
+class CheckpointManager:
+    """Saves a checkpoint every so many steps, and restores the newest one: two lines make a program restartable.
+
+    Make it, `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training, call
+    `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
+
+    Under `hpcstrat run --restarts` it also takes snapshots, which are checkpoints in memory of the launcher's host.
+    They outlive the ranks, and cost no disk; the file is for what ends the launcher too. Snapshots are taken where
+    the rank that writes the file runs on the launcher's host. One manager at a time takes them.
+
+    In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks save at the end of
+    the step, and exit with status 75.
+
+    Args:
+        checkpoint: what to save.
+        path: as in `Checkpoint.save`.
+        every: steps from one file to the next; `None` for files by `save`, and when preempted, only.
+        snapshot_every: steps from one snapshot to the next; `None` for no snapshots.
+        keep: as in `Checkpoint.save`.
+
+    Raises:
+        TypeError: `path` is not a path.
+        ValueError: `every`, `snapshot_every` or `keep` is not positive.
+    """
+
+    @names_call("CheckpointManager")
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        path: str | os.PathLike[str],
+        *,
+        every: int | None = None,
+        snapshot_every: int | None = 10,
+        keep: int | None = None,
+    ) -> None:
+        for name, steps in (("every", every), ("snapshot_every", snapshot_every)):
+            if steps is not None and (not isinstance(steps, int) or steps < 1):
+                raise ValueError(
+                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, from 1 up, or None"
+                )
+        self._checkpoint = checkpoint
+        self._path = checked_path(path)
+        self._every = every
+        self._snapshot_every = snapshot_every
+        self._keep = checked_keep(keep)
+        self._steps = 0
+        self._is_ready = False
+        self._memory: JobMemory | None = None  # on rank 0, which counts steps for the launcher
+        self._takes_snapshots = False  # equal on all ranks
+        self._snapshots: SnapshotMemory | None = None  # on the parameter rank
+        self._handler: PreemptionHandler | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps the program has done, with those before it was restored."""
+        return self._steps
+
+    @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint, the snapshot or the file. Collective: all ranks call this.
+
+        Returns:
+            The file's path, or `"the snapshot in memory"`; `None` where there is neither, and nothing has changed.
+
+        Raises:
+            Exception: what `Checkpoint.restore` raises. A damaged snapshot is passed over, and so is a damaged file
+                where there is a snapshot.
+        """
+        source = self._prepare()
+        if source.snapshot is not None:
+            name = _IN_MEMORY
+            self._restore(name, lambda work: _opened_snapshot(source.snapshot, work))
+        elif source.is_file:
+            name = self._path
+            self._restore(name, lambda work: opened(name, work))
+        else:
+            return None
+        return name
+
+    @span(CHECKPOINT, "step")
+    @collective("CheckpointManager.step", communicator_of=lambda _: connect())
+    def step(self) -> None:
+        """Counts a step, and saves if it is time to. Collective: all ranks call this at the end of each step.
+
+        Outside of the `with` block, and when there is nothing to save, it does not communicate.
+
+        Raises:
+            SystemExit: a signal was received, and the checkpoint is saved; see `PreemptionHandler`.
+            RuntimeError: called inside a replica function.
+            Exception: what `Checkpoint.save` raises.
+        """
+        if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
+            raise RuntimeError(
+                f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
+            )
+        if not self._is_ready:
+            self._prepare()
+        self._steps += 1
+        if self._handler is not None:
+            self._handler.check()
+        if self._memory is not None:
+            self._memory.note_step(self._steps)
+        if self._every is not None and self._steps % self._every == 0:
+            self._save()
+        elif self._takes_snapshots and self._snapshot_every is not None and self._steps % self._snapshot_every == 0:
+            self._take_snapshot()
+
+    @span(CHECKPOINT, "save")
+    @collective("CheckpointManager.save", communicator_of=lambda _: connect())
+    def save(self) -> None:
+        """Writes the file now. Collective: all ranks call this.
+
+        Raises:
+            Exception: what `Checkpoint.save` raises.
+        """
+        self._save()
+
+    def _save(self) -> None:
+        save_to_file(objects_of(self._checkpoint), self._path, self._keep, step=self._steps)
+
+    def _take_snapshot(self) -> None:
+        def write(contents: _safetensors.Contents) -> None:
+            assert self._snapshots is not None
+            self._snapshots.write(contents, self._steps)
+
+        try:
+            save_to(objects_of(self._checkpoint), (_IN_MEMORY,), write, self._steps)
+        except MemoryError as error:  # on all ranks
+            # No reason to end a healthy program: the file is left.
+            self._takes_snapshots = False
+            self._warn(f"there is no memory for snapshots, {error}")
+
+    def _prepare(self) -> _Source:
+        """Finds the launcher's memory, and what it and the disk hold. Collective."""
+        global _owner
+        communicator = connect()
+        root = objects_of(self._checkpoint).parameter_rank()
+        if communicator.rank == 0:
+            self._memory = _job_memory.find()
+        with communicator.raise_together():
+            own = self._find() if communicator.rank == root else None
+            source: _Source = communicator.broadcast_obj(own, root)
+        self._takes_snapshots = bool(communicator.broadcast_obj(self._snapshots is not None, root))
+        if source.problem:
+            self._warn(source.problem)
+        if self._takes_snapshots:
+            if _owner not in ("", self._path):
+                raise ValueError(
+                    f"{current_call()}: the CheckpointManager of {_owner} takes snapshots; pass all objects to "
+                    "one Checkpoint, leave the other's `with` block first, or pass snapshot_every=None to one of them"
+                )
+            _owner = self._path
+        self._is_ready = True
+        return source
+
+    def _find(self) -> _Source:
+        problem, snapshot = "", None
+        if self._snapshot_every is not None and _job_memory.is_expected():
+            memory = _job_memory.find()
+            try:
+                self._snapshots = None if memory is None else SnapshotMemory(memory, self._path)
+            except OSError as error:
+                problem = f"the launcher's memory cannot be mapped, {error.strerror}"
+            else:
+                problem = "" if memory is not None else "this rank, which saves, is not on the launcher's host"
+            snapshot = None if self._snapshots is None else self._snapshots.newest()
+        if snapshot is not None and self._file_is_newer(snapshot.step):
+            snapshot = None
+        return _Source(snapshot, os.path.exists(self._path), problem)
+
+    def _file_is_newer(self, step: int) -> bool:
+        """Whether the file was made after a later step, and is whole."""
+        if (_safetensors.step_in(self._path) or 0) <= step:
+            return False
+        try:
+            _safetensors.CheckpointFile(self._path, connect().work).close()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _restore(self, name: str, open_source: Callable[[Callable[[], None]], _safetensors.CheckpointFile]) -> None:
+        _, step = restore_from(objects_of(self._checkpoint), name, open_source)
+        self._steps = step or 0  # a file of `Checkpoint.save` has no number
+
+    def _warn(self, problem: str) -> None:
+        if connect().rank == 0:
+            warnings.warn(f"hpcstrat: {problem}; a restart resumes from {self._path}", stacklevel=4)
+
+    def __enter__(self) -> CheckpointManager:
+        self._handler = PreemptionHandler(_Numbered(self._checkpoint, self), self._path, self._keep)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        global _owner
+        if self._handler is not None:
+            self._handler.close()
+            self._handler = None
+        if _owner == self._path:
+            _owner = ""
+
+
+@final
+class _Numbered:
+    """A manager's checkpoint, for a handler of signals: its files have the number of the step."""
+
+    def __init__(self, checkpoint: Checkpoint, manager: CheckpointManager) -> None:
+        self._checkpoint = checkpoint
+        self._manager = manager
+
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+        """See `Checkpoint.save`."""
+        save_to_file(objects_of(self._checkpoint), os.fspath(path), keep, step=self._manager.steps)
+
+
+def _opened_snapshot(snapshot: Snapshot | None, work: Callable[[], None]) -> _safetensors.CheckpointFile:
+    assert snapshot is not None
+    return _safetensors.CheckpointFile(snapshot.path, work, snapshot.nbytes)

@@ -1,0 +1,336 @@
+"""Nodes that make batches of elements, or elements of batches: batch, padded_batch, unbatch, window."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from hpcstrat import _nest
+from hpcstrat._types import TensorSpec
+from hpcstrat.data import _elements
+from hpcstrat.data._element_ops import cache
+from hpcstrat.data._index_ops import Choosing
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    Chunk,
+    EpochPass,
+    Failure,
+    Node,
+    Transformation,
+    join,
+    unwrapped,
+    with_failures,
+)
+from hpcstrat.data._padding import known_sizes, pad_together, shapes_for
+
+
+class _Batching(Transformation):
+    """Consecutive elements together. An item is a chunk of the input's items, so no data is touched to batch.
+
+    Args:
+        source: the input.
+        sizes: the size of each batch, in turn, over and over.
+        drop_remainder: whether a last batch that is shorter is dropped.
+        call: see `Transformation`.
+        user_code: see `Node`.
+        rows: see `Node`.
+    """
+
+    def __init__(
+        self, source: Node, sizes: Sequence[int], drop_remainder: bool, call: str, *, user_code: bool, rows: Node | None
+    ) -> None:
+        alike = len(set(sizes)) == 1
+        super().__init__(
+            source,
+            call,
+            width=None,
+            user_code=user_code,
+            batch_sizes=(*source.batch_sizes, sizes[0] if alike else 0),
+            rows=rows,
+            inputs_per_element=sizes[0] if alike else None,
+        )
+        self._sizes = tuple(sizes)
+        self._drop_remainder = drop_remainder
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        if size < 0:
+            return size
+        turns, left = divmod(size, sum(self._sizes))
+        whole = list(itertools.takewhile(lambda end: end <= left, itertools.accumulate(self._sizes)))
+        return turns * len(self._sizes) + len(whole) + (not self._drop_remainder and left > (whole or [0])[-1])
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        sizes = itertools.cycle(self._sizes)
+        waiting, missing = [], next(sizes)
+        for chunk in self._source.chunks(epoch):
+            start, stop = 0, len(chunk)
+            while stop - start >= missing:
+                waiting.append(chunk[start : start + missing])
+                start += missing
+                yield [join(waiting)]
+                waiting, missing = [], next(sizes)
+            if start < stop:
+                waiting.append(chunk[start:])
+                missing -= stop - start
+        if waiting and not self._drop_remainder:
+            yield [join(waiting)]
+
+    def first_size(self) -> int | None:
+        """The first dimension of each batch, if all have the same."""
+        return self.inputs_per_element if self._drop_remainder else None
+
+
+@final
+class Batch(_Batching):
+    """Consecutive elements, stacked."""
+
+    def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
+        call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
+        super().__init__(source, sizes, drop_remainder, call, user_code=source.user_code, rows=source)
+
+    def spec(self) -> Any:
+        size = self.first_size()
+        return _nest.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
+
+    @property
+    def threads(self) -> int:
+        # Rows that are made in threads are so within each batch.
+        return 1 if self._source.threads else 0
+
+    def load(self, item: Any) -> Any:
+        return self._source.fetch(item)
+
+
+@final
+class PaddedBatch(_Batching):
+    """Consecutive elements, padded to one shape and stacked.
+
+    Where all sizes are given, a replica loads its own rows only. Else they are those of the largest elements of the
+    batch, which each replica must load to find out.
+    """
+
+    def __init__(self, source: Node, size: int, shapes: Any, values: Any, drop_remainder: bool) -> None:
+        leaves = [] if shapes is None else _nest.flatten(shapes)[0]
+        fixed = shapes is not None and all(leaf is not None and leaf >= 0 for leaf in leaves)
+        super().__init__(
+            source,
+            (size,),
+            drop_remainder,
+            f"padded_batch({size}, {shapes}, {values}, {drop_remainder})",
+            user_code=source.user_code or fixed,
+            rows=_Padded(source, shapes, values) if fixed else None,
+        )
+        self._shapes, self._values = shapes, values
+
+    def spec(self) -> Any:
+        size = self.first_size()
+        specs, structure = _nest.flatten(self._source.spec())
+        shapes = shapes_for(self._shapes, structure, [leaf.shape for leaf in specs])
+        padded = [known_sizes(shape or (-1,) * len(leaf.shape)) for shape, leaf in zip(shapes, specs, strict=True)]
+        return structure.unflatten(
+            TensorSpec((size, *shape), leaf.dtype) for shape, leaf in zip(padded, specs, strict=True)
+        )
+
+    def load(self, item: Any) -> Any:
+        if self.rows is not None:
+            return self.rows.fetch(item)
+        return pad_together([self._source.load(one) for one in item], self._shapes, self._values)
+
+
+@final
+class _Padded(Choosing):
+    """The elements, each padded to a shape that is given."""
+
+    def __init__(self, source: Node, shapes: Any, values: Any) -> None:
+        super().__init__(source, f"padded to {shapes}")
+        # An element that is too large fails the replica that loads it, so steps are compared as if it ran user code.
+        self.user_code = True
+        self._shapes, self._values = shapes, values
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch)
+
+    def load(self, item: Any) -> Any:
+        return _nest.map_leaves(lambda leaf: leaf[0], self.fetch([item]))
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return pad_together([self._source.load(one) for one in chunk], self._shapes, self._values)
+
+
+@final
+class Unbatch(Transformation):
+    """The rows of elements. Directly after `batch` it undoes it on the items, and stacks nothing."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(
+            source,
+            "unbatch()",
+            width=None if source.rows is None else source.rows.width,
+            user_code=source.user_code,
+            batch_sizes=source.batch_sizes[:-1],
+            rows=None if source.rows is None else source.rows.rows,
+            inputs_per_element=None,
+        )
+
+    def spec(self) -> Any:
+        def row(leaf: TensorSpec) -> TensorSpec:
+            if not leaf.shape:
+                raise ValueError(
+                    f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}"
+                )
+            return TensorSpec(leaf.shape[1:], leaf.dtype)
+
+        return _nest.map_leaves(row, self._source.spec())
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        return INFINITE if size == INFINITE else UNKNOWN
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        if self._source.rows is not None:
+            for chunk in self._source.chunks(epoch):
+                yield from chunk
+        else:
+            for batch in with_failures(self._source.elements(epoch)):
+                yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
+
+    def load(self, item: Any) -> Any:
+        return unwrapped(item) if self._source.rows is None else self._source.rows.load(item)
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return super().fetch(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
+
+
+@final
+class Window(Transformation):
+    """Datasets of `size` elements, each of which begins `shift` elements after the one before.
+
+    An item is a chunk of the input's items, so a window touches no data until its datasets are iterated over.
+
+    Args:
+        source: the input.
+        size: the number of elements of a window.
+        shift: the number of elements from the begin of a window to that of the next.
+        stride: the number of elements from one element of a window to its next.
+        drop_remainder: whether last windows that are shorter are dropped.
+        dataset_of: makes a dataset of a node.
+    """
+
+    def __init__(
+        self, source: Node, size: int, shift: int, stride: int, drop_remainder: bool, dataset_of: Callable[[Node], Any]
+    ) -> None:
+        super().__init__(
+            source,
+            f"window({size}, {shift}, {stride}, {drop_remainder})",
+            width=None,
+            user_code=source.user_code,
+            batch_sizes=(),
+            rows=None,
+            inputs_per_element=None,
+        )
+        self._size, self._shift, self._stride = size, shift, stride
+        self._drop_remainder = drop_remainder
+        self._dataset_of = dataset_of
+        self._structure: _nest.Structure | None = None
+
+    def spec(self) -> Any:
+        return _nest.map_leaves(_elements.DatasetSpec, self._source.spec())
+
+    def cardinality(self) -> int:
+        size = self._source.cardinality()
+        if size < 0:
+            return size
+        begins = size - (self._size - 1) * self._stride if self._drop_remainder else size
+        return max(0, -(-begins // self._shift))
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        span = (self._size - 1) * self._stride + 1
+        held: Chunk = []
+        start = 0  # of the next window, in `held` or beyond it
+        for chunk in self._source.chunks(epoch):
+            held = join([held, chunk]) if len(held) else chunk
+            while start + span <= len(held):
+                yield [held[start : start + span : self._stride]]
+                start += self._shift
+            gone = min(start, len(held))
+            held, start = held[gone:], start - gone
+        while start < len(held) and not self._drop_remainder:
+            yield [held[start : start + span : self._stride]]
+            start += self._shift
+
+    def load(self, item: Any) -> Any:
+        elements = _Picked(self._source, item)
+        if self._structure is None:
+            _, self._structure = _nest.flatten(self._source.load(item[0]))
+        count = self._structure.num_leaves
+        if count == 1:
+            columns = [_Column(elements, 0) if self._structure.num_nodes > 1 else elements]
+        else:  # each element is loaded once, and not for each of the datasets
+            kept = cache(elements)
+            columns = [_Column(kept, i) for i in range(count)]
+        return self._structure.unflatten(map(self._dataset_of, columns))
+
+
+@final
+class _Picked(Node):
+    """The elements of a chunk of a node's items."""
+
+    def __init__(self, source: Node, chunk: Chunk) -> None:
+        super().__init__(
+            width=source.width,
+            user_code=source.user_code,
+            batch_sizes=source.batch_sizes,
+            rows=source.rows,
+            inputs_per_element=None,
+        )
+        self._source = source
+        self._chunk = chunk
+
+    def __repr__(self) -> str:
+        return f"window of {self._source!r}"
+
+    def spec(self) -> Any:
+        return self._source.spec()
+
+    def cardinality(self) -> int:
+        return len(self._chunk)
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        yield self._chunk
+
+    def load(self, item: Any) -> Any:
+        return self._source.load(item)
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return self._source.fetch(chunk)
+
+
+@final
+class _Column(Choosing):
+    """One leaf of each element."""
+
+    def __init__(self, source: Node, index: int) -> None:
+        super().__init__(source, f"leaf {index}")
+        self.rows = None
+        self._index = index
+
+    def spec(self) -> Any:
+        return _nest.flatten(self._source.spec())[0][self._index]
+
+    def _chosen(self, size: int) -> int:
+        return size
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch)
+
+    def load(self, item: Any) -> Any:
+        return _nest.flatten(self._source.load(item))[0][self._index]
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _nest.flatten(self._source.fetch(chunk))[0][self._index]

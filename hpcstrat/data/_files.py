@@ -1,0 +1,228 @@
+"""Datasets in files: a folder with the elements' bytes, leaf by leaf, which is read by memory maps."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from typing import Any, BinaryIO, final
+
+import numpy as np
+
+from hpcstrat import _nest
+from hpcstrat._types import TensorSpec
+from hpcstrat.data import _elements
+from hpcstrat.data._node import Chunk, Node
+from hpcstrat.data._sources import Indexed, Slices
+
+_HEADER = "dataset.json"  # written last: a folder with it is whole
+_FORMAT = 1
+_KINDS = "biufcSUmM"  # of dtypes whose values are their bytes
+
+
+class _Column:
+    """Writes one leaf of all elements: their bytes one after the other, and their shapes and dtypes beside.
+
+    Args:
+        folder: where its files are made.
+        index: of the leaf.
+        files: closes its file.
+    """
+
+    def __init__(self, folder: str, index: int, files: contextlib.ExitStack) -> None:
+        self._path = os.path.join(folder, f"leaf{index}")
+        self._file: BinaryIO = files.enter_context(open(self._path, "wb"))
+        self._kinds: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._kind_of: list[int] = []
+
+    def add(self, leaf: Any) -> None:
+        array = np.asarray(leaf)
+        if array.dtype.kind not in _KINDS or array.dtype.names is not None:
+            raise TypeError(
+                f"Dataset.save: a leaf has the dtype {array.dtype}; it must hold numbers, booleans or strings of fixed "
+                "size: cast it with Dataset.map"
+            )
+        kind = array.dtype.str, array.shape
+        self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
+        if array.nbytes:
+            self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+    def finish(self) -> list[Any]:
+        """Puts the files on disk. The kinds of elements: dtype and shape of each."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if len(self._kinds) > 1:
+            np.save(f"{self._path}.kinds.npy", np.array(self._kind_of, np.int32))
+        return [[dtype, list(shape)] for dtype, shape in self._kinds]
+
+
+def save(elements: Iterator[Any], path: str) -> None:
+    """Writes the elements to the folder `path`, in place of a dataset that is there.
+
+    Raises:
+        FileExistsError: there is something else.
+        TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf is no array of a fixed
+            size.
+        ValueError: elements differ in structure.
+        OSError: the file system's error.
+    """
+    path = os.path.abspath(path)
+    if os.path.lexists(path) and not os.path.exists(os.path.join(path, _HEADER)):
+        raise FileExistsError(errno.EEXIST, "Dataset.save: it exists and is not a dataset that was saved", path)
+    partial = f"{path}.partial-{secrets.token_hex(4)}"
+    os.makedirs(partial)
+    try:
+        with contextlib.ExitStack() as files:
+            _write(elements, partial, files)
+        if os.path.lexists(path):
+            previous = f"{path}.previous-{secrets.token_hex(4)}"
+            os.rename(path, previous)
+            os.rename(partial, path)
+            shutil.rmtree(previous)
+        else:
+            os.rename(partial, path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) -> None:
+    columns: list[_Column] = []
+    structure, skeleton, count = None, None, 0
+    for element in elements:
+        count += 1
+        leaves, found = _nest.flatten(element)
+        if structure is None:
+            structure, skeleton = found, _skeleton(element, iter(range(len(leaves))))
+            columns = [_Column(folder, i, files) for i in range(len(leaves))]
+        if found != structure:
+            raise ValueError(
+                f"Dataset.save: elements must be nests of the same structure; they are {structure} and {found}"
+            )
+        for column, leaf in zip(columns, leaves, strict=True):
+            column.add(leaf)
+    if structure is None:
+        raise ValueError("Dataset.save: there are no elements, so their shapes and dtypes are unknown")
+    header = {"format": _FORMAT, "count": count, "nest": skeleton, "leaves": [column.finish() for column in columns]}
+    with open(os.path.join(folder, _HEADER), "w") as file:
+        json.dump(header, file)
+
+
+def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
+    """The structure of a nest, as JSON can hold it: leaves are numbers."""
+    if type(nest) in (tuple, list):
+        return {type(nest).__name__: [_skeleton(member, numbers) for member in nest]}
+    if type(nest) is dict and all(type(key) is str for key in nest):
+        return {"dict": {key: _skeleton(nest[key], numbers) for key in sorted(nest)}}
+    leaves, _ = _nest.flatten(nest)
+    if len(leaves) != 1 or leaves[0] is not nest:
+        raise TypeError(
+            f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, lists and dicts with "
+            "text keys: convert them with Dataset.map"
+        )
+    return next(numbers)
+
+
+def _rebuilt(skeleton: Any, leaves: list[Any]) -> Any:
+    if isinstance(skeleton, int):
+        return leaves[skeleton]
+    ((kind, members),) = skeleton.items()
+    if kind == "dict":
+        return {key: _rebuilt(member, leaves) for key, member in members.items()}
+    found = [_rebuilt(member, leaves) for member in members]
+    return tuple(found) if kind == "tuple" else found
+
+
+def load(path: str) -> Node:
+    """The elements that were saved in the folder `path`, which are read when they are needed.
+
+    Raises:
+        FileNotFoundError: there is no saved dataset.
+        ValueError: it is of another format, or files are damaged.
+    """
+    header_path = os.path.join(path, _HEADER)
+    try:
+        with open(header_path) as file:
+            header = json.load(file)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(errno.ENOENT, "Dataset.load: there is no dataset that was saved", path) from error
+    except ValueError as error:
+        raise ValueError(f"Dataset.load: {header_path} is not a header of a dataset: {error}; save it again") from error
+    if header["format"] != _FORMAT:
+        raise ValueError(f"Dataset.load: {path} has the format {header['format']}; this version reads {_FORMAT}")
+    count, skeleton = header["count"], header["nest"]
+    columns = [_Stored(os.path.join(path, f"leaf{i}"), kinds, count) for i, kinds in enumerate(header["leaves"])]
+    if all(column.whole is not None for column in columns):
+        return Slices(_rebuilt(skeleton, [column.whole for column in columns]))
+    return _Saved(path, skeleton, columns, count)
+
+
+class _Stored:
+    """One leaf of all elements, in a memory map.
+
+    Attributes:
+        whole: all as one array of shape `(count, ...)`, if all have one shape and dtype; else `None`.
+    """
+
+    def __init__(self, path: str, kinds: list[Any], count: int) -> None:
+        self._kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in kinds]
+        sizes = np.array([dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds])
+        self._kind_of = np.load(f"{path}.kinds.npy") if len(kinds) > 1 else np.zeros(count, np.int32)
+        self._ends = np.cumsum(sizes[self._kind_of])
+        nbytes = int(self._ends[-1])
+        found = os.path.getsize(path)
+        if found != nbytes or len(self._kind_of) != count:
+            raise ValueError(f"Dataset.load: {path} has {found} bytes; it must have {nbytes}: save the dataset again")
+        self._bytes: Any = np.asarray(np.memmap(path, np.uint8, "r")) if nbytes else np.empty(0, np.uint8)
+        self.whole: Any = None
+        if len(kinds) == 1:
+            dtype, shape = self._kinds[0]
+            self.whole = self._bytes.view(dtype).reshape(count, *shape) if nbytes else np.empty((count, *shape), dtype)
+
+    def at(self, index: int) -> Any:
+        """The leaf of one element, copied."""
+        dtype, shape = self._kinds[self._kind_of[index]]
+        end = int(self._ends[index])
+        data = self._bytes[end - dtype.itemsize * math.prod(shape) : end]
+        return np.frombuffer(data.tobytes(), dtype).reshape(shape).copy()[()]
+
+    def spec(self) -> TensorSpec:
+        """Sizes in which elements differ are `None`."""
+        dtypes = {dtype for dtype, _ in self._kinds}
+        ((first, *_), ranks) = [shape for _, shape in self._kinds], {len(shape) for _, shape in self._kinds}
+        if len(ranks) > 1 or len({dtype.kind if dtype.kind in "SU" else dtype for dtype in dtypes}) > 1:
+            raise TypeError("Dataset.element_spec: the saved elements differ in dtype or number of dimensions")
+        shapes = zip(*[shape for _, shape in self._kinds], strict=True)
+        sizes = [one if len({one, *others}) == 1 else None for one, *others in shapes] if first else []
+        return TensorSpec(sizes, np.result_type(*dtypes))
+
+
+@final
+class _Saved(Indexed):
+    """Saved elements that differ in shape."""
+
+    def __init__(self, path: str, skeleton: Any, columns: list[_Stored], count: int) -> None:
+        super().__init__()
+        # Elements of one batch may not go together, which only a replica that has both will find out.
+        self.user_code = True
+        self._path, self._skeleton, self._columns, self._count = path, skeleton, columns, count
+
+    def __repr__(self) -> str:
+        return f"Dataset.load({os.path.basename(os.path.normpath(self._path))!r})"
+
+    def spec(self) -> Any:
+        return _rebuilt(self._skeleton, [column.spec() for column in self._columns])
+
+    def cardinality(self) -> int:
+        return self._count
+
+    def load(self, item: Any) -> Any:
+        return _rebuilt(self._skeleton, [column.at(int(item[0])) for column in self._columns])
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _elements.stack([self.load(item) for item in chunk])

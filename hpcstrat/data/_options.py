@@ -1,0 +1,106 @@
+"""Options of datasets, with the attributes of `tf.data.Options`."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How TensorFlow divides a dataset between workers; see `Options`."""
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+class _Group:
+    """Attributes that are `None`, or another group, until they are set; there are no others."""
+
+    def __init__(self, name: str, attributes: dict[str, Any]) -> None:
+        self.__dict__.update(attributes, _name=name)
+
+    if TYPE_CHECKING:  # which attributes there are is not known to type checkers
+
+        def __getattr__(self, attribute: str) -> Any: ...
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        known = [name for name in self.__dict__ if name != "_name"]
+        if attribute not in known:
+            raise AttributeError(f"{self._name} has no attribute {attribute!r}; it has {', '.join(known)}")
+        self.__dict__[attribute] = value
+
+    def __repr__(self) -> str:
+        found = {name: value for name, value in self.__dict__.items() if name != "_name" and value is not None}
+        return f"{self._name}({', '.join(map('{}={!r}'.format, found, found.values()))})"
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and self.__dict__ == other.__dict__
+
+    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+
+
+@final
+class Options(_Group):
+    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; they change nothing in it.
+
+    The order of elements is always kept, whatever `deterministic` says, and batches are always shared exactly, so
+    `experimental_distribute.auto_shard_policy` has no effect either; `AutoShardPolicy.OFF` is refused where a strategy
+    has several workers. The groups are `autotune`, `experimental_distribute`, `experimental_optimization` and
+    `threading`.
+    """
+
+    def __init__(self) -> None:
+        groups = {name: _Group(f"Options.{name}", dict(attributes)) for name, attributes in _GROUPS.items()}
+        super().__init__("Options", {**dict.fromkeys(_ATTRIBUTES), **groups})
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        if attribute in _GROUPS and not isinstance(value, _Group):
+            raise TypeError(f"Options: {attribute} has attributes of its own: options.{attribute}.... = {value!r}")
+        super().__setattr__(attribute, value)
+
+    def merge(self, options: Options) -> Options:
+        """These options, where `options` has none of its own."""
+        merged = Options()
+        for source in (self, options):
+            for name in _ATTRIBUTES:
+                if getattr(source, name) is not None:
+                    setattr(merged, name, getattr(source, name))
+            for group, attributes in _GROUPS.items():
+                for name, default in attributes.items():
+                    if (value := getattr(getattr(source, group), name)) != default:
+                        setattr(getattr(merged, group), name, value)
+        return merged
+
+
+_ATTRIBUTES = (
+    "deterministic",
+    "experimental_deterministic",
+    "experimental_external_state_policy",
+    "experimental_slack",
+    "experimental_symbolic_checkpoint",
+    "experimental_warm_start",
+)
+_GROUPS: dict[str, dict[str, Any]] = {
+    "autotune": dict.fromkeys(("autotune_algorithm", "cpu_budget", "enabled", "ram_budget")),
+    "experimental_distribute": {"auto_shard_policy": AutoShardPolicy.AUTO, "num_devices": None},
+    "experimental_optimization": dict.fromkeys(
+        (
+            "apply_default_optimizations",
+            "filter_fusion",
+            "filter_parallelization",
+            "inject_prefetch",
+            "map_and_batch_fusion",
+            "map_and_filter_fusion",
+            "map_fusion",
+            "map_parallelization",
+            "noop_elimination",
+            "parallel_batch",
+            "seq_interleave_prefetch",
+            "shuffle_and_repeat_fusion",
+        )
+    ),
+    "threading": dict.fromkeys(("max_intra_op_parallelism", "private_threadpool_size")),
+}

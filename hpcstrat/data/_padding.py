@@ -1,0 +1,120 @@
+"""Padding: the elements of a batch are filled up to one shape, at the ends of their dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+
+from hpcstrat import _nest
+
+
+def shapes_for(shapes: Any, structure: _nest.Structure, actual: Sequence[Any]) -> list[tuple[Any, ...] | None]:
+    """The shape that each leaf of an element is padded to; `None` for that of the largest.
+
+    Raises:
+        ValueError: the shapes have another structure, or other numbers of dimensions than the leaves.
+    """
+    if shapes is None:
+        return [None] * len(actual)
+    try:
+        given: list[Any] = structure.flatten_up_to(shapes)
+    except ValueError as error:
+        raise ValueError(
+            f"Dataset.padded_batch: padded_shapes is {shapes}; it must be a nest like the elements, {structure}, with "
+            "a shape for each leaf"
+        ) from error
+    found: list[tuple[Any, ...] | None] = [
+        None if one is None else tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in given
+    ]
+    for wanted, own in zip(found, actual, strict=True):
+        if wanted is not None and len(wanted) != len(own):
+            raise ValueError(
+                f"Dataset.padded_batch: the padded shape {list(wanted)} does not go with an element of shape "
+                f"{list(own)}; give as many sizes as it has, None for that of the largest element"
+            )
+    return found
+
+
+def known_sizes(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    return tuple([None if size is None or size < 0 else size for size in shape])
+
+
+def pad_together(elements: Sequence[Any], shapes: Any, values: Any) -> Any:
+    """The elements, padded and stacked. See `Dataset.padded_batch`."""
+    first, structure = _nest.flatten(elements[0])
+    rows = []
+    for element in elements:
+        leaves, other = _nest.flatten(element)
+        if other != structure:
+            raise ValueError(
+                "Dataset.padded_batch: the elements of a batch must be nests of the same structure; "
+                f"they are {structure} and {other}"
+            )
+        rows.append(leaves)
+    wanted = shapes_for(shapes, structure, [leaf.shape for leaf in first])
+    fill = _values_for(values, structure, first)
+    return structure.unflatten(map(_padded_column, zip(*rows, strict=True), wanted, fill))
+
+
+def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value: Any) -> Any:
+    dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
+    if len(dtypes) > 1 or len({leaf.ndim for leaf in leaves}) > 1:
+        kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
+        raise ValueError(
+            "Dataset.padded_batch: the elements of a batch must have the same dtype and number of dimensions; they "
+            f"have {', '.join(kinds)}"
+        )
+    largest = np.max([leaf.shape for leaf in leaves], axis=0).astype(np.int64).tolist()
+    shape = (
+        largest
+        if wanted is None
+        else [most if size is None or size < 0 else size for size, most in zip(wanted, largest, strict=True)]
+    )
+    if any(most > size for most, size in zip(largest, shape, strict=True)):
+        raise ValueError(
+            f"Dataset.padded_batch: an element is larger than the padded shape {shape}: the largest of its batch are "
+            f"{largest}; pad to a larger shape, or to None, which is that of the largest element"
+        )
+    dtype = np.result_type(*leaves)
+    column = np.full((len(leaves), *shape), np.zeros((), dtype) if value is None else value, dtype)
+    for row, leaf in zip(column, leaves, strict=True) if shape else ():
+        row[tuple(map(slice, leaf.shape))] = leaf
+    return column if shape else np.array(leaves, dtype)
+
+
+def _values_for(values: Any, structure: _nest.Structure, leaves: Sequence[Any]) -> list[Any]:
+    """What each leaf of an element is padded with; `None` for zeros, or empty strings.
+
+    Raises:
+        TypeError: a value does not become one of the leaf's dtype.
+        ValueError: the values have another structure.
+    """
+    given: list[Any] = [values] * len(leaves)
+    if isinstance(values, (tuple, list, dict)):
+        try:
+            given = structure.flatten_up_to(cast("Any", values))
+        except ValueError as error:
+            raise ValueError(
+                f"Dataset.padded_batch: padding_values is {values}; it must be one value, or a nest like the elements, "
+                f"{structure}, with a value for each leaf"
+            ) from error
+    for value, leaf in zip(given, leaves, strict=True):
+        if value is not None and not _becomes(np.asarray(value), leaf.dtype):
+            raise TypeError(
+                f"Dataset.padded_batch: padding_values has {value!r} for a leaf of dtype {leaf.dtype}; pass a value of "
+                "that dtype"
+            )
+    return given
+
+
+def _becomes(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
+    """Whether a value can be written as one of this dtype: an integer exactly, a float rounded."""
+    if value.ndim or value.dtype.kind not in "biufc" or dtype.kind not in "biufc":
+        return value.ndim == 0 and value.dtype.kind == dtype.kind
+    if dtype.kind == "b" or value.dtype.kind == "b":
+        return value.dtype.kind == dtype.kind
+    if value.dtype.kind in "iu" and dtype.kind in "iu":
+        return np.iinfo(dtype).min <= int(value) <= np.iinfo(dtype).max
+    return np.can_cast(value.dtype, dtype, "same_kind")

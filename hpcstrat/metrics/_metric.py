@@ -1,0 +1,179 @@
+"""Metric: each replica adds up totals of its own, and `result` combines them."""
+
+from __future__ import annotations
+
+import abc
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcstrat import _arrays, _context, _edge, _gpu, _variable_state, _variables
+from hpcstrat._storage.rule import UpdateRule
+from hpcstrat._types import Array, ReduceOp
+from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
+from hpcstrat._variable_writing import RULES
+from hpcstrat._variables import Variable
+
+
+class Metric(abc.ABC):
+    """Totals of everything that replicas have added; exact over uneven batches. The base class of all metrics.
+
+    Args:
+        name: the metric's name.
+        dtype: the dtype of `result`, `float64` by default. The totals are `float64` in any case.
+        shape: the shape of the totals.
+
+    Attributes:
+        name: as above.
+        totals: an `ON_READ` variable that sums: each replica's own totals.
+    """
+
+    def __init__(self, name: str, dtype: npt.DTypeLike | None = None, shape: Sequence[int] = (2,)) -> None:
+        self.name: str = name
+        self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
+        # Totals, which are summed when read: results of replicas with batches of different sizes would not combine.
+        self.totals: Variable = Variable(
+            np.zeros(shape),
+            name=name,
+            synchronization=VariableSynchronization.ON_READ,
+            aggregation=VariableAggregation.SUM,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`update_state`, then `result`. Collective, as `result` is: in a step, `update_state` alone is faster."""
+        self.update_state(*args, **kwargs)
+        return self.result()
+
+    @abc.abstractmethod
+    def update_state(self, *args: Any, **kwargs: Any) -> None:
+        """Adds to this replica's totals. For a replica function; never communicates."""
+
+    def result(self) -> Any:
+        """The metric over all replicas, on the host. Collective: all ranks call this."""
+        context = _context.context()
+        if isinstance(context, _context.InReplica) and context.group.communicator.size > 1:
+            communicator = context.group.communicator
+            with _edge.call_named(f"{type(self).__name__}.result"):
+                totals = _gpu.to_host(communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0])
+        else:
+            totals = self.totals.numpy()
+        return np.asarray(self._combine(totals)).astype(self._dtype)[()]
+
+    def reset_state(self) -> None:
+        """Resets to zero. Collective in the cross-replica context; in a replica context, for this replica only."""
+        self.totals.assign(np.zeros(self.totals.shape))
+
+    reset_states = reset_state  # its name before TensorFlow 2.5
+
+    def merge_state(self, metrics: Iterable[Metric]) -> None:
+        """Adds the totals of other metrics of the same kind, each replica its own. Never communicates.
+
+        Raises:
+            TypeError: a metric is of another class.
+            ValueError: its totals have another shape, or it belongs to another strategy. Nothing has changed.
+        """
+        call, state, metrics = f"{type(self).__name__}.merge_state", _variables.state_of(self.totals), list(metrics)
+        for other in metrics:
+            if type(other) is not type(self):
+                raise TypeError(f"{call}: {other!r} is a {type(other).__name__}; pass metrics of the same class")
+            if other.totals.shape != self.totals.shape or _variables.state_of(other.totals).group is not state.group:
+                raise ValueError(f"{call}: {other!r} differs in its options or its strategy; they must be the same")
+        for other in metrics:
+            state.storage.write(state.block, _variables.state_of(other.totals).block.array, RULES["assign_add"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(name={self.name!r})"
+
+    # ---- for subclasses
+
+    @abc.abstractmethod
+    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """The result, of the sum of all replicas' totals."""
+
+    def _add(self, new: np.ndarray[Any, Any]) -> None:
+        """Adds a NumPy array of the totals' shape to this replica's totals."""
+        state = _variables.state_of(self.totals)
+        if state.group.stream is None and _variable_state.in_replica_of(state.group):
+            # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
+            state.storage.write(state.block, new, RULES["assign_add"])
+            return
+        if state.needs_aggregation_to_read():
+            raise RuntimeError(
+                f"{type(self).__name__}.update_state was called in the cross-replica context, but each replica keeps "
+                "its own totals; call it inside the function of Strategy.run"
+            )
+        self.totals.assign_add(new)
+
+    def _runs_on_gpu(self) -> bool:
+        """Whether a kernel may add to the totals: they are on a GPU, and this is a replica function."""
+        group = _variables.state_of(self.totals).group
+        return group.stream is not None and _variable_state.in_replica_of(group)
+
+    def _add_on_gpu(self, launch: Callable[..., None], *arrays: Array) -> None:
+        """Calls `launch(*arrays, totals)`, which launches a kernel, with all arrays on the totals' GPU."""
+        state = _variables.state_of(self.totals)
+        stream = state.group.stream
+        assert stream is not None
+
+        def apply(totals: Array, *_: Any) -> None:
+            launch(*[one if one is None else stream.here(one) for one in arrays], totals)
+
+        state.storage.write(state.block, state.block.array, UpdateRule(apply))
+
+
+_NUMBERS = "fiub"
+"""Kinds of dtypes, of most labels and predictions."""
+
+
+def as_numbers(call: str, argument: str, value: Any) -> Any:
+    """`value` as an array of numbers, on the host or the GPU where it is.
+
+    Raises:
+        TypeError: it is none.
+    """
+    array = _arrays.as_array(call, value, on_gpu=True)
+    if not _arrays.is_numeric(array.dtype):
+        try:
+            array = array.astype(np.float64)  # Python objects, such as fractions
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers") from error
+    return array
+
+
+def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
+    """Labels and predictions as arrays of equal shapes, each where it is.
+
+    Raises:
+        TypeError: one is not an array of numbers.
+        ValueError: the shapes differ.
+    """
+    if type(y_true) is type(y_pred) is np.ndarray and y_true.shape == y_pred.shape:
+        if y_true.dtype.kind in _NUMBERS and y_pred.dtype.kind in _NUMBERS:
+            return y_true, y_pred
+    true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
+    if true.shape != predicted.shape:
+        raise ValueError(f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal")
+    return true, predicted
+
+
+def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
+    """Weights as `float64`, broadcast to this shape, of which they may lack the last dimensions.
+
+    Raises:
+        TypeError: they are not numbers.
+        ValueError: they have another shape.
+    """
+    weights = as_numbers(call, "sample_weight", sample_weight).astype(np.float64, copy=False)
+    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
+        weights = weights[..., 0]
+    xp = _gpu.array_module(weights)
+    try:
+        return xp.broadcast_to(weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass one weight for each value, "
+            "or for each of their first dimensions"
+        ) from error

@@ -1,0 +1,292 @@
+"""Metrics of binary predictions at thresholds: true and false positives and negatives, precision, recall, AUC."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hpcstrat import _gpu
+from hpcstrat._types import Array
+from hpcstrat.metrics._accuracies import rounded
+from hpcstrat.metrics._counts import CountMetric
+
+
+class _Counts(NamedTuple):
+    """At each threshold, in ascending order."""
+
+    true_positives: Any
+    false_positives: Any
+    true_negatives: Any
+    false_negatives: Any
+
+
+class ThresholdMetric(CountMetric):
+    """Its bins count negative and positive labels, by how many thresholds their predictions exceed."""
+
+    _INVALID = "predictions are not between 0 and 1; pass probabilities, or logits with from_logits=True"
+    _needs_probabilities = False
+    _from_logits = False
+
+    def __init__(self, name: str, dtype: npt.DTypeLike | None, thresholds: Sequence[float]) -> None:
+        super().__init__(name, dtype, 2 * (len(thresholds) + 1))
+        self.thresholds: list[float] = [float(one) for one in thresholds]
+        self._ascending: dict[Any, Array] = {}
+        self._ascending_on_gpu: dict[Any, Array] = {}
+
+    def _ascending_for(self, dtype: np.dtype[Any]) -> Array:
+        """The thresholds in ascending order, for predictions of a dtype."""
+        if dtype not in self._ascending:
+            self._ascending[dtype] = np.sort([rounded(one, dtype) for one in self.thresholds])
+        return self._ascending[dtype]
+
+    def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
+        probability = predicted.astype(np.float64)
+        if self._from_logits:
+            probability = 0.5 + 0.5 * np.tanh(probability / 2)
+        each = len(self.thresholds) + 1
+        exceeded = np.searchsorted(self._ascending_for(predicted.dtype), probability)
+        bins = np.where(np.isnan(probability), 0, exceeded) + each * (true != 0)
+        if not self._needs_probabilities:
+            return bins
+        return np.where((probability >= 0) & (probability <= 1), bins, 2 * each)
+
+    def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
+        dtype = predicted.dtype
+        if dtype not in self._ascending_on_gpu:
+            self._ascending_on_gpu[dtype] = _gpu.array_module(totals).asarray(self._ascending_for(dtype))
+        thresholds, weight = self._ascending_on_gpu[dtype], 1.0 if weights is None else weights
+        options = self._from_logits, self._needs_probabilities
+        _count_exceeded()(true, predicted, weight, thresholds, thresholds.size, *options, totals)
+
+    def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
+        by_label = counts.reshape(2, -1)  # of each label, those that exceed 0, 1, ... thresholds
+        at_most = by_label.cumsum(axis=1)[:, :-1]
+        more = by_label[:, ::-1].cumsum(axis=1)[:, -2::-1]
+        return self._of(_Counts(more[1], more[0], at_most[0], at_most[1]))
+
+    @abc.abstractmethod
+    def _of(self, counts: _Counts) -> Any:
+        """The result, of the counts at each threshold."""
+
+
+def _ratio(part: Any, whole: Any) -> Any:
+    """`part / whole`, and 0 for 0 / 0."""
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole != 0)
+
+
+class AtThresholds(ThresholdMetric):
+    """A number at each threshold, in the order in which they were passed; for one threshold a scalar."""
+
+    _NAME = ""
+
+    def __init__(
+        self,
+        thresholds: float | Sequence[float] | None = None,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+    ) -> None:
+        given = np.atleast_1d(np.asarray(0.5 if thresholds is None else thresholds, np.float64))
+        if given.ndim != 1 or not given.size or not ((given >= 0) & (given <= 1)).all():
+            raise ValueError(
+                f"{type(self).__name__}: thresholds is {thresholds!r}; it must be a number between 0 and 1, or several"
+            )
+        super().__init__(self._NAME if name is None else name, dtype, given.tolist())
+
+    def _of(self, counts: _Counts) -> Any:
+        values = np.empty(len(self.thresholds))
+        values[np.argsort(self.thresholds, kind="stable")] = self._number(counts)
+        return values if values.size > 1 else values[0]
+
+    @abc.abstractmethod
+    def _number(self, counts: _Counts) -> Any:
+        """What `result` has for each threshold, an array."""
+
+
+class TruePositives(AtThresholds):
+    """The number of positive labels that were predicted as positive, that is above a threshold.
+
+    Labels are 0 or 1. Predictions are usually probabilities.
+
+    Args:
+        thresholds: one or several, between 0 and 1; 0.5 by default. `result` has a number for each.
+        name: the metric's name, `true_positives` by default.
+        dtype: the dtype of `result`, `float64` by default.
+
+    Raises:
+        ValueError: a threshold is not between 0 and 1.
+    """
+
+    _NAME = "true_positives"
+
+    def _number(self, counts: _Counts) -> Any:
+        return counts.true_positives
+
+
+class FalsePositives(AtThresholds):
+    """The number of negative labels that were predicted as positive. Arguments as of `TruePositives`."""
+
+    _NAME = "false_positives"
+
+    def _number(self, counts: _Counts) -> Any:
+        return counts.false_positives
+
+
+class TrueNegatives(AtThresholds):
+    """The number of negative labels that were predicted as negative. Arguments as of `TruePositives`."""
+
+    _NAME = "true_negatives"
+
+    def _number(self, counts: _Counts) -> Any:
+        return counts.true_negatives
+
+
+class FalseNegatives(AtThresholds):
+    """The number of positive labels that were predicted as negative. Arguments as of `TruePositives`."""
+
+    _NAME = "false_negatives"
+
+    def _number(self, counts: _Counts) -> Any:
+        return counts.false_negatives
+
+
+class Precision(AtThresholds):
+    """The fraction of positive predictions that are right, `TP / (TP + FP)`. Arguments as of `TruePositives`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> precision = hs.metrics.Precision()
+        >>> precision.update_state([0, 1, 1, 1], [1.0, 0.0, 1.0, 1.0])
+        >>> print(f"{precision.result():.4f}")
+        0.6667
+    """
+
+    _NAME = "precision"
+
+    def _number(self, counts: _Counts) -> Any:
+        return _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
+
+
+class Recall(AtThresholds):
+    """The fraction of positive labels that were found, `TP / (TP + FN)`. Arguments as of `TruePositives`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> recall = hs.metrics.Recall(thresholds=[0.3, 0.7])
+        >>> recall.update_state([0, 1, 1, 1], [0.9, 0.2, 0.5, 0.8])
+        >>> print(recall.result().round(4))
+        [0.6667 0.3333]
+    """
+
+    _NAME = "recall"
+
+    def _number(self, counts: _Counts) -> Any:
+        return _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
+
+
+class AUC(ThresholdMetric):
+    """The area under the ROC or precision-recall curve, as Keras approximates it: by the counts at some thresholds.
+
+    Labels are 0 or 1, predictions probabilities. The precision-recall curve is interpolated as by Davis and Goadrich,
+    "The Relationship Between Precision-Recall and ROC Curves", 2006.
+
+    Args:
+        num_thresholds: how many, evenly spaced: the first is just below 0, the last just above 1.
+        curve: `"ROC"` or `"PR"`.
+        summation_method: `"interpolation"`; or `"minoring"` or `"majoring"`, whose rectangles under the curve have the
+            lower or the higher value of two neighbours.
+        name: the metric's name.
+        dtype: the dtype of `result`, `float64` by default.
+        thresholds: thresholds between 0 and 1, instead of evenly spaced ones; the first and the last are added.
+        from_logits: whether predictions are logits, whose sigmoid is the probability.
+
+    Raises:
+        ValueError: an option is none of these.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> auc = hs.metrics.AUC(num_thresholds=3)
+        >>> auc.update_state([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9])
+        >>> print(auc.result())
+        0.75
+    """
+
+    _needs_probabilities = True
+
+    def __init__(
+        self,
+        num_thresholds: int = 200,
+        curve: Literal["ROC", "PR"] = "ROC",
+        summation_method: Literal["interpolation", "minoring", "majoring"] = "interpolation",
+        name: str = "auc",
+        dtype: npt.DTypeLike | None = None,
+        thresholds: Sequence[float] | None = None,
+        from_logits: bool = False,
+    ) -> None:
+        if thresholds is None and num_thresholds < 2:
+            raise ValueError(f"AUC: num_thresholds is {num_thresholds!r}; it must be at least 2")
+        inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1) if thresholds is None else np.sort(thresholds)
+        if not ((inner >= 0) & (inner <= 1)).all():
+            raise ValueError(f"AUC: thresholds is {thresholds!r}; they must be between 0 and 1")
+        if curve not in ("ROC", "PR"):
+            raise ValueError(f"AUC: curve is {curve!r}; it must be 'ROC' or 'PR'")
+        if summation_method not in _HEIGHTS:
+            raise ValueError(f"AUC: summation_method is {summation_method!r}; it must be one of {[*_HEIGHTS]}")
+        super().__init__(name, dtype, [-_EPSILON, *inner.tolist(), 1 + _EPSILON])
+        self.curve: str = curve
+        self.summation_method: str = summation_method
+        self._from_logits: bool = from_logits
+
+    def _of(self, counts: _Counts) -> Any:
+        if self.curve == "PR" and self.summation_method == "interpolation":
+            return _interpolated_precision(counts)
+        recall = _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
+        if self.curve == "PR":
+            x, y = recall, _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
+        else:
+            x, y = _ratio(counts.false_positives, counts.false_positives + counts.true_negatives), recall
+        return ((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:])).sum()
+
+
+_EPSILON = 1e-7
+_HEIGHTS = {"interpolation": lambda a, b: (a + b) / 2, "minoring": np.minimum, "majoring": np.maximum}
+
+
+def _interpolated_precision(counts: _Counts) -> Any:
+    """The area under the precision-recall curve where true and false positives are linear between thresholds."""
+    true, predicted = counts.true_positives, counts.true_positives + counts.false_positives
+    step = true[:-1] - true[1:]
+    slope = _ratio(step, np.maximum(predicted[:-1] - predicted[1:], 0))
+    intercept = true[1:] - slope * predicted[1:]
+    both = (predicted[:-1] > 0) & (predicted[1:] > 0)
+    growth = np.divide(predicted[:-1], predicted[1:], out=np.ones_like(step), where=both)
+    return _ratio(slope * (step + intercept * np.log(growth)), true[1:] + counts.false_negatives[1:]).sum()
+
+
+@functools.cache
+def _count_exceeded() -> Any:
+    return _gpu.load_cupy("a metric").ElementwiseKernel(
+        "T label, U predicted, float64 weight, raw float64 thresholds, int64 count, bool are_logits, bool are_limited",
+        "raw float64 totals",
+        """
+double probability = (double)predicted;
+if (are_logits) probability = 0.5 + 0.5 * tanh(probability / 2);
+if (!are_limited || (0 <= probability && probability <= 1)) {
+    long long exceeded = 0, stop = count;
+    while (exceeded < stop) {
+        const long long middle = (exceeded + stop) / 2;
+        if (thresholds[middle] < probability) exceeded = middle + 1;
+        else stop = middle;
+    }
+    atomicAdd(&totals[((double)label != 0 ? count + 1 : 0) + exceeded], weight);
+} else {
+    atomicAdd(&totals[2 * (count + 1)], 1.0);
+}
+""",
+        "hpcstrat_metric_thresholds",
+        no_return=True,
+    )

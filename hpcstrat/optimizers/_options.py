@@ -1,0 +1,213 @@
+"""What every optimizer takes, as Keras's do: learning rates, and options that change its formula."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias, TypedDict, cast
+
+import numpy as np
+
+from hpcstrat.optimizers import schedules
+
+EMA = "ema"
+"""The slot of `use_ema`, the moving average, which begins as the variable's value."""
+
+LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_FORMULA = ("clipvalue", "weight_decay")
+
+
+class CommonOptions(TypedDict, total=False):
+    """Keyword arguments of every optimizer. Of an `IndexedSlices` they concern the rows that it names, and no other.
+
+    Attributes:
+        clipnorm: the largest norm of each variable's gradient, summed over the replicas; longer ones are scaled down.
+        clipvalue: the largest magnitude of an element of a gradient, summed over the replicas.
+        weight_decay: in each step `w -= learning_rate * weight_decay * w` comes first.
+        use_ema: keeps a moving average of each variable, `average = ema_momentum * average + (1 - ema_momentum) * w`
+            after each step, from its value before the first. See `Optimizer.finalize_variable_values`.
+        ema_momentum: from 0 to 1; 0.99 unless given.
+        ema_overwrite_frequency: after every so many steps the averages become the variables' values. `None`: never.
+        gradient_accumulation_steps: variables change in every so-manyth call of `apply_gradients`, by the mean of the
+            gradients since the last change. The other calls add up on each replica, and communicate nothing.
+    """
+
+    clipnorm: float | None
+    clipvalue: float | None
+    weight_decay: float | None
+    use_ema: bool
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
+    gradient_accumulation_steps: int | None
+
+
+class OptimizerOptions(CommonOptions, total=False):
+    """Keyword arguments of the optimizers that come with the library.
+
+    Attributes:
+        global_clipnorm: the largest norm of all gradients together, summed over the replicas; longer ones are scaled
+            down. Of `clipnorm`, `clipvalue` and this one, at most one can be given.
+        name: a name; the class's unless given.
+    """
+
+    global_clipnorm: float | None
+    name: str
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "global_clipnorm": None,
+    **{"clipnorm": None, "clipvalue": None, "weight_decay": None},
+    **{"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None},
+    "gradient_accumulation_steps": None,
+}
+"""Every option but the name."""
+
+
+def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options but the name, with defaults for those that are not given.
+
+    Args:
+        owner: the optimizer's class, for messages.
+        given: the arguments.
+
+    Raises:
+        TypeError: one that is unknown, or is not a number.
+        ValueError: one that is out of range, or two that exclude each other.
+    """
+    if unknown := given.keys() - DEFAULTS.keys():
+        names = ", ".join([*DEFAULTS, "name"])
+        raise TypeError(f"{owner}: {min(unknown)} is not an argument; besides its own it takes {names}")
+    options = {**DEFAULTS, **given}
+    for name in ("global_clipnorm", "clipnorm", "clipvalue"):
+        if options[name] is not None and not options[name] > 0:
+            raise ValueError(f"{owner}: {name} is {options[name]!r}; it must be positive or None")
+    clipping = [name for name in ("global_clipnorm", "clipnorm", "clipvalue") if options[name] is not None]
+    if len(clipping) > 1:
+        raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
+    if options["weight_decay"] is not None:
+        options["weight_decay"] = not_negative(owner, "weight_decay", options["weight_decay"])
+    if not 0 <= options["ema_momentum"] <= 1:
+        raise ValueError(f"{owner}: ema_momentum is {options['ema_momentum']!r}; it must be from 0 to 1")
+    for name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
+        count = options[name]
+        if count is not None and (isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1):
+            raise ValueError(f"{owner}: {name} is {count!r}; it must be an int of at least 1, or None")
+    if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
+        raise ValueError(f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too")
+    return options
+
+
+def not_negative(owner: str, argument: str, value: Any) -> float:
+    """The value of an argument as a float.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is negative, infinite or nan.
+    """
+    is_number = hasattr(value, "__float__")
+    if not is_number or not 0 <= float(value) < math.inf:
+        error = ValueError if is_number else TypeError
+        also = ", or a callable" if argument == "learning_rate" else ""
+        raise error(f"{owner}: {argument} is {value!r}; it must be a number of at least 0{also}")
+    return float(value)
+
+
+def with_options(formula: Callable[..., Any], averages: bool, overwrites: bool) -> Callable[..., Any]:
+    """The formula of an optimizer together with that of the options: still one, so one pass over memory.
+
+    An option that is `None` leaves no trace, and one that the formula itself takes is the formula's own.
+
+    Args:
+        formula: the optimizer's.
+        averages: whether it keeps moving averages, in a last slot.
+        overwrites: whether these become the variables' values in steps whose number `ema_overwrites` is 1 and not 0.
+    """
+    parameters = inspect.signature(formula).parameters
+    names = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
+    averaging = ["ema_momentum"] * averages + ["ema_overwrites"] * overwrites
+    ours = [name for name in (*_BY_FORMULA, *averaging, "learning_rate") if name not in names]
+
+    def stepped(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
+        of = {name: numbers.pop(name) for name in ours}
+        if (most := of.get("clipvalue")) is not None:
+            gradient = np.maximum(np.minimum(gradient, most), -most)
+        decayed = value
+        if (decay := of.get("weight_decay")) is not None:
+            decayed = value * (1 - decay * (numbers | of)["learning_rate"])
+        if not averages:
+            return formula(decayed, gradient, *slots, **numbers)
+        *own_slots, average = slots
+        result = formula(decayed, gradient, *own_slots, **numbers)
+        new, *others = result if isinstance(result, tuple) else (result,)
+        average = of["ema_momentum"] * average + (1 - of["ema_momentum"]) * new
+        if overwrites:
+            new = new + of["ema_overwrites"] * (average - new)
+        return new, *others, average
+
+    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ours]
+    kinds = sorted([*parameters.values(), *keywords], key=lambda each: each.kind)
+    cast("Any", stepped).__signature__ = inspect.Signature(kinds)
+    return stepped
+
+
+def averaged(value: Any, gradient: Any, *slots: Any) -> Any:
+    """The formula by which averages become the variables' values."""
+    return slots[-1], *slots
+
+
+def arguments_of(optimizer: Any) -> dict[str, Any]:
+    """What makes such an optimizer: its own arguments, and the options that are not as usual."""
+    own = [name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)]
+    usual = {**DEFAULTS, "name": type(optimizer).__name__}
+    options = [name for name, value in usual.items() if getattr(optimizer, name) != value]
+    return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}
+
+
+def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
+    """A learning rate as a function of the number of steps done.
+
+    Raises:
+        ValueError, TypeError: as `not_negative`.
+    """
+    if not callable(rate):
+        constant = not_negative(owner, "learning_rate", rate)
+        return lambda _: constant
+    # A parameter with a default is the callable's own, such as a factor, and not the step.
+    takes_step = any(
+        parameter.default is parameter.empty and parameter.kind in _POSITIONAL
+        for parameter in inspect.signature(rate).parameters.values()
+    )
+    function: Any = rate
+    return function if takes_step else lambda _: function()
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """The arguments that make such an optimizer, as JSON can hold them.
+
+    Raises:
+        ValueError: the learning rate is a function.
+    """
+    rate, kind = optimizer.learning_rate, type(optimizer.learning_rate)
+    if not callable(rate):
+        rate = float(rate)
+    elif getattr(schedules, kind.__name__, None) is kind:
+        rate = {"class_name": kind.__name__, "config": dataclasses.asdict(cast("Any", rate))}
+    else:
+        raise ValueError(
+            f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; use a number or one "
+            "of hs.optimizers.schedules"
+        )
+    return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
+
+
+def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that `config_of` wrote down."""
+    arguments, rate = dict(config), config.get("learning_rate")
+    if isinstance(rate, Mapping):
+        given = cast("Mapping[str, Any]", rate)
+        arguments["learning_rate"] = getattr(schedules, given["class_name"])(**given["config"])
+    return arguments

@@ -1,0 +1,250 @@
+"""PyTorch modules on the replicas of a strategy: what `DistributedDataParallel` does, call by call.
+
+Each replica has a module and an optimizer of its own, PyTorch's. They stay alike because they begin alike (`broadcast`)
+and make the same steps (`all_reduce_gradients`). Without PyTorch every call raises `ImportError`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import os
+import warnings
+import weakref
+import zlib
+from typing import Any
+
+import numpy as np
+
+from hpcstrat import _arrays, _context, _edge, _gpu, _group, _nest
+from hpcstrat._communicators import connection, protocol
+from hpcstrat._program import extend_timeout, rank
+from hpcstrat._types import Bytes, ReduceOp
+from hpcstrat._variables import Variable
+from hpcstrat.checkpoint import _atomic_file
+
+_HOUR = 3600.0  # seconds by which the others wait longer while rank 0 reads or writes a file
+_compared: weakref.WeakSet[Any] = weakref.WeakSet()  # the modules whose parameters were found equal on all ranks
+
+
+@_edge.names_call("as_tensors")
+def as_tensors(nest: Any) -> Any:
+    """The arrays and variables of a nest as tensors over the same memory, on the CPU or a GPU. Never communicates.
+
+    For batches, and for variables in replica functions (elsewhere they are copied). A tensor over a variable changes
+    with it, and must not be written to. It requires a gradient if the variable is trainable and of a floating dtype.
+
+    Args:
+        nest: of arrays and variables; other leaves stay as they are.
+
+    Raises:
+        TypeError: PyTorch has no such dtype.
+    """
+    return _nest.map_leaves(_as_tensor, nest)
+
+
+@_edge.names_call("broadcast")
+def broadcast(module: Any) -> None:
+    """Sets the parameters and buffers of a module to rank 0's, in place. Collective: all ranks call this, anywhere.
+
+    Call it before the first step. Buffers, such as the running statistics of BatchNorm, differ between replicas from
+    then on. Call it again before an evaluation or a `save`, or call `average_buffers`, to make them equal.
+    `DistributedDataParallel` broadcasts buffers before each forward pass instead.
+
+    Args:
+        module: a `torch.nn.Module`, of equal structure on all ranks.
+
+    Raises:
+        ReplicaMismatchError: names, shapes or dtypes differ between ranks.
+    """
+    communicator = connection.connect()
+    with communicator.raise_together():
+        named = [*module.named_parameters(), *module.named_buffers()]
+        parts = [_bytes(tensor) for _, tensor in named]  # which travel whatever the dtype
+        described = tuple([f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named])
+        communicator.exchange(protocol.signature_of(_edge.current_call(), protocol.Listed(described)))
+        for (_, tensor), part in zip(named, communicator.broadcast_obj(parts), strict=True):
+            tensor.detach().copy_(_torch().from_numpy(part).view(tensor.dtype).view(tensor.shape))
+
+
+@_edge.names_call("average_buffers")
+def average_buffers(module: Any) -> None:
+    """Sets the floating-point buffers of a module to their means over the ranks. Collective: all ranks call this.
+
+    Other buffers, such as BatchNorm's counts of batches, stay as they are.
+
+    Args:
+        module: a `torch.nn.Module`, of equal structure on all ranks.
+
+    Raises:
+        TypeError: a dtype that cannot be reduced.
+        ReplicaMismatchError: names, shapes or dtypes differ between ranks.
+    """
+    communicator = connection.connect()
+    with communicator.raise_together():
+        named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
+        arrays = [_arrays.as_array(_edge.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
+        means = communicator.all_reduce(arrays, ReduceOp.MEAN, *[name for name, _ in named])
+        for (_, buffer), mean in zip(named, means, strict=True):
+            buffer.copy_(_as_tensor(mean))
+
+
+@_edge.names_call("all_reduce_gradients")
+def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
+    """Reduces the gradients of a module over all replicas, in one message. Collective: all replicas call this.
+
+    Call it after `backward` (after the last one where gradients accumulate) and before the optimizer's step, or
+    clipping. A parameter whose `grad` is None counts as zeros if another replica has a gradient; if none has, it stays
+    None. Parameters that require no gradient are left out. All replicas get the same bits, in every run.
+
+    Args:
+        reduce_op: `"MEAN"` for a loss that is the mean over the replica's part of the batch, as with
+            `DistributedDataParallel`; all parts weigh the same. `"SUM"` for a loss that is divided by the size of the
+            global batch, as by `hpcstrat.losses.compute_average_loss`; exact for parts of any sizes.
+        module: a `torch.nn.Module`, of equal structure on all replicas.
+
+    Raises:
+        RuntimeError: called outside of a replica function.
+        ValueError: `reduce_op` is another one.
+        TypeError: a gradient is sparse, of a dtype that cannot be reduced, or neither on the CPU nor on the GPU of a
+            strategy on GPUs.
+        ReplicaMismatchError: the parameters that require gradients differ between replicas; or their values do, which
+            the first call with a module compares, and every call with `HPCSTRAT_CHECK=1`.
+    """
+    found, group = _context.context(), _context.group()
+    if not isinstance(found, _context.InReplica):
+        raise RuntimeError(
+            f"{_edge.current_call()} was called outside of Strategy.run; call it inside the function it runs"
+        )
+    communicator = group.communicator
+    with communicator.raise_together():
+        op = ReduceOp.parse(reduce_op, _edge.current_call())
+        if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
+            raise ValueError(f"{_edge.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN")
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parameters, must_match = named.values(), [*named]
+        own = [_gradient(group, name, p) for name, p in named.items()]
+        arrays = [_arrays.as_array(_edge.current_call(), gradient, on_gpu=True) for gradient in own]
+        if communicator.checks or module not in _compared:
+            checksum = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0)
+            must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
+        # Travels with the gradients: no rank alone knows whether all have none.
+        found = np.array([p.grad is not None for p in parameters], np.int32)
+        *totals, found = communicator.all_reduce([*arrays, found], op, *must_match)
+        _compared.add(module)
+        for p, gradient, array, total, is_found in zip(parameters, own, arrays, totals, found, strict=True):
+            if is_found and p.is_cuda:
+                # In place, on the strategy's stream, on which CuPy uses the memory of the total again.
+                array[...] = total
+                p.grad = gradient
+            elif is_found:
+                p.grad = _as_tensor(total)
+        if group.stream is not None and any(p.is_cuda for p in parameters):
+            cuda = _torch().cuda
+            cuda.current_stream().wait_stream(cuda.ExternalStream(group.stream.raw.ptr))
+
+
+@_edge.names_call("seed")
+def seed(seed: int, epoch: int = 0) -> None:
+    """Seeds PyTorch differently on each rank, as dropout needs it, and equally in each run. Never communicates.
+
+    Args:
+        seed: from 0 up, the same on every rank.
+        epoch: from 0 up. A program that seeds at the start of each epoch draws the same numbers after a restart.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+    own = np.random.SeedSequence([seed, epoch], spawn_key=(rank(),)).generate_state(1, np.uint64)
+    _torch().manual_seed(int(own[0]))
+
+
+@_edge.names_call("save")
+def save(obj: Any, path: str | os.PathLike[str]) -> None:
+    """`torch.save` by rank 0, whose file replaces the previous one once it is on disk. Collective: all ranks call this.
+
+    Args:
+        obj: such as `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`; rank 0's counts.
+        path: the file; missing folders are made.
+
+    Raises:
+        OSError: the file system refuses on rank 0; all ranks raise, and the previous file is whole.
+    """
+    communicator = connection.connect()
+    with communicator.raise_together():
+        if communicator.rank == 0:
+            contents = io.BytesIO()  # in memory first, because PyTorch gives a full disk another name
+            _torch().save(obj, contents)
+            with extend_timeout(_HOUR), _atomic_file.replacing(os.fspath(path), keep=None) as file:
+                rest = contents.getbuffer()
+                while rest:
+                    rest = rest[file.write(rest) :]
+        communicator.exchange(protocol.signature_of(_edge.current_call()))
+
+
+@_edge.names_call("load")
+def load(path: str | os.PathLike[str]) -> Any:
+    """What rank 0 reads from a file of `save` or `torch.save`, on every rank. Collective: all ranks call this.
+
+    Returns:
+        The object, with its tensors on the CPU, read with `weights_only=True`.
+
+    Raises:
+        OSError: rank 0 cannot read the file; all ranks raise.
+        pickle.UnpicklingError: it holds more than tensors, numbers, strings, and nests of them.
+    """
+    communicator = connection.connect()
+    with communicator.raise_together():
+        with extend_timeout(_HOUR if communicator.rank == 0 else 0):
+            contents = np.fromfile(path, np.uint8) if communicator.rank == 0 else None
+        file = io.BytesIO(communicator.broadcast_obj(contents))
+        return _torch().load(file, map_location="cpu", weights_only=True)
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError as error:
+        raise ImportError(
+            f"{_edge.current_call()} needs PyTorch, which cannot be imported ({error}); install it"
+        ) from error
+
+
+def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, Variable):
+        tensor = _as_tensor(leaf.value())
+        has_gradient = leaf.trainable and (tensor.is_floating_point() or tensor.is_complex())
+        return tensor.requires_grad_() if has_gradient else tensor
+    if not (isinstance(leaf, np.ndarray) or _gpu.is_on_gpu(leaf)):
+        return leaf
+    torch = _torch()
+    if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":  # which NumPy's DLPack does not know
+        return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
+    if isinstance(leaf, np.ndarray) and leaf.flags.writeable:
+        return torch.from_numpy(leaf)
+    try:
+        return torch.from_dlpack(leaf)
+    except BufferError:  # older releases do not export what is read-only
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.from_numpy(leaf)
+
+
+def _bytes(tensor: Any) -> Bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
+
+
+def _gradient(group: _group.ReplicaGroup, name: str, parameter: Any) -> Any:
+    """A parameter's gradient, or zeros, as a dense tensor."""
+    call, device, gradient = _edge.current_call(), parameter.device, parameter.grad
+    if device.type != "cpu" and (device.type != "cuda" or group.stream is None):
+        raise TypeError(
+            f"{call}: the parameter {name} is on {device}, but the replica computes on {group.device.short}; "
+            "make the strategy on GPUs, or move the module to the CPU"
+        )
+    if gradient is None:
+        return _torch().zeros_like(parameter, requires_grad=False)
+    if gradient.is_sparse:
+        raise TypeError(f"{call}: the gradient of {name} is sparse; make its layer with sparse=False")
+    return gradient.detach().contiguous() if gradient.is_cuda else gradient

@@ -1,0 +1,265 @@
+"""`hpcstrat run`: starts ranks through mpiexec, and gives what plain mpirun gives."""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+from slow import slow_but
+
+SCRIPTS = pathlib.Path(sys.prefix, "bin")
+RANKS = """
+    import os, sys
+    import hpcstrat as hs
+
+    hs.barrier()
+    os.write(1, f"{hs.rank()} of {hs.size()} {os.environ.get('OMP_NUM_THREADS')} {sys.argv[1:]}\\n".encode())
+"""
+WAITS = """
+    import os, signal, sys, time
+
+    def end(number, frame):
+        os.write(1, b"signalled\\n")
+        sys.exit(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, end)
+    os.write(1, b"ready\\n")
+    time.sleep(1000)
+"""
+MARK = "RUN_BY_TEST"
+
+
+class Run:
+    """Runs `hpcstrat run`, as a user does at the shell."""
+
+    def __init__(self, folder, open_mpi):
+        self.folder = folder
+        self.open_mpi = open_mpi
+        names = (
+            "OMPI_",
+            "PMI_",
+            "PMIX_",
+            "PRTE_",
+            "HYDI_",
+            "MPI_LOCAL",
+            "SLURM_",
+            "OMP_NUM",
+            "OPENBLAS",
+            "MKL_",
+            "BLIS_",
+        )
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+        self.env |= {"CUDA_VISIBLE_DEVICES": "", MARK: str(folder)}
+
+    def write(self, text):
+        (self.folder / "program.py").write_text(textwrap.dedent(text))
+
+    def start(self, *words, **env):
+        return subprocess.Popen(
+            [sys.executable, "-m", "hpcstrat", "run", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            env=self.env | env,
+            start_new_session=True,
+        )
+
+    def __call__(self, *words, **env):
+        """The exit status, and what was printed."""
+        process = self.start(*words, **env)
+        stdout, stderr = process.communicate(timeout=90)
+        print(stdout, stderr, sep="\n")
+        return process.returncode, stdout, stderr
+
+    def processes(self):
+        """The job's processes that are there now."""
+        found = []
+        for name in os.listdir("/proc"):
+            if name.isdigit() and int(name) != os.getpid():
+                with contextlib.suppress(OSError):  # gone, or another user's
+                    stat = pathlib.Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
+                    environ = pathlib.Path(f"/proc/{name}/environ").read_bytes()
+                    if stat[0] != "Z" and f"{MARK}={self.folder}".encode() in environ:
+                        found.append(int(name))
+        return found
+
+
+@pytest.fixture
+def run(launch, tmp_path):
+    run = Run(tmp_path, launch.open_mpi)
+    yield run
+    for process in run.processes():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+def test_ranks(run):
+    run.write(RANKS)
+    status, stdout, stderr = run("-n", "2", "program.py", "-n", "3", "--bind")
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    lines = [f"{rank} of 2 {threads} ['-n', '3', '--bind']" for rank in range(2)]
+    assert (status, sorted(stdout.splitlines()), stderr) == (0, lines, "")
+
+
+@pytest.mark.slow
+def test_bound_and_with_the_users_number_of_threads(run):
+    run.write(RANKS)
+    status, stdout, stderr = run("-n", "2", "--bind", "program.py", OMP_NUM_THREADS="3")
+    assert (status, sorted(stdout.splitlines())) == (0, [f"{rank} of 2 3 []" for rank in range(2)])
+    assert "bind-gpu: no GPU here; the ranks share the cores of the host" in stderr
+
+
+def test_the_default_is_a_rank_for_each_core(run):
+    status, stdout, stderr = run("--dry-run", "true")
+    match = re.fullmatch(r"hpcstrat run: -n (\d+), one rank for each core of this host\n", stderr)
+    assert status == 0 and match is not None
+    assert 1 <= int(match[1]) <= len(os.sched_getaffinity(0))
+    assert f" -n {match[1]} " in stdout and stdout.endswith(" true\n")
+
+
+def test_a_program_that_is_not_pythons_and_its_status(run):
+    status, stdout, _ = run("-n", "1", "sh", "-c", "echo said; exit 7")
+    assert (status, stdout) == (7, "said\n")
+
+
+def test_a_modules_error_ends_all_ranks(run):
+    run.write("import hpcstrat as hs\nif hs.rank(): raise ValueError('the cause')\nhs.barrier()")
+    status, _, stderr = run("-n", "2", "-m", "program")
+    assert status != 0
+    assert "[rank 1] ValueError: the cause" in stderr
+
+
+def test_the_files_of_the_ranks_and_the_marks(run):
+    run.write(
+        """
+        import os, sys
+        import hpcstrat as hs
+
+        print("once")
+        print("an error", file=sys.stderr)
+        strategy = hs.MirroredStrategy()
+        strategy.run(lambda: print("replica", hs.rank()))
+        os.write(2, f"C's {hs.rank()}\\n".encode())
+        if hs.rank() and sys.argv[1:]: raise ValueError("the cause")
+        hs.barrier()
+        """
+    )
+    status, stdout, stderr = run("-n", "2", "--tee", "logs", "--prefix", "program.py")
+    assert status == 0
+    assert sorted(stdout.splitlines()) == ["[rank 0] once", "[rank 0] replica 0", "[rank 1] replica 1"]
+    assert sorted(stderr.splitlines()) == ["[rank 0] C's 0", "[rank 0] an error", "[rank 1] C's 1"]
+    for rank in range(2):
+        lines = (run.folder / f"logs/rank-{rank}.log").read_text().splitlines()
+        assert sorted(lines) == [f"C's {rank}", "an error", "once", f"replica {rank}"]
+    status, stdout, stderr = run("-n", "2", "--tee", "logs", "program.py", "fail")  # the files begin anew
+    assert status != 0 and "[rank 1] ValueError: the cause" in stderr
+    assert (run.folder / "logs/rank-0.log").read_text().count("replica 0\n") == 1
+    assert "[rank 1] ValueError: the cause\n" in (run.folder / "logs/rank-1.log").read_text()
+
+
+@pytest.mark.parametrize("number", slow_but([signal.SIGUSR1], [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT]))
+def test_signals_reach_the_ranks(run, number):
+    run.write(WAITS)
+    process = run.start("-n", "2", "program.py")
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    stdout, _ = process.communicate(timeout=60)
+    if run.open_mpi and number != signal.SIGUSR1:
+        assert process.returncode != 0  # its mpirun ends the job itself
+    else:
+        assert (process.returncode, stdout.count("signalled\n")) == (number, 2)
+    assert run.processes() == []
+
+
+@pytest.mark.parametrize("option", slow_but(["--prefix"], ["--prefix", "--bind"]))
+def test_when_the_launcher_is_killed_the_ranks_end(run, option):
+    run.write(WAITS)  # ranks that have not started MPI and handle TERM
+    process = run.start("-n", "2", option, "program.py")
+    assert process.stdout is not None
+    assert [process.stdout.readline()[-6:] for _ in range(2)] == ["ready\n"] * 2
+    process.kill()
+    process.communicate(timeout=20)  # until nobody is there to write
+    deadline = time.monotonic() + 20
+    while run.processes() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.processes() == []
+
+
+@pytest.mark.parametrize(
+    ("env", "name", "command"),
+    [
+        (
+            {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"},
+            "mpirun of MPICH",
+            "mpirun -n 2 python program.py x",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun of Open MPI", "mpirun -n 4 python program.py x"),
+        (
+            {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
+            "srun",
+            "srun -n 4 python program.py x",
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
+            "torchrun",
+            "hpcstrat run -n 2 program.py x",
+        ),
+    ],
+)
+def test_below_another_launcher(run, env, name, command):
+    expected = (
+        f"hpcstrat run: {name} has started this process already; start the ranks with one launcher: `{command}`\n"
+    )
+    assert run("program.py", "x", **env) == (2, "", expected)
+
+
+def test_below_mpirun_it_is_said_once(run, launch):
+    command = [*launch.mpirun, "-n", "2", sys.executable, "-m", "hpcstrat", "run", "program.py"]
+    result = subprocess.run(command, capture_output=True, text=True, env=run.env, cwd=run.folder, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.count("has started this process already") == 1
+
+
+def test_in_a_slurm_job_it_takes_the_jobs_tasks(run):
+    run.write("")
+    env = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "5"}
+    status, stdout, stderr = run("--dry-run", "program.py", **env)
+    assert (status, stderr) == (0, "")
+    assert re.fullmatch(r"SLURM_NTASKS=5 MPIRUN=\S+ bash \S+/start-ranks \S+ program.py\n", stdout)
+    status, stdout, _ = run("--dry-run", "-n", "2", "program.py", **env)
+    assert status == 0 and stdout.startswith("SLURM_NTASKS=2 ")
+    status, _, stderr = run("program.py", SLURM_JOB_ID="3")
+    assert status == 2 and "this Slurm job has no number of tasks" in stderr
+
+
+@pytest.mark.slow
+def test_wrong_use(run):
+    for words, text in [
+        (["missing.py"], "there is no file 'missing.py'"),
+        (["-n", "0", "true"], "argument -n: 0 is no number of ranks"),
+        (["--nccl", "libnccl.so.2", "true"], "--nccl goes with --share-gpu"),
+        (["--mpiexec", "no-such-mpiexec", "-n", "1", "true"], "--mpiexec: there is no program 'no-such-mpiexec'"),
+        ([], "the following arguments are required: PROGRAM"),
+    ]:
+        status, stdout, stderr = run(*words)
+        assert (status, stdout) == (2, "")
+        assert text in stderr
+
+
+def test_the_entry_point():
+    script = SCRIPTS / "hpcstrat"
+    if not script.exists():
+        pytest.skip("hpcstrat is not installed in this environment")
+    result = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert re.fullmatch(r"hpcstrat \d+\.\d+\.\d+\n", result.stdout)

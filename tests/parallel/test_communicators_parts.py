@@ -1,0 +1,304 @@
+"""Broadcasts, and what ranks send each other in parts, by every transport."""
+
+import itertools
+
+import numpy as np
+import pytest
+from internals import MpiCommunicator, Outgoing, layout_of, reduce_flat, signature_of
+from slow import slow_but
+from transports import (
+    COMM,
+    DEVICE,
+    HOST,
+    MAX,
+    MEAN,
+    OPERATIONS,
+    SUM,
+    check,
+    close_devices,
+    has,
+    kind,
+    parametrize,
+    reduced,
+    transport,
+    values,
+    works,
+)
+
+import hpcstrat as hs
+from hpcstrat import asnumpy
+
+SHAPES = [(5,), (1,), (0, 3), (7, 2, 3), (33_333,), (301, 77)]  # even and uneven parts, in a record and in a mailbox
+
+
+def pytest_generate_tests(metafunc):
+    parametrize(metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged"), "on_host": HOST})
+
+
+@pytest.fixture
+def communicator(request, monkeypatch, place):
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture
+def ordered(request, monkeypatch, place):
+    """One that sums in rank order."""
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture
+def on_host(request, monkeypatch, place):
+    return transport(request.param, monkeypatch, place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _closed_in_the_end():
+    yield
+    close_devices()
+
+
+# ---- broadcast
+
+
+@pytest.mark.parametrize("name", [*OPERATIONS, "int16"])
+def test_broadcast_of_every_dtype_from_every_root(communicator, place, name):
+    if not has(place.xp, kind(name)):
+        pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
+    for root in range(communicator.size):
+        mine = [place.xp.asarray(values(shape, kind(name), communicator.rank)) for shape in [(), *SHAPES]]
+        found = communicator.broadcast(mine, root)
+        for shape, one, own in zip([(), *SHAPES], found, mine, strict=True):
+            check(one, values(shape, kind(name), root), place.xp)
+            assert not place.xp.may_share_memory(one, own) or not own.size
+    assert communicator.broadcast([], 0) == []
+
+
+def test_broadcast_of_views(communicator, place):
+    mine = place.xp.asarray(values((20, 30), np.dtype(np.float64), communicator.rank))[::2, ::-1].T
+    root = communicator.size - 1
+    check(communicator.broadcast([mine], root)[0], values((20, 30), np.dtype(np.float64), root)[::2, ::-1].T, place.xp)
+
+
+# ---- reduce_scatter
+
+
+@pytest.mark.parametrize("name", slow_but(["int8", "bfloat16", "float32", "complex64"], list(OPERATIONS)))
+def test_reduce_scatter_of_every_dtype(communicator, place, name):
+    if not has(place.xp, kind(name)):
+        pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
+    rank, n = communicator.rank, communicator.size
+    for shape, op in itertools.product(SHAPES, OPERATIONS[name]):
+        for axis in {0, -1}:
+            parts = [values(shape, kind(name), other) for other in range(n)]
+            (found,) = communicator.reduce_scatter([place.xp.asarray(parts[rank])], op, axis)
+            expected = np.array_split(reduced(parts, op), n, axis)[rank]
+            if op is MEAN and name.startswith("complex"):  # CuPy divides complex numbers by another formula
+                np.testing.assert_allclose(asnumpy(found), expected, 4 * np.finfo(name).eps)
+                found = place.xp.asarray(expected)
+            check(found, expected, place.xp)
+
+
+def test_reduce_scatter_gives_the_bits_of_all_reduce(ordered, place):
+    n, rank = ordered.size, ordered.rank
+    for size in (3, 1000, 77_777):
+        mine = [
+            place.xp.asarray(np.random.default_rng([size, rank]).standard_normal((size, 3), np.float32)),
+            place.xp.asarray(np.random.default_rng([size, rank]).standard_normal(size).astype(np.float16)),
+        ]
+        for op in (SUM, MEAN):
+            whole = ordered.all_reduce(mine, op)
+            for one, part in zip(whole, ordered.reduce_scatter(mine, op, 0), strict=True):
+                check(part, np.array_split(asnumpy(one), n)[rank], place.xp)
+
+
+def test_reduce_scatter_of_several_arrays(communicator, place):
+    rank, n, xp = communicator.rank, communicator.size, place.xp
+    parts = [
+        [values(shape, np.dtype(dtype), other) for shape, dtype in zip(SHAPES, "fdfldi", strict=True)]
+        for other in range(n)
+    ]
+    found = communicator.reduce_scatter([xp.asarray(one)[::-1] for one in parts[rank]], MAX, 0)
+    for i, one in enumerate(found):
+        check(one, np.array_split(np.max([part[i] for part in parts], axis=0)[::-1], n)[rank], xp)
+    assert communicator.reduce_scatter([], SUM, 0) == []
+
+
+# ---- sections, which storage sums and gathers
+
+
+@pytest.mark.parametrize("names", ["f", "fd", "e", "fe"])
+@pytest.mark.parametrize("count", [0, 3, 2000, 90_001])
+def test_sections_are_summed_as_the_whole_is(on_host, count, names):
+    """Bit for bit: numbers whose sum depends on the order. A section is a message, of uneven parts of each array."""
+    rank, n = on_host.rank, on_host.size
+    random = np.random.default_rng([count, rank])
+    mine = [random.standard_normal(count + 7 * i).astype(name) for i, name in enumerate(names)]
+    whole = layout_of(tuple([one.shape for one in mine]), tuple([one.dtype for one in mine]))
+    expected = np.empty(whole.nbytes, np.uint8)
+    on_host.reduce_message(signature_of("the whole"), whole, lambda message: whole.write(message, mine), SUM, expected)
+
+    def parts_for(one, arrays):
+        return [array[slice(*np.linspace(0, array.size, n + 1).astype(int)[one : one + 2])] for array in arrays]
+
+    layouts = [
+        layout_of(tuple([part.shape for part in parts_for(one, mine)]), tuple([part.dtype for part in mine]))
+        for one in range(n)
+    ]
+    found = on_host.sum_sections(
+        signature_of("sections"),
+        layouts,
+        whole.nbytes,
+        lambda one, section: layouts[one].write(section, parts_for(one, mine)),
+    )
+    sums = np.empty(layouts[rank].nbytes, np.uint8)
+    for group in layouts[rank].groups:
+        reduce_flat(group.of(sums), [group.of(message) for message in found], SUM)
+    for one, other in zip(layouts[rank].views(sums), parts_for(rank, whole.views(expected)), strict=True):
+        check(one, other)
+
+    sizes = [layout.nbytes for layout in layouts]
+
+    def write(message):
+        message[: sums.size] = sums
+
+    gathered = on_host.gather_sections(signature_of("all sections"), sizes, write)
+    for one, message in enumerate(gathered):
+        for part, other in zip(layouts[one].views(message), parts_for(one, whole.views(expected)), strict=True):
+            check(part, other)
+    works_on_host(on_host)
+
+
+def works_on_host(communicator):
+    """The call after sections."""
+    assert communicator.all_reduce([np.full(9000, 1.0)], SUM)[0].tolist() == [float(communicator.size)] * 9000
+
+
+# ---- all_to_all
+
+
+def outgoing(xp, name, shape_of, rank, n, reaches=lambda source, target: True):
+    return Outgoing(
+        kind(name),
+        {r: xp.asarray(values(shape_of(rank, r), kind(name), rank + 7 * r)) for r in range(n) if reaches(rank, r)},
+        [r for r in range(n) if reaches(r, rank)],
+        is_on_gpu=xp is not np,
+    )
+
+
+PATTERNS = {
+    "each to each": lambda source, target: True,
+    "to the next": lambda source, target: target == source + 1,
+    "to the first": lambda source, target: target == 0,
+    "to no other": lambda source, target: target == source,
+    "to nobody": lambda source, target: False,
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "shape_of",
+    [
+        lambda source, target: (4, 3),
+        lambda source, target: (source * target, 2),
+        lambda source, target: (9000 * source,),
+    ],
+    ids=["equal", "small", "large"],
+)
+def test_all_to_all(communicator, place, shape_of, pattern):
+    rank, n, xp = communicator.rank, communicator.size, place.xp
+    reaches = PATTERNS[pattern]
+    kinds = [("float32", shape_of), ("int8", lambda source, target: ()), ("complex128", lambda s, t: (t, s + 1))]
+    found = communicator.all_to_all([outgoing(xp, name, shape, rank, n, reaches) for name, shape in kinds])
+    for (name, shape), of in zip(kinds, found, strict=True):
+        assert sorted(of) == [r for r in range(n) if reaches(r, rank)]
+        for r, array in of.items():
+            check(array, values(shape(r, rank), kind(name), r + 7 * rank), xp)
+            array[...] = 0  # fresh, and writable
+
+
+def test_all_to_all_of_views_and_of_nothing(communicator, place):
+    rank, n, xp = communicator.rank, communicator.size, place.xp
+    whole = xp.asarray(values((6, n), np.dtype(np.float64), rank))
+    sent = Outgoing(whole.dtype, {r: whole[::-2, r] for r in range(n)}, range(n), is_on_gpu=xp is not np)
+    (found,) = communicator.all_to_all([sent])
+    for r in range(n):
+        check(found[r], values((6, n), np.dtype(np.float64), r)[::-2, rank], xp)
+    assert communicator.all_to_all([]) == []
+
+
+def test_calls_in_turn(communicator, place):
+    """A fast rank may be one call ahead of a slow one, which still reads."""
+    rank, n, xp = communicator.rank, communicator.size, place.xp
+    for step in range(30):
+        size = [3, 5000, 40_000][step % 3]
+        mine = xp.full(size, 10.0 * step + rank)
+        assert set(asnumpy(communicator.broadcast([mine], step % n)[0])) == {10.0 * step + step % n}
+        assert set(asnumpy(communicator.reduce_scatter([mine], SUM, 0)[0])) <= {10.0 * step * n + n * (n - 1) / 2}
+        sent = Outgoing(mine.dtype, dict.fromkeys(range(n), mine), range(n), is_on_gpu=xp is not np)
+        assert [set(asnumpy(one)) for one in communicator.all_to_all([sent])[0].values()] == [
+            {10.0 * step + r} for r in range(n)
+        ]
+
+
+def test_sections_in_pieces(monkeypatch):
+    communicator = transport("MPI", monkeypatch)
+    n = communicator.size
+    for piece in (n, 8 * n, 16_001, 16_000 * n - 1, 16_000 * n):
+        monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
+        shape_of = lambda source, target: (2000 // (1 + abs(source - target)),)  # noqa: E731
+        (found,) = communicator.all_to_all([outgoing(np, "int8", shape_of, communicator.rank, n)])
+        for r, array in found.items():
+            check(array, values(shape_of(r, communicator.rank), kind("int8"), r + 7 * communicator.rank))
+
+
+# ---- misuse
+
+
+several = pytest.mark.mpi(min_size=2)  # one rank agrees with itself
+
+
+@several
+@pytest.mark.parametrize("odd", sorted({0, COMM.size - 1}))
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, x, is_odd: c.broadcast([x[:4] if is_odd else x], 0),
+        lambda c, x, is_odd: c.broadcast([x.astype("f4") if is_odd else x], 0),
+        lambda c, x, is_odd: c.broadcast([x], 1 if is_odd else 0),
+        lambda c, x, is_odd: c.broadcast([x, x] if is_odd else [x], 0),
+        lambda c, x, is_odd: c.reduce_scatter([x[:4] if is_odd else x], SUM, 0),
+        lambda c, x, is_odd: c.reduce_scatter([x], MAX if is_odd else SUM, 0),
+        lambda c, x, is_odd: c.reduce_scatter([x], SUM, -1 if is_odd else 0),
+        lambda c, x, is_odd: c.reduce_scatter([x], SUM, 0) if is_odd else c.all_reduce([x], SUM),
+        lambda c, x, is_odd: c.all_to_all(
+            [Outgoing(np.dtype("f4" if is_odd else "f8"), {}, [], is_on_gpu=not isinstance(x, np.ndarray))]
+        ),
+    ],
+)
+def test_ranks_that_differ(communicator, place, call, odd):
+    if communicator.size == 1:
+        return
+    for size in (5, 50_000):
+        x = place.xp.full((size, 2), 1.0)
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: (.|\n)*rank 1: "):
+            call(communicator, x, communicator.rank == odd)
+        works(communicator, place)
+
+
+@several
+@pytest.mark.parametrize("odd", sorted({0, COMM.size - 1}))
+def test_an_error_of_one_rank_is_everyones(communicator, place, odd):
+    if communicator.size == 1:
+        return
+    is_odd, x = communicator.rank == odd, place.xp.ones((6, 2))
+    for call in (
+        lambda: communicator.broadcast([np.array([None]) if is_odd else x], 0),
+        lambda: communicator.reduce_scatter([x.astype(np.int16) if is_odd else x], SUM, 0),
+        lambda: communicator.reduce_scatter([x], SUM, 2 if is_odd else 1),
+        lambda: communicator.all_to_all(
+            [Outgoing(np.dtype(object), {0: np.array([None])} if is_odd else {}, [], is_on_gpu=False)]
+        ),
+    ):
+        with pytest.raises((TypeError, ValueError), match="cannot travel|int16|axis 2"):
+            call()
+        works(communicator, place)

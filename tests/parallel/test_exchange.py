@@ -1,0 +1,182 @@
+"""What replica functions send each other: broadcast, reduce_scatter, all_to_all, neighbor_exchange."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from strategies import strategies_for
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+
+
+@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def context() -> Any:
+    return hs.get_replica_context()
+
+
+def lists(value) -> Any:
+    """Arrays as nested lists."""
+    if isinstance(value, dict):
+        return {key: lists(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [lists(one) for one in value]
+    return None if value is None else hs.asnumpy(value).tolist()
+
+
+def inside(strategy, fn) -> Any:
+    """What `fn` returns on this rank's replica, with arrays as lists."""
+    found = []
+    strategy.run(lambda: found.append(fn()))
+    return lists(found[0])
+
+
+# ---- broadcast
+
+
+@pytest.mark.parametrize("root", range(N))
+def test_broadcast_of_a_nest(strategy, xp, root):
+    given = {"w": xp.arange(3.0) + RANK, "numbers": [RANK, 0.5 * RANK, None], "none": xp.zeros((0, 2))}
+    found = inside(strategy, lambda: context().broadcast(given, root=root))
+    assert found == {"w": [root, root + 1, root + 2], "numbers": [root, 0.5 * root, None], "none": []}
+    assert given["w"].tolist() == [RANK, RANK + 1, RANK + 2]
+
+
+def test_broadcast_is_of_the_first_replica(strategy, xp):
+    large = xp.full((300, 400), float(RANK))
+    found = []
+    strategy.run(lambda: found.append(context().broadcast(large)))
+    assert type(found[0]) is xp.ndarray and not found[0].any()
+
+
+def test_broadcast_of_a_variable(strategy, xp):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
+
+    def replica():
+        v.assign(xp.asarray([RANK, 2.0]))
+        v.assign(context().broadcast(v, N - 1))
+        return v.value()
+
+    assert inside(strategy, replica) == [N - 1, 2]
+
+
+# ---- reduce_scatter
+
+
+@pytest.mark.parametrize("size", [0, 1, 2 * N, 2 * N + 1, 50_001])
+@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
+def test_reduce_scatter_is_a_part_of_all_reduce(strategy, xp, op, size):
+    value = {"a": xp.arange(3.0 * size).reshape(3, size) * (RANK + 1), "b": xp.full(size, RANK - 1)}
+
+    def replica():
+        own = context().reduce_scatter(op, value, axis=-1)
+        whole = context().all_reduce(op, value)
+        return own, {key: np.array_split(hs.asnumpy(one), N, -1)[RANK] for key, one in whole.items()}
+
+    own, expected = inside(strategy, replica)
+    assert own == expected
+    joined = inside(strategy, lambda: context().all_gather(context().reduce_scatter(op, value, -1), -1))
+    assert joined == inside(strategy, lambda: context().all_reduce(op, value))
+
+
+def test_reduce_scatter_of_gradients_then_a_step_of_ones_own_part(strategy, xp):
+    """The optimizer's memory is shared out over the replicas: each updates its part, and all gather the new values."""
+    w = xp.arange(7.0)
+
+    def replica():
+        c = context()
+        gradient = c.reduce_scatter("SUM", xp.full(7, RANK + 1.0))
+        own = xp.asarray(np.array_split(hs.asnumpy(w), N)[RANK]) - 0.5 * gradient
+        return c.all_gather(own, 0)
+
+    assert inside(strategy, replica) == (np.arange(7) - 0.25 * N * (N + 1)).tolist()
+
+
+# ---- all_to_all
+
+
+def test_all_to_all_of_parts_of_any_size(strategy, xp):
+    def replica():
+        return context().all_to_all([xp.full(RANK * target, 10 * RANK + target) for target in range(N)])
+
+    assert inside(strategy, replica) == [[10 * source + RANK] * (source * RANK) for source in range(N)]
+
+
+def test_all_to_all_of_nests(strategy, xp):
+    def replica():
+        return context().all_to_all(
+            tuple({"x": xp.full((target, 2), float(RANK)), "n": RANK - target, "none": None} for target in range(N))
+        )
+
+    expected = [{"x": [[source] * 2] * RANK, "n": source - RANK, "none": None} for source in range(N)]
+    assert inside(strategy, replica) == expected
+
+
+def test_all_to_all_transposes(strategy, xp):
+    """Of a matrix in blocks of rows, the same matrix in blocks of columns."""
+    matrix = np.arange(5.0 * N * 301).reshape(5 * N, 301)
+    rows = xp.asarray(np.array_split(matrix, N)[RANK])
+    columns = np.array_split(np.arange(301), N)
+
+    def replica():
+        parts = context().all_to_all([rows[:, one[0] : one[-1] + 1] for one in columns])
+        return xp.concatenate(parts)
+
+    assert inside(strategy, replica) == matrix[:, columns[RANK]].tolist()
+
+
+# ---- neighbor_exchange
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize("size", [1, 20_000])
+def test_neighbors(strategy, xp, size, periodic):
+    def replica():
+        return context().neighbor_exchange(
+            {"edge": xp.full(size + RANK, -1.0 - RANK)}, (xp.full((2, size), RANK), RANK), periodic=periodic
+        )
+
+    from_left, from_right = inside(strategy, replica)
+    left, right = RANK - 1, RANK + 1
+    if periodic:
+        left, right = left % N, right % N
+    assert from_left == ([[[left] * size] * 2, left] if left >= 0 else None)
+    assert from_right == ({"edge": [-1 - right] * (size + right)} if right < N else None)
+
+
+def test_to_one_side_only(strategy, xp):
+    def replica():
+        return [context().neighbor_exchange(None, xp.full(2, RANK), periodic=True) for _ in range(3)]
+
+    assert inside(strategy, replica) == [[[(RANK - 1) % N] * 2, None]] * 3
+
+
+def test_a_grid_in_parts_is_the_grid(strategy, xp):
+    """Jacobi's iteration of the heat equation, whose parts exchange their edges, against the whole grid."""
+    grid = np.random.default_rng(0).random((6 * N + 1, 9))
+    whole = np.pad(grid, 1)
+    for _ in range(10):
+        whole[1:-1, 1:-1] = (whole[:-2, 1:-1] + whole[2:, 1:-1] + whole[1:-1, :-2] + whole[1:-1, 2:]) / 4
+    own = xp.asarray(np.array_split(grid, N)[RANK])
+
+    def replica():
+        u = xp.zeros((own.shape[0] + 2, 11))
+        u[1:-1, 1:-1] = own
+        for _ in range(10):
+            above, below = context().neighbor_exchange(u[1], u[-2])
+            u[0] = 0 if above is None else above
+            u[-1] = 0 if below is None else below
+            u[1:-1, 1:-1] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+        return u[1:-1, 1:-1].copy()
+
+    assert inside(strategy, replica) == np.array_split(whole[1:-1, 1:-1], N)[RANK].tolist()

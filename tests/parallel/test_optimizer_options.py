@@ -1,0 +1,260 @@
+"""What every optimizer takes by keyword, beside NumPy's own few lines of it."""
+
+import copy
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from strategies import STRATEGIES
+
+import hpcstrat as hs
+
+N = MPI.COMM_WORLD.size
+RANK = MPI.COMM_WORLD.rank
+START = np.array([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.25]])
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def own(step):
+    """The gradient of this replica, and the sum over all of them."""
+    gradients = np.array([np.cos(np.arange(6.0).reshape(3, 2) + 3 * step + rank) for rank in range(N)])
+    return gradients[RANK], gradients.sum(axis=0)
+
+
+def model(strategy, make=hs.optimizers.SGD, **options):
+    with strategy.scope():
+        return hs.Variable(START, name="w"), make(0.5, **options)
+
+
+def trained(strategy, steps=4, **options):
+    v, optimizer = model(strategy, **options)
+    for step in range(steps):
+        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)]))
+    return v, optimizer
+
+
+def by_hand(change, steps=4):
+    """The values after each step of a gradient descent whose gradient `change` changes."""
+    value, found = START.copy(), []
+    for step in range(steps):
+        value = value - 0.5 * change(own(step)[1], value)
+        found.append(value)
+    return found
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_values_are_clipped_after_the_sum_over_replicas(strategy):
+    v, _ = trained(strategy, clipvalue=0.3)
+    close(v.numpy(), by_hand(lambda g, _: np.clip(g, -0.3, 0.3))[-1])
+
+
+def test_each_gradient_is_clipped_to_a_norm_of_its_own(strategy):
+    with strategy.scope():
+        small, large, optimizer = hs.Variable(START), hs.Variable(START), hs.optimizers.SGD(0.5, clipnorm=2.0)
+
+    def step():
+        gradient = strategy.xp.asarray(own(0)[0])
+        optimizer.apply_gradients([(gradient / 100, small), (100 * gradient, large)])
+
+    strategy.run(step)
+    total = own(0)[1]
+    close(small.numpy(), START - 0.5 * total / 100)
+    close(large.numpy(), START - 0.5 * total * (2 / np.linalg.norm(total)))
+
+
+def test_rows_are_clipped_likewise(strategy):
+    v, optimizer = model(strategy, clipnorm=0.5)
+    rows = np.array([2, 0])
+    strategy.run(
+        lambda: optimizer.apply_gradients(
+            [(hs.IndexedSlices(strategy.xp.asarray(own(0)[0][rows]), strategy.xp.asarray(rows)), v)]
+        )
+    )
+    total = own(0)[1] * np.array([[1], [0], [1]])
+    close(v.numpy(), START - 0.5 * total * min(1, 0.5 / np.linalg.norm(total)))
+
+
+def test_weights_decay_by_the_learning_rate(strategy):
+    v, _ = trained(strategy, weight_decay=0.1)
+    close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
+
+
+def test_a_decay_can_be_set_later(strategy):
+    v, optimizer = model(strategy)
+    optimizer.weight_decay = 0.1
+    for step in range(4):
+        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)]))
+    close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
+
+
+@pytest.mark.parametrize("frequency", [None, 3])
+def test_moving_averages(strategy, frequency):
+    v, optimizer = trained(strategy, 7, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency)
+    value = average = START
+    for step in range(7):
+        value = value - 0.5 * own(step)[1]
+        average = 0.75 * average + 0.25 * value
+        if frequency is not None and (step + 1) % frequency == 0:
+            value = average
+    close(v.numpy(), value)
+    optimizer.finalize_variable_values([v])
+    close(v.numpy(), average)
+    v.assign(START)  # which leaves the averages as they are
+    optimizer.finalize_variable_values([v])
+    close(v.numpy(), average)
+    optimizer.finalize_variable_values([])
+
+
+def test_averages_are_in_checkpoints(strategy, mpi_tmp_path):
+    v, optimizer = trained(strategy, 3, use_ema=True, momentum=0.9)
+    hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
+    other, restored = model(strategy, use_ema=True, momentum=0.9)
+    hs.checkpoint.Checkpoint(w=other, optimizer=restored).restore(mpi_tmp_path / "file")
+    for one, of in ((optimizer, v), (restored, other)):
+        strategy.run(lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(3)[0]), of)]))
+        one.finalize_variable_values([of])
+    assert np.array_equal(v.numpy(), other.numpy())
+
+
+def test_gradients_of_several_calls(strategy):
+    """Dense ones and rows, of a variable that not every call has."""
+    with strategy.scope():
+        v, table = hs.Variable(START), hs.Variable(START)
+        optimizer = hs.optimizers.SGD(0.5, gradient_accumulation_steps=3)
+    rows = np.array([1, 1])
+    for step in range(7):
+
+        def replica(step=step):
+            pairs = [(strategy.xp.asarray(own(step)[0]), v)]
+            if step % 3:
+                values = strategy.xp.asarray(own(step)[0][:2])
+                pairs.append((hs.IndexedSlices(values, strategy.xp.asarray(rows)), table))
+            optimizer.apply_gradients(pairs)
+
+        strategy.run(replica)
+    assert optimizer.iterations == 2
+    close(v.numpy(), START - 0.5 * sum(own(step)[1] for step in range(6)) / 3)
+    expected = START.copy()
+    expected[1] -= 0.5 * sum(own(step)[1][:2].sum(axis=0) for step in (1, 2, 4, 5)) / 3
+    close(table.numpy(), expected)
+
+
+def test_what_is_added_up_is_copied_but_not_saved(strategy, mpi_tmp_path):
+    v, optimizer = trained(strategy, 1, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"Checkpoint\.save: optimizer has the gradients of 1 of 2 calls"):
+        hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
+    other, copied = copy.deepcopy((v, optimizer))
+    for one, of in ((optimizer, v), (copied, other)):
+        strategy.run(lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(1)[0]), of)]))
+        close(of.numpy(), START - 0.5 * (own(0)[1] + own(1)[1]) / 2)
+    hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
+
+
+def test_minimize_applies_the_gradients_of_a_function(strategy):
+    v, optimizer = model(strategy)
+
+    def loss_and_gradients():
+        error = v.value() - strategy.xp.asarray(own(0)[0])
+        return float((error**2).sum()) / 2, [error]
+
+    losses = strategy.run(lambda: optimizer.minimize(loss_and_gradients, [v]))
+    assert strategy.experimental_local_results(losses)[RANK] == pytest.approx(((START - own(0)[0]) ** 2).sum() / 2)
+    close(v.numpy(), START - 0.5 * (N * START - own(0)[1]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (3.0, TypeError, r"SGD\.minimize: loss is of type float; it must be a function"),
+        (lambda: 3.0, TypeError, r"SGD\.minimize: loss\(\) returned float"),
+        (lambda: (3.0, []), ValueError, r"SGD\.minimize: 0 gradients for 1 variables"),
+    ],
+)
+def test_minimize_refuses_what_is_no_loss_with_gradients(strategy, loss, error, message):
+    v, optimizer = model(strategy)
+    with pytest.raises(error, match=message):
+        strategy.run(lambda: optimizer.minimize(loss, [v]))
+    assert np.array_equal(v.numpy(), START)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        hs.optimizers.SGD(0.1, 0.9, nesterov=True, clipvalue=0.5, name="mine"),
+        hs.optimizers.AdamW(hs.optimizers.schedules.CosineDecay(0.1, 10), weight_decay=0.3),
+        hs.optimizers.Nadam(beta_1=0.5, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=4),
+        hs.optimizers.Adadelta(global_clipnorm=1.0),
+    ],
+    ids=repr,
+)
+def test_a_config_makes_the_same_optimizer(optimizer):
+    config = json.loads(json.dumps(optimizer.get_config()))
+    made = type(optimizer).from_config(config)
+    assert repr(made) == repr(optimizer)
+    assert made.name == optimizer.name
+
+
+def test_a_config_has_no_functions():
+    with pytest.raises(ValueError, match=r"Adam: learning_rate is .*, which a config cannot hold"):
+        hs.optimizers.Adam(lambda: 0.1).get_config()
+
+
+def test_what_an_optimizer_keeps(strategy):
+    v, optimizer = trained(strategy, 2, momentum=0.5)
+    found = {one.name: one.numpy() for one in optimizer.variables}
+    assert list(found) == ["SGD/iterations", "SGD/learning_rate", "SGD/momentum/w"]
+    assert found["SGD/iterations"] == 2
+    assert found["SGD/learning_rate"] == 0.5
+    close(found["SGD/momentum/w"], -0.25 * own(0)[1] - 0.5 * own(1)[1])
+    assert [one.shape for one in optimizer.variables] == [(), (), v.shape]
+
+
+class Overriding(hs.optimizers.Optimizer):
+    @property
+    def slots(self):
+        return {}
+
+    def update_rule(self, learning_rate, step):
+        raise NotImplementedError
+
+
+optimizers: Any = hs.optimizers  # for what no type checker would pass
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: optimizers.SGD(clip=1),
+            TypeError,
+            r"SGD: clip is not an argument; besides its own it takes global_",
+        ),
+        (lambda: optimizers.Lion(beta_1=0), ValueError, "Lion: beta_1 is 0; it must be above 0"),
+        (lambda: optimizers.Adam(clipnorm=0), ValueError, "Adam: clipnorm is 0; it must be positive or None"),
+        (lambda: optimizers.SGD(clipnorm=1, clipvalue=1), ValueError, "SGD: clipnorm and clipvalue exclude each"),
+        (lambda: optimizers.SGD(weight_decay="a"), TypeError, "SGD: weight_decay is 'a'; it must be a number"),
+        (lambda: optimizers.SGD(ema_momentum=2), ValueError, "SGD: ema_momentum is 2; it must be from 0 to 1"),
+        (lambda: optimizers.SGD(ema_overwrite_frequency=2), ValueError, "pass use_ema=True too"),
+        (lambda: optimizers.SGD(gradient_accumulation_steps=0), ValueError, "steps is 0; it must be an int of at"),
+        (lambda: Overriding(0.1, use_ema=True), ValueError, "Overriding: use_ema changes the formula, and update_rule"),
+    ],
+)
+def test_wrong_options(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_there_are_averages_only_with_use_ema(strategy):
+    v, optimizer = model(strategy)
+    with pytest.raises(ValueError, match=r"SGD\.finalize_variable_values: there are no moving averages; pass use_ema"):
+        optimizer.finalize_variable_values([v])

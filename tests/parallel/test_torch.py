@@ -1,0 +1,452 @@
+"""hpcstrat.torch: modules on several replicas, next to PyTorch's DistributedDataParallel over gloo."""
+
+import copy
+import os
+import pickle
+import tempfile
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+COMM = MPI.COMM_WORLD
+N, RANK = COMM.size, COMM.rank
+
+
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)  # PyTorch knows no simulated GPU
+
+
+@pytest.fixture
+def strategy(place):
+    with place.make(hs.CentralStorageStrategy) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def ddp():
+    """Makes `DistributedDataParallel`s."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = f"file://{COMM.bcast(folder)}/ranks"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=RANK, world_size=N)
+        yield torch.nn.parallel.DistributedDataParallel
+        torch.distributed.destroy_process_group()
+        COMM.Barrier()
+
+
+def same_everywhere(tensors):
+    """Whether all ranks have the same bits."""
+    mine = [tensor.detach().numpy().tobytes() for tensor in tensors]
+    return all(theirs == mine for theirs in COMM.allgather(mine))
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share their weights, and one that is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = torch.nn.Linear(6, 6).requires_grad_(False)
+        self.first = torch.nn.Linear(6, 6)
+        self.second = torch.nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+        self.last = torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.second(torch.tanh(self.first(self.frozen(x))))))
+
+
+def perceptron(*between):
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), *between, torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+
+MODULES = {
+    "perceptron": perceptron,
+    "batch_norm": lambda: perceptron(torch.nn.BatchNorm1d(8)),
+    "dropout": lambda: perceptron(torch.nn.Dropout(0.5)),
+    "tied": Tied,
+}
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, 0.05),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, 0.01),
+}
+
+
+def train(module, model, optimizer, reduce, steps=8):
+    """The losses of this rank, whose parts of the batches have 5 examples and its rank more."""
+    generator = torch.Generator().manual_seed(RANK)
+    losses = []
+    for _ in range(steps):
+        x = torch.randn(5 + RANK, 6, generator=generator, dtype=torch.float64)
+        y = x[:, :3].square()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        reduce()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", MODULES)
+def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
+    torch.manual_seed(RANK)  # as programs have it that set no seed: replicas begin differently
+    ours = MODULES[kind]().double()
+    theirs = copy.deepcopy(ours)
+    model = ddp(theirs)
+    hs.torch.broadcast(ours)
+    assert same_everywhere(ours.parameters())
+
+    hs.torch.seed(1)
+    expected = train(theirs, model, OPTIMIZERS[optimizer](theirs.parameters()), lambda: None)
+    hs.torch.seed(1)
+    ours_optimizer = OPTIMIZERS[optimizer](ours.parameters())
+    box = []
+    strategy.run(
+        lambda: box.extend(train(ours, ours, ours_optimizer, lambda: hs.torch.all_reduce_gradients("MEAN", ours)))
+    )
+
+    assert box == pytest.approx(expected, rel=1e-9)
+    assert same_everywhere(ours.parameters())
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+class Branches(torch.nn.Module):
+    """Of four branches the input takes those that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = torch.nn.ModuleList(torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(4))
+
+    def forward(self, x, taken):
+        return sum(self.branches[i](x).sum() for i in taken)
+
+
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+def test_parameters_that_some_or_all_replicas_leave_unused(strategy, ddp, op):
+    taken = [0, 1] if RANK == 0 else [0]  # the last two no replica takes, the second one rank 0 alone
+    x = torch.full((3, 2), RANK + 1.0, dtype=torch.float64)
+    theirs = Branches()
+    if op == "MEAN":
+        model = ddp(theirs, find_unused_parameters=True)
+        model(x, taken).backward()
+    ours = Branches()
+    hs.torch.broadcast(ours)
+
+    def step():
+        ours(x, taken).backward()
+        hs.torch.all_reduce_gradients(op, ours)
+
+    strategy.run(step)
+    scale = N if op == "MEAN" else 1
+    weights = [branch.weight.grad for branch in ours.branches]
+    assert weights[0].tolist() == pytest.approx(np.full((1, 2), 3 * N * (N + 1) / 2 / scale))
+    assert weights[1].tolist() == pytest.approx(np.full((1, 2), 3 / scale))
+    assert weights[2:] == [None, None]
+    if op == "MEAN":
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert (one.grad is None) is (other.grad is None)
+            assert one.grad is None or torch.allclose(one.grad, other.grad)
+
+
+def test_a_sum_of_uneven_parts_is_the_gradient_of_the_whole_batch(strategy):
+    parts = [torch.arange(2.0 * (rank + 1)).reshape(-1, 2).double() + rank for rank in range(N)]
+    module = torch.nn.Linear(2, 1).double()
+    hs.torch.broadcast(module)
+    whole = copy.deepcopy(module)
+    whole(torch.cat(parts)).square().mean().backward()
+
+    def step():
+        loss = module(parts[RANK]).square().sum() / sum(map(len, parts))
+        loss.backward()
+        hs.torch.all_reduce_gradients(hs.ReduceOp.SUM, module)
+
+    strategy.run(step)
+    torch.testing.assert_close(module.weight.grad, whole.weight.grad)
+    torch.testing.assert_close(module.bias.grad, whole.bias.grad)
+
+
+def module_of(**tensors):
+    """A module with these parameters, or buffers where they cannot require gradients, as `of_` and their names."""
+    module = torch.nn.Module()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() or tensor.is_complex():
+            module.register_parameter(f"of_{name}", torch.nn.Parameter(tensor))
+        else:
+            module.register_buffer(f"of_{name}", tensor)
+    return module
+
+
+FLOATS = ["float64", "float32", "float16", "bfloat16", "complex64"]
+
+
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+def test_gradients_of_different_dtypes_and_layouts(strategy, op):
+    module = module_of(**{name: torch.ones(3, 2, dtype=getattr(torch, name)) for name in FLOATS})
+    module.register_parameter("nothing", torch.nn.Parameter(torch.ones(0, 4)))
+    module.register_parameter("number", torch.nn.Parameter(torch.tensor(1.0)))
+    values = torch.arange(6).reshape(3, 2) + RANK
+    for name in FLOATS:
+        dense = values.to(getattr(torch, name))
+        getattr(module, f"of_{name}").grad = dense if RANK else dense.T.contiguous().T
+    module.nothing.grad = torch.ones(0, 4)
+    module.number.grad = torch.tensor(float(RANK))
+    strategy.run(lambda: hs.torch.all_reduce_gradients(op, module))
+    scale = N if op == "MEAN" else 1
+    shift = N * (N - 1) / 2
+    expected = torch.tensor([(N * k + shift) / scale for k in range(6)], dtype=torch.float64).reshape(3, 2)
+    for name in FLOATS:
+        dtype = getattr(torch, name)
+        assert getattr(module, f"of_{name}").grad.dtype == dtype
+        assert torch.equal(getattr(module, f"of_{name}").grad, expected.to(dtype))
+    assert module.number.grad.item() == pytest.approx(shift / scale)
+
+
+def test_gradients_accumulate_over_several_backwards(strategy):
+    module = torch.nn.Linear(2, 1, bias=False)
+    hs.torch.broadcast(module)
+
+    def step():
+        for factor in (1.0, 2.0):
+            module(torch.full((1, 2), factor * (RANK + 1))).sum().backward()
+        hs.torch.all_reduce_gradients("SUM", module)
+
+    strategy.run(step)
+    assert module.weight.grad.tolist() == [[3 * N * (N + 1) / 2] * 2]
+    strategy.run(step)  # on top of that: each replica has the sum
+    assert module.weight.grad.tolist() == [[(N + 1) * 3 * N * (N + 1) / 2] * 2]
+
+
+def test_values_of_rank_0_for_every_dtype_and_layout():
+    kinds = [*FLOATS, "int64", "uint8", "bool"]
+    module = module_of(**{name: (torch.arange(4).reshape(2, 2) + RANK).to(getattr(torch, name)).T for name in kinds})
+    module.register_buffer("number", torch.tensor(RANK))
+    module.register_buffer("nothing", torch.ones(0, 2))
+    module.register_buffer("every_second", torch.arange(8.0)[RANK::2][:3])
+    places = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    hs.torch.broadcast(module)
+    for name in kinds:
+        assert torch.equal(getattr(module, f"of_{name}"), torch.arange(4).reshape(2, 2).T.to(getattr(torch, name)))
+    assert [module.number.item(), module.every_second.tolist()] == [0, [0, 2, 4]]
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == places
+
+
+def test_running_statistics(strategy):
+    module = torch.nn.BatchNorm1d(2, momentum=1.0)
+    x = torch.tensor([[0.0, 2.0], [4.0, 2.0]]) + RANK
+    strategy.run(lambda: module(x))
+    mine = copy.deepcopy(module)
+    hs.torch.average_buffers(module)
+    assert module.running_mean.tolist() == [2 + (N - 1) / 2] * 2
+    assert module.running_var.tolist() == [8, 0]
+    assert module.num_batches_tracked == 1
+    hs.torch.broadcast(mine)
+    assert mine.running_mean.tolist() == [2, 2]
+
+
+def test_each_replica_draws_its_own_and_the_same_again():
+    def drawn(*arguments):
+        hs.torch.seed(*arguments)
+        return torch.rand(4).tolist()
+
+    first = drawn(7)
+    assert [drawn(7), drawn(7, 0)] == [first, first]
+    others = [drawn(8), drawn(7, 1), drawn(0, 7)]
+    everyones = COMM.allgather([first, *others])
+    assert len({tuple(numbers) for one in everyones for numbers in one}) == 4 * N
+    with pytest.raises(ValueError, match="non-negative"):
+        hs.torch.seed(-1)
+
+
+# ---- variables
+
+
+def test_tensors_over_the_memory_of_arrays():
+    arrays = {name: np.arange(3).astype(name) for name in ("float32", "float16", "int64", "bool")}
+    read_only = np.arange(4.0)
+    read_only.flags.writeable = False
+    tensors = hs.torch.as_tensors((arrays, read_only, "text", None, 3))
+    assert all(tensors[0][name].data_ptr() == array.ctypes.data for name, array in arrays.items())
+    assert tensors[1].data_ptr() == read_only.ctypes.data and tensors[1].tolist() == [0, 1, 2, 3]
+    assert tensors[2:] == ("text", None, 3)
+    with pytest.raises(TypeError):
+        hs.torch.as_tensors(np.array(["text"]))
+
+
+def test_bfloat16_tensors_over_the_memory_of_arrays():
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    array = np.arange(3).astype(ml_dtypes.bfloat16)
+    tensor = hs.torch.as_tensors(array)
+    assert tensor.dtype == torch.bfloat16 and tensor.tolist() == [0, 1, 2] and tensor.data_ptr() == array.ctypes.data
+
+
+@on_the_cpu
+def test_a_module_over_variables(strategy):
+    module = torch.nn.Linear(2, 1, bias=False)
+    with strategy.scope():
+        variables = {name: hs.Variable(torch.ones_like(value), name=name) for name, value in module.named_parameters()}
+        count = hs.Variable(3, trainable=False)
+        optimizer = hs.optimizers.SGD(0.5)
+
+    def step(x):
+        values, number = hs.torch.as_tensors((variables, count))
+        assert values["weight"].data_ptr() == variables["weight"].value().ctypes.data
+        assert [values["weight"].requires_grad, number.requires_grad] == [True, False]
+        torch.func.functional_call(module, values, (hs.torch.as_tensors(x),)).sum().backward()
+        optimizer.apply_gradients((values[name].grad, v) for name, v in variables.items())
+
+    dataset = hs.data.Dataset.from_tensor_slices(np.arange(16, dtype=np.float32).reshape(8, 2)).batch(8)
+    for x in strategy.experimental_distribute_dataset(dataset):
+        strategy.run(step, args=(x,))
+    assert variables["weight"].numpy().tolist() == [[1 - 0.5 * 56, 1 - 0.5 * 64]]
+
+
+# ---- data
+
+
+def test_a_sampler_needs_no_process_group(strategy):
+    data = torch.utils.data.TensorDataset(torch.arange(24.0)[:, None])
+    sampler = torch.utils.data.DistributedSampler(data, hs.size(), hs.rank(), seed=5)
+    loader = torch.utils.data.DataLoader(data, batch_size=24 // N // 2, sampler=sampler)
+    module = torch.nn.Linear(1, 1, bias=False).double()
+    hs.torch.broadcast(module)
+
+    def epochs():
+        sums = []
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for (x,) in loader:
+                module.zero_grad()
+                module(x.double()).sum().backward()
+                hs.torch.all_reduce_gradients("SUM", module)
+                sums.append(module.weight.grad.item())
+        return sums
+
+    sums = strategy.run(epochs)
+    assert sum(map(float, strategy.reduce("MEAN", sums, axis=None))) == 2 * sum(range(24))
+
+
+# ---- files
+
+
+def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
+    path = COMM.bcast(str(tmp_path / "folder" / "state.pt"))
+
+    def made():
+        torch.manual_seed(RANK)
+        module = perceptron(torch.nn.Dropout(0.5)).double()
+        hs.torch.broadcast(module)
+        return module, torch.optim.AdamW(module.parameters(), 0.05)
+
+    def epoch(module, optimizer, number):
+        hs.torch.seed(0, number)
+        return strategy.run(
+            train, args=(module, module, optimizer, lambda: hs.torch.all_reduce_gradients("MEAN", module), 3)
+        )
+
+    module, optimizer = made()
+    epoch(module, optimizer, 0)
+    hs.torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path)
+    epoch(module, optimizer, 1)
+    again, again_optimizer = made()
+    state = hs.torch.load(path)
+    again.load_state_dict(state["module"])
+    again_optimizer.load_state_dict(state["optimizer"])
+    epoch(again, again_optimizer, state["epoch"])
+    assert same_everywhere(module.parameters())
+    assert all(map(torch.equal, module.parameters(), again.parameters()))
+
+
+def test_files_that_rank_0_cannot_read_or_write(tmp_path):
+    folder = COMM.bcast(str(tmp_path))
+    with pytest.raises(IsADirectoryError):
+        hs.torch.save({}, folder)
+    with pytest.raises(FileNotFoundError):
+        hs.torch.load(os.path.join(folder, "nothing"))
+    path = os.path.join(folder, "state.pt")
+    hs.torch.save({"x": torch.arange(3)}, path)
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        hs.torch.save({"x": lambda: None} if RANK == 0 else {}, path)
+    assert hs.torch.load(path)["x"].tolist() == [0, 1, 2]  # the previous file
+    if RANK == 0:
+        torch.save({"x": print}, path)
+    with pytest.raises(pickle.UnpicklingError):
+        hs.torch.load(path)
+    hs.barrier()
+
+
+# ---- misuse
+
+
+def reduced(strategy, module, op="SUM"):
+    strategy.run(lambda: hs.torch.all_reduce_gradients(op, module))
+
+
+def check_that_it_works(strategy):
+    module = torch.nn.Linear(1, 1, bias=False)
+    hs.torch.broadcast(module)
+    module.weight.grad = torch.full((1, 1), RANK + 1.0)
+    reduced(strategy, module)
+    assert module.weight.grad.item() == N * (N + 1) / 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_modules_that_were_not_broadcast(strategy):
+    torch.manual_seed(RANK)
+    module = torch.nn.Linear(2, 1)
+    for _ in range(2):
+        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1.*equal after hs.torch.broadcast"):
+            reduced(strategy, module)
+    hs.torch.broadcast(module)
+    reduced(strategy, module)
+    check_that_it_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_modules_that_differ_between_ranks(strategy):
+    module = torch.nn.Linear(2, 1 + RANK % 2)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"weight \(torch.float32 of shape \(2, 2\)\)"):
+        hs.torch.broadcast(module)
+    with pytest.raises(hs.ReplicaMismatchError):
+        reduced(strategy, module)
+    module = torch.nn.Linear(2, 2)
+    hs.torch.broadcast(module)
+    module.bias.requires_grad_(RANK > 0)
+    with pytest.raises(hs.ReplicaMismatchError, match="all_reduce_gradients"):
+        reduced(strategy, module)
+    norm = torch.nn.BatchNorm1d(1 + RANK % 2)
+    with pytest.raises(hs.ReplicaMismatchError, match="average_buffers"):
+        hs.torch.average_buffers(norm)
+    check_that_it_works(strategy)
+
+
+def test_an_error_of_one_rank_is_that_of_all(strategy):
+    module = torch.nn.Embedding(4, 2, sparse=RANK == N - 1)
+    hs.torch.broadcast(module)
+    module(torch.tensor([1])).sum().backward()
+    with pytest.raises(TypeError, match=r"the gradient of weight is sparse; make its layer with sparse=False"):
+        reduced(strategy, module)
+    elsewhere = torch.nn.Linear(2, 1, device="meta" if RANK == 0 else "cpu")
+    with pytest.raises(TypeError, match="the parameter weight is on meta, but the replica computes on"):
+        reduced(strategy, elsewhere)
+    with pytest.raises(ValueError, match="reduce_op is MAX; gradients take SUM or MEAN"):
+        reduced(strategy, torch.nn.Linear(1, 1), "MAX")
+    with pytest.raises(AttributeError):
+        hs.torch.broadcast(module if RANK else None)
+    check_that_it_works(strategy)
+
+
+def test_outside_of_replica_functions(strategy):
+    module = torch.nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match="all_reduce_gradients was called outside of Strategy.run; call it inside"):
+        hs.torch.all_reduce_gradients("SUM", module)
+    with strategy.scope(), pytest.raises(RuntimeError, match="outside of Strategy.run"):
+        hs.torch.all_reduce_gradients("SUM", module)
+    check_that_it_works(strategy)

@@ -1,0 +1,242 @@
+"""Rows and elements of variables: read by their indices, and written by all replicas."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from mpi4py import MPI
+from strategies import strategies_for
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N = COMM.size
+RANK = COMM.rank
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+EXTREMES = {"min": np.minimum, "max": np.maximum}
+
+
+@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def variable(strategy, value, **options):
+    with strategy.scope():
+        return hs.Variable(value, **options)
+
+
+def scatter(v, verb, values, indices):
+    return getattr(v, f"scatter_{verb}")(hs.IndexedSlices(values, indices))
+
+
+def rows_of(rank, count, rows):
+    """Indices of a replica, some of them several times, and for each a row of powers of 2, which multiply exactly."""
+    indices = (np.arange(count) * 5 + 3 * rank) % rows
+    values = 2.0 ** ((np.arange(count)[:, None] + np.arange(3) + rank) % 3 - 1)
+    return indices, values
+
+
+def one_by_one(verb, value, indices, values):
+    """What TensorFlow does: one row after the other."""
+    for index, row in zip(indices, values, strict=True):
+        if verb == "update":
+            value[index] = row
+        else:
+            value[index] = {**OPERATIONS, **EXTREMES}[verb](value[index], row)
+
+
+@pytest.mark.parametrize("verb", [*OPERATIONS, *EXTREMES, "update"])
+@pytest.mark.parametrize("shape", [(4, 3), (700, 3)])
+def test_one_value_for_all_replicas(strategy, xp, verb, shape):
+    initial = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
+    indices, values = rows_of(0, 2 * len(initial), len(initial))
+    v = variable(strategy, xp.asarray(initial), aggregation="MEAN")  # which concerns replicas only
+    assert scatter(v, verb, xp.asarray(values), xp.asarray(indices)) is v
+    one_by_one(verb, initial, indices, values)
+    np.testing.assert_allclose(v.numpy(), initial, rtol=1e-12)
+
+
+@pytest.mark.parametrize("count", [lambda rank: 7, lambda rank: 3 * rank, lambda rank: 0, lambda rank: 900 - 2 * rank])
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("verb", OPERATIONS)
+def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, count):
+    expected = np.arange(1.0, 61.0).reshape(20, 3)
+    v = variable(strategy, xp.asarray(expected), aggregation=aggregation)
+
+    def replica():
+        indices, values = rows_of(RANK, count(RANK), 20)
+        scatter(v, verb, xp.asarray(values), xp.asarray(indices))
+        return hs.asnumpy(v.value()).copy()
+
+    seen = hs.asnumpy(strategy.experimental_local_results(strategy.run(replica))[RANK])
+    for rank in range(N if aggregation != "ONLY_FIRST_REPLICA" else 1):
+        indices, values = rows_of(rank, count(rank), 20)
+        one_by_one(verb, expected, indices, values / N if aggregation == "MEAN" else values)
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-12)
+    assert (seen == v.numpy()).all()
+    assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
+
+
+@pytest.mark.parametrize("verb", [*EXTREMES, "update"])
+def test_of_the_first_replica(strategy, xp, verb):
+    expected = np.arange(8.0)
+    v = variable(strategy, xp.asarray(expected), aggregation="ONLY_FIRST_REPLICA")
+    strategy.run(lambda: scatter(v, verb, xp.asarray([2.5 + RANK, 9.5 + RANK]), xp.asarray([6 - RANK, 6 - RANK])))
+    one_by_one(verb, expected, [6, 6], [2.5, 9.5])
+    assert v.numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int8, np.int64, np.uint16, np.float16, BFLOAT16, np.float32, np.complex64], ids=str
+)
+def test_dtypes(strategy, dtype):
+    dtype = np.dtype(dtype)
+    is_reducible = dtype != np.uint16
+    v = variable(strategy, np.ones(5, dtype), aggregation="SUM" if is_reducible else "ONLY_FIRST_REPLICA")
+    strategy.run(lambda: scatter(v, "add", np.array([1 + RANK, 2], dtype), [0, 4]))
+    replicas = N if is_reducible else 1
+    expected = [1 + replicas * (replicas + 1) // 2, 1, 1, 1, 1 + 2 * replicas]
+    assert v.numpy().astype(np.complex128).real.tolist() == expected
+    scatter(v, "mul", np.array([2, 3, 2], dtype), [1, 1, 3])
+    assert v.numpy().astype(np.complex128).real.tolist() == [expected[0], 6, 1, 2, expected[4]]
+    scatter(v, "update", np.array([2, 3, 2], dtype), [1, 1, 3])
+    assert v.numpy().astype(np.complex128).real.tolist() == [expected[0], 3, 1, 2, expected[4]]
+    assert v.dtype == dtype
+
+
+def test_short_floats_are_added_in_more_digits(strategy, xp):
+    v = variable(strategy, np.zeros(2, np.float16))
+    scatter(v, "add", xp.ones(3000, np.float16), xp.zeros(3000, np.int64))  # one by one they would stay at 2048
+    assert v.numpy().tolist() == [3000, 0]
+
+
+def test_values_of_other_dtypes_and_shapes(strategy, xp):
+    v = variable(strategy, np.zeros((4, 2), np.float32))
+    scatter(v, "add", [[1, 2]], [3])
+    scatter(v, "add", 5, np.array([[0, 3], [3, 1]], np.uint8))
+    scatter(v, "add", xp.ones((1, 2)), xp.asarray([0]))
+    scatter(v, "add", xp.ones((0, 2), np.float32), [])
+    assert v.numpy().tolist() == [[6, 6], [5, 5], [0, 0], [11, 12]]
+    assert v.dtype == np.float32
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_nd(strategy, xp, depth):
+    shape = (2, 3, 5)
+    expected = np.arange(30.0).reshape(shape)
+    v = variable(strategy, xp.asarray(expected), aggregation="SUM")
+
+    def parts(rank):
+        indices = np.stack([(np.arange(4 + rank) * 7 + axis + rank) % shape[axis] for axis in range(depth)], axis=-1)
+        return indices, np.arange(4 + rank).reshape(-1, *[1] * (3 - depth)) + np.ones((1, *shape[depth:]))
+
+    strategy.run(lambda: v.scatter_nd_add(*map(xp.asarray, parts(RANK))))
+    for rank in range(N):
+        indices, values = parts(rank)
+        np.add.at(expected, tuple(indices.T), values)
+    assert v.numpy().tolist() == expected.tolist()
+    indices, values = parts(0)
+    assert hs.asnumpy(v.gather_nd(xp.asarray(indices))).tolist() == expected[tuple(indices.T)].tolist()
+    v.scatter_nd_sub(xp.asarray(indices), xp.asarray(values))
+    np.subtract.at(expected, tuple(indices.T), values)
+    assert v.numpy().tolist() == expected.tolist()
+    v.scatter_nd_update(xp.asarray(indices), xp.asarray(values))
+    expected[tuple(indices.T)] = values
+    assert v.numpy().tolist() == expected.tolist()
+
+
+def test_variables_without_elements(strategy, xp):
+    v = variable(strategy, np.zeros((3, 0), np.float32))
+    scatter(v, "add", np.zeros((2, 0), np.float32), [0, 2])
+    assert v.sparse_read([0, 2]).shape == (2, 0)
+    none = variable(strategy, np.zeros((0, 3), np.float32))
+    scatter(none, "update", np.zeros((0, 3), np.float32), [])
+    assert none.sparse_read([]).shape == (0, 3)
+
+
+def test_reads_are_copies(strategy, xp):
+    v = variable(strategy, np.arange(6.0).reshape(3, 2))
+
+    def replica():
+        read = v.sparse_read(xp.asarray([RANK % 3, 0])), v.gather_nd([[2, 1]]), v.sparse_read(1)
+        for one in read:
+            one[...] = -1
+        return read
+
+    strategy.run(replica)
+    assert v.numpy().tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert hs.asnumpy(v.sparse_read([[2], [0]])).tolist() == [[[4, 5]], [[0, 1]]]
+    assert float(v.gather_nd([2, 0])) == 4
+
+
+def test_of_on_read_variables(strategy, xp):
+    v = variable(strategy, np.zeros(3, np.float32), synchronization="ON_READ", aggregation="SUM")
+    with pytest.raises(NotImplementedError, match="Variable.scatter_add of 'Variable': the variable is ON_READ"):
+        scatter(v, "add", [1.0], [0])
+
+    def replica():
+        v.assign(xp.asarray([1.0, RANK, 0]))
+        return v.sparse_read([1])[0]
+
+    assert strategy.reduce("SUM", strategy.run(replica), axis=None) == N * (N - 1) / 2
+    if N > 1:
+        with pytest.raises(RuntimeError, match="one value a replica"):
+            v.sparse_read([1])
+
+
+def test_in_an_update(strategy, xp):
+    v, w = variable(strategy, np.arange(4.0)), variable(strategy, np.arange(4.0))
+
+    def double(v, factor):
+        scatter(v, "mul", xp.asarray([factor, factor]), [1, 1])
+        v.scatter_nd_add([[3]], [5.0])
+        with pytest.raises(RuntimeError, match="may write only the variables that were passed"):
+            scatter(w, "add", [1.0], [0])
+        with pytest.raises(ValueError, match=r"not in 0\.\.3"):
+            scatter(v, "add", [1.0], [4])
+
+    strategy.extended.update(v, double, args=(3.0,))
+    assert v.numpy().tolist() == [0, 9, 2, 8]
+    assert w.numpy().tolist() == [0, 1, 2, 3]
+
+
+def test_outside_of_every_scope():
+    v = hs.Variable([float(RANK), 0.0])
+    scatter(v, "add", [1.0, RANK], [0, 1])
+    assert v.numpy().tolist() == [RANK + 1, RANK]
+
+
+@pytest.mark.mpi(min_size=2)  # one rank agrees with itself
+@pytest.mark.parametrize("odd", sorted({0, N - 1}))
+class TestRanksThatDiffer:
+    def test_in_the_number_of_rows(self, strategy, odd):
+        v = variable(strategy, np.zeros(4))
+        with pytest.raises(hs.ReplicaMismatchError, match=f"rank {odd}: Variable.scatter_add.*3 rows"):
+            scatter(v, "add", 1.0, [0, 1, 2] if RANK == odd else [0, 1])
+        scatter(v, "add", 1.0, [0])
+        assert v.numpy().tolist() == [1, 0, 0, 0]
+
+    def test_in_what_they_do(self, strategy, odd):
+        v = variable(strategy, np.zeros(4), aggregation="SUM")
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"Variable.scatter_add(.|\n)*Variable.scatter_sub|sub(.|\n)*add"
+        ):
+            strategy.run(lambda: scatter(v, "add" if RANK == odd else "sub", 1.0, [0]))
+        assert v.numpy().tolist() == [0] * 4
+
+    def test_in_the_variable(self, strategy, odd):
+        v, w = (variable(strategy, np.zeros(4), aggregation="SUM") for _ in "vw")
+        with pytest.raises(hs.ReplicaMismatchError, match="variable"):
+            strategy.run(lambda: scatter(v if RANK == odd else w, "add", 1.0, [0]))
+        assert v.numpy().tolist() == w.numpy().tolist() == [0] * 4
+
+    def test_in_values_of_which_the_firsts_count(self, strategy, monkeypatch, odd):
+        v = variable(strategy, np.zeros(4))
+        scatter(v, "update", RANK + 1.0, [RANK])
+        assert v.numpy().tolist() == [1, 0, 0, 0]
+        monkeypatch.setattr(strategy._group.communicator, "checks", True)  # as with HPCSTRAT_CHECK=1
+        with pytest.raises(hs.ReplicaMismatchError, match="checksum"):
+            scatter(v, "update", float(RANK == odd), [0])
+        assert v.numpy().tolist() == [1, 0, 0, 0]

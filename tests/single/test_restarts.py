@@ -1,0 +1,195 @@
+"""When the launcher starts ranks again: with a starter that only says how they ended."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from internals import Contents, SnapshotMemory, _job_memory, restarts
+
+KILLED, SEGFAULT = 9, 139
+
+
+class Starter:
+    """Plays one start after the other.
+
+    Args:
+        starts: for each what the ranks note, given the job's memory and their number, and their exit status.
+    """
+
+    def __init__(self, *starts):
+        self.signal = 0
+        self.starts = list(starts)
+        self.ranks = []
+
+    def start(self, ranks, environment):
+        assert environment["KEPT"] == str(ranks)
+        memory = _job_memory.find(environment)
+        assert memory is not None and memory.steps()[1] == 0
+        self.ranks.append(ranks)
+        note, status = self.starts.pop(0)
+        note(memory)
+        return status
+
+
+def steps(first, last):
+    """The ranks do these steps."""
+
+    def note(memory):
+        for number in range(first, last + 1):
+            memory.note_step(number)
+
+    return note
+
+
+def failing(text, first=1, last=0, rank=0):
+    """The ranks do these steps, and one fails."""
+
+    def note(memory):
+        steps(first, last)(memory)
+        memory.note_failure(rank, text)
+
+    return note
+
+
+def run(starter, ranks=4, restarts_=3, min_ranks=None):
+    status = restarts.run(starter, restarts.Policy(ranks, restarts_, min_ranks), lambda ranks: {"KEPT": str(ranks)})
+    assert not starter.starts
+    return status
+
+
+NOTHING = steps(1, 0)
+
+
+def test_what_ends_well_is_not_restarted(capfd):
+    assert run(Starter((steps(1, 5), 0))) == 0
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("status", [75, 2, 130, 15, 143])
+def test_what_was_asked_to_end_is_not_restarted(capfd, status):
+    assert run(Starter((steps(1, 5), KILLED), (steps(5, 6), status))) == status
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["KeyboardInterrupt, at x.py:3 in f", _job_memory.PREEMPTED])
+def test_a_rank_that_was_asked_to_end_is_not_restarted(capfd, text):
+    assert run(Starter((failing(text, 1, 5), 85))) == 85
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("status", [KILLED, 1])
+def test_a_launcher_that_was_signalled_starts_nothing(capfd, status):
+    starter = Starter((steps(1, 5), status))
+    starter.signal = 15
+    assert run(starter) == status
+    assert capfd.readouterr().err == ""
+
+
+def test_a_dead_rank_is_restarted(capfd):
+    assert run(Starter((steps(1, 5), KILLED), (NOTHING, SEGFAULT), (steps(4, 9), 0))) == 0
+    assert capfd.readouterr().err.splitlines() == [
+        "hpcstrat run: a rank died after step 5 of SIGKILL; restart 1 of 3, on 4 ranks",
+        "hpcstrat run: a rank died after step 5 of SIGSEGV; restart 2 of 3, on 4 ranks",
+    ]
+
+
+def test_it_is_restarted_so_often_at_most(capfd):
+    assert run(Starter(*[(steps(n, n), KILLED) for n in range(1, 5)])) == KILLED
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "hpcstrat run: a rank died after step 4 of SIGKILL; no restart: it has been restarted 3 times "
+        "(--restarts); first, a rank died after step 1 of SIGKILL"
+    )
+
+
+def test_the_same_exception_at_the_same_step_ends_it(capfd):
+    fails = failing("ValueError: 3, at x.py:7 in step", 1, 5, rank=2)
+    again = failing("ValueError: 3, at x.py:7 in step", 5, 5, rank=1)
+    assert run(Starter((fails, 1), (steps(4, 5), KILLED), (again, 1))) == 1
+    assert capfd.readouterr().err.splitlines() == [
+        "hpcstrat run: rank 2 failed after step 5 with ValueError: 3, at x.py:7 in step; restart 1 of 3, on 4 ranks",
+        "hpcstrat run: a rank died after step 5 of SIGKILL; restart 2 of 3, on 4 ranks",
+        "hpcstrat run: rank 1 failed after step 5 with ValueError: 3, at x.py:7 in step; no restart: it has failed in "
+        "the same way at the same step before; first, rank 2 failed after step 5 with ValueError: 3, at x.py:7 in step",
+    ]
+
+
+def test_another_exception_or_step_does_not():
+    one, other = "ValueError: 3, at x.py:7 in step", "ValueError: 4, at x.py:7 in step"
+    assert run(Starter((failing(one, 1, 5), 1), (failing(other, 5, 5), 1), (failing(one, 5, 6), 1), (NOTHING, 0))) == 0
+
+
+def test_an_exception_before_a_step_ends_it(capfd):
+    assert run(Starter((steps(1, 5), KILLED), (failing("ValueError: 3, at x.py:7 in step"), 1)), min_ranks=1) == 1
+    assert "no restart: it failed before it had done a step; first, a rank died after step 5" in capfd.readouterr().err
+
+
+def test_two_ends_before_a_step_end_it(capfd):
+    assert run(Starter((NOTHING, 3), (NOTHING, 3))) == 3
+    assert "no restart: it has ended twice before it had done a step" in capfd.readouterr().err
+    assert run(Starter((NOTHING, 3), (NOTHING, 4), (steps(1, 2), 3), (NOTHING, 0))) == 0
+    assert run(Starter((NOTHING, KILLED), (NOTHING, KILLED), (NOTHING, KILLED), (steps(1, 1), 0))) == 0
+
+
+def test_fewer_ranks_are_tried_after_all(capfd):
+    starter = Starter(*[(NOTHING, KILLED)] * 5, (steps(1, 2), KILLED), (NOTHING, 3), (steps(3, 3), 0))
+    assert run(starter, ranks=4, restarts_=9, min_ranks=2) == 0
+    assert starter.ranks == [4, 4, 3, 2, 2, 2, 4, 3]
+    assert "restart 3 of 9, on 2 ranks" in capfd.readouterr().err
+
+
+def test_the_newest_snapshot_is_told(capfd):
+    def note(memory):
+        for step in (3, 4, 5):
+            SnapshotMemory(memory, "here").write(Contents({}, {}, lambda _: [], step), step)
+
+    assert run(Starter((note, KILLED), (NOTHING, 0))) == 0
+    assert capfd.readouterr().err.endswith("; the newest snapshot is of step 5\n")
+
+
+def test_what_the_ranks_leave_is_ended(tmp_path):
+    """A process that ignores everything, and the one that died."""
+    left = []
+
+    class Leaves(Starter):
+        def start(self, ranks, environment):
+            if not left:
+                ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+                left.append(subprocess.Popen([sys.executable, "-c", ignore], env={**os.environ, **environment}))
+            else:
+                assert left[0].wait(1) == -9
+            return super().start(ranks, environment)
+
+    assert run(Leaves((NOTHING, KILLED), (NOTHING, 0))) == 0
+
+
+def test_the_rank_that_dies_first_is_named(capfd):
+    program = """if True:
+    import os, sys, time
+    from hpcstrat import _job_memory
+    rank = int(sys.argv[1])
+    memory = _job_memory.find()
+    memory.note_rank(rank)
+    while len(memory.processes(3)) < 3:
+        time.sleep(0.01)
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(9)
+    time.sleep(2)
+    if rank == 2:
+        memory.note_failure(rank, "ConnectionError: rank 1 is gone")
+    """
+
+    class Starts(Starter):
+        def start(self, ranks, environment):
+            if len(self.starts) == 2:
+                environment = {**os.environ, **environment}
+                children = [
+                    subprocess.Popen([sys.executable, "-c", program, str(rank)], env=environment) for rank in range(3)
+                ]
+                for child in children:
+                    child.wait()
+            return self.starts.pop(0)[1]
+
+    assert run(Starts((NOTHING, KILLED), (NOTHING, 0)), ranks=3) == 0
+    assert "rank 1 died after step 0 of SIGKILL" in capfd.readouterr().err
