@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/memory.py
 
-Proportional set size (Pss), summed over the ranks: a shared page counts once. Next to it is the
-expected size: the parameters and Adam's two slots once for all ranks, and a mailbox and the gradients on each rank.
+Proportional set size (Pss), summed over the ranks: a shared page counts once. Pages of files, such as libraries, are
+left out. Next to it is the expected size: the parameters and Adam's two slots once for all ranks, and a mailbox and the
+gradients on each rank.
 """
 
 import argparse
@@ -22,11 +23,15 @@ VARIABLES = 16
 
 
 def pss(processes):
-    """MiB of all processes."""
+    """MiB of all processes' memory.
+
+    Files' pages are left out: those of a library are shared with whatever other programs run, and a process seems to
+    grow when one of these ends.
+    """
     total = 0
     for process in processes:
         with open(f"/proc/{process}/smaps_rollup") as file:
-            total += next(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            total += sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
     return total / 1024
 
 

@@ -4,7 +4,8 @@
 
 Each step runs a replica function that updates a model, and reduces a number. Now and then it makes and drops a
 variable, iterates over a dataset, and saves a checkpoint. The exit status is 1 if, between a tenth of the steps and the
-end, the proportional set size (Pss) of all ranks grows by more than `--most` MiB, or the number of open files grows.
+end, the proportional set size (Pss, without files' pages) of all ranks grows by more than `--most` MiB, or the number
+of open files grows.
 """
 
 import argparse
