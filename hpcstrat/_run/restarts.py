@@ -48,7 +48,7 @@ class Ended(NamedTuple):
         step: the number of the last step that is known of.
         did_steps: whether any was done since the start.
         failure: the exception that ended it; `None` where a rank died without one.
-        dead: the rank that was seen to die first.
+        dead: the rank that was seen to die first; `None` where several were at once.
     """
 
     status: int
@@ -169,11 +169,12 @@ def _start(starter: Starter, ranks: int, memory: JobMemory, environment: Mapping
         status = starter.start(ranks, {**environment, **memory.environment})
     step, done = memory.steps()
     failure = memory.first_failure(ranks)
-    first = min(deaths, key=lambda rank: deaths[rank], default=None)
+    begin = min(deaths.values(), default=0.0)
+    first = [rank for rank, when in deaths.items() if when == begin]
     # What others meet when a rank has died may look like an error of their own.
-    if failure is not None and first is not None and first != failure.rank and deaths[first] < failure.time:
+    if failure is not None and first and failure.rank not in first and begin < failure.time:
         failure = None
-    return Ended(status, ranks, step, done > 0, failure, first)
+    return Ended(status, ranks, step, done > 0, failure, first[0] if len(first) == 1 else None)
 
 
 @contextlib.contextmanager
@@ -201,8 +202,10 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, float]]:
                             continue
                         files[file] = rank
                         poll.register(file, select.POLLIN)
-            for file, _ in poll.poll(1000 * (_LOOK_SECONDS if is_starting else _SEEN_SECONDS)):
-                deaths.setdefault(files.pop(file), time.monotonic())
+            ended = poll.poll(1000 * (_LOOK_SECONDS if is_starting else _SEEN_SECONDS))
+            now = time.monotonic()  # of those that are seen together nobody knows which was first
+            for file, _ in ended:
+                deaths.setdefault(files.pop(file), now)
                 poll.unregister(file)
                 os.close(file)
             if not files and len(seen) == ranks:
