@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import numpy as np
 
@@ -17,6 +17,32 @@ from hpcstrat._spans import COMMUNICATION, WAITING, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
 
+class _Sections(NamedTuple):
+    """A section for, or of, each rank, all in one buffer, from which MPI sends and to which it receives.
+
+    Attributes:
+        memory: the buffer, in bytes.
+        sizes: bytes of each rank's section.
+        starts: where each begins.
+    """
+
+    memory: Bytes
+    sizes: Sequence[int]
+    starts: Sequence[int]
+
+    def of(self, rank: int) -> Bytes:
+        """The section of a rank."""
+        return self.memory[self.starts[rank] : self.starts[rank] + self.sizes[rank]]
+
+    def all(self) -> list[Bytes]:
+        """Every rank's, in rank order."""
+        return [self.of(rank) for rank in range(len(self.sizes))]
+
+    def for_mpi(self) -> tuple[Bytes, tuple[Sequence[int], Sequence[int]]]:
+        """The buffer as mpi4py takes it."""
+        return self.memory, (self.sizes, self.starts)
+
+
 class MpiCommunicator(HostCommunicator):
     """Ranks anywhere, over mpi4py.
 
@@ -28,13 +54,16 @@ class MpiCommunicator(HostCommunicator):
     """
 
     PIECE = (1 << 31) - 1
-    """Bytes that one MPI call moves at most, over all ranks: MPI counts with 32 bits."""
+    """Bytes of a buffer that one MPI call takes at most: MPI counts, and finds sections, with 32 bits."""
     CHECKED_BYTES = 1 << 26
     """Bytes of messages from which on the ranks ask each other whether all have the memory."""
 
     def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
         super().__init__(comm.rank, comm.size)
         self._comm = comm
+        self._in_place = MPI.IN_PLACE
         self._record: Bytes = np.zeros(RECORD, np.uint8)
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
@@ -51,19 +80,20 @@ class MpiCommunicator(HostCommunicator):
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         if max(sizes) <= PAYLOAD:
             return [record[HEADER:] for record in self._records]
-        messages = self._empty(sizes, sum(sizes))
+        messages = self._new_sections(sizes, sum(sizes))
         if write is not None:
-            write(messages[self.rank])
+            write(messages.of(self.rank))
         self._all_gather(messages)
-        return messages
+        return messages.all()
 
-    def _empty(self, sizes: Sequence[int], most: int) -> list[Bytes]:
-        """Memory for messages of these sizes; `most` bytes, the same on all ranks, are what one of them needs."""
+    def _new_sections(self, sizes: Sequence[int], most: int) -> _Sections:
+        """Memory for sections of these sizes; `most` bytes, the same on all ranks, are what one of them needs."""
+        layout = _layout_of(sizes)
         if most < self.CHECKED_BYTES:
-            return [np.empty(size, np.uint8) for size in sizes]
-        messages, problem = [], ""
+            return _Sections(np.empty(layout.nbytes, np.uint8), sizes, layout.starts)
+        memory, problem = np.empty(0, np.uint8), ""
         try:
-            messages = [np.empty(size, np.uint8) for size in sizes]
+            memory = np.empty(layout.nbytes, np.uint8)
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
         # A rank without the memory would raise while the others wait for it in MPI. For small messages the question
@@ -71,22 +101,17 @@ class MpiCommunicator(HostCommunicator):
         if problems := [one for one in self._comm.allgather(problem) if one]:
             self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
-        return messages
+        return _Sections(memory, sizes, layout.starts)
 
-    def _all_gather(self, parts: Sequence[Bytes]) -> None:
-        """Fills in every rank's part but this rank's own, which is there already."""
-        step = self.PIECE // self.size
-        if sum(part.size for part in parts) <= step:  # small: one call
-            whole = np.empty(sum(part.size for part in parts), np.uint8)
-            counts = [part.size for part in parts]
-            self._comm.Allgatherv(parts[self.rank], [whole, counts])
-            for part, start in zip(parts, np.cumsum([0, *counts[:-1]]), strict=True):
-                part[...] = whole[start : start + part.size]
+    def _all_gather(self, sections: _Sections) -> None:
+        """Fills in every rank's section but this rank's own, which is there already. The sizes are all ranks'."""
+        if sections.memory.size <= self.PIECE:
+            self._comm.Allgatherv(self._in_place, sections.for_mpi())
             return
-        # Large ones go straight to where they belong: one call for all would need a second copy of everything.
-        for root, part in enumerate(parts):
-            for start in range(0, part.size, self.PIECE):
-                self._comm.Bcast(part[start : start + self.PIECE], root=root)
+        # Sections beyond 2 GiB, which MPI's numbers cannot tell the places of, go one by one.
+        for root, section in enumerate(sections.all()):
+            for start in range(0, section.size, self.PIECE):
+                self._comm.Bcast(section[start : start + self.PIECE], root=root)
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
@@ -107,11 +132,17 @@ class MpiCommunicator(HostCommunicator):
         for group in layout.groups:
             values, result = group.of(message), group.of(out)
             slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
-            parts = np.empty((self.size, slices[self.rank].stop - slices[self.rank].start), group.dtype)
-            ours = [values[one].view(np.uint8) for one in slices]
-            self._all_to_all(ours, list(parts.view(np.uint8)), max(part.size for part in ours))
-            reduce_flat(result[slices[self.rank]], list(parts), op)
-            self._all_gather([result[one].view(np.uint8) for one in slices])
+            item, own = group.dtype.itemsize, slices[self.rank]
+            sizes = [item * (one.stop - one.start) for one in slices]
+            starts = [item * one.start for one in slices]
+            parts = np.empty((self.size, own.stop - own.start), group.dtype)
+            nbytes = sizes[self.rank]
+            theirs = _Sections(
+                parts.reshape(-1).view(np.uint8), [nbytes] * self.size, [nbytes * rank for rank in range(self.size)]
+            )
+            self._all_to_all(_Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
+            reduce_flat(result[own], list(parts), op)
+            self._all_gather(_Sections(result.view(np.uint8), sizes, starts))
 
     def exchange_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Callable[[int, Bytes], None]
@@ -126,30 +157,32 @@ class MpiCommunicator(HostCommunicator):
         try:
             with self.calls.waiting:
                 most = int(max(everyones.sum(axis=0).max(), everyones.sum(axis=1).max()))
-                theirs = self._empty(everyones[:, self.rank].tolist(), most)
-                ours = self._empty(sizes, most)
-                for rank, section in enumerate(ours):
+                theirs = self._new_sections(everyones[:, self.rank].tolist(), most)
+                ours = self._new_sections(sizes, most)
+                for rank, section in enumerate(ours.all()):
                     write(rank, section)
                 self._all_to_all(ours, theirs, int(everyones.max()))
         except BaseException as error:  # a signal's, say: the others may wait for this rank's sections
             self.mark_interrupted(error)
             raise
-        return theirs
+        return theirs.all()
 
-    def _all_to_all(self, ours: Sequence[Bytes], theirs: Sequence[Bytes], longest: int) -> None:
-        """Sends `ours[r]` to each rank r; `theirs[r]` is what rank r sent here.
+    def _all_to_all(self, ours: _Sections, theirs: _Sections, longest: int) -> None:
+        """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
 
-        `longest` is the size of the longest one of all ranks, so that all make the same number of MPI calls.
+        `longest` is the size of the longest one of all ranks, so that all make the same MPI calls.
         """
-        step = max(1, self.PIECE // self.size)
-        for start in range(0, longest, step):
-            sent = [part[start : start + step] for part in ours]
-            received = [part[start : start + step] for part in theirs]
-            counts = [part.size for part in received]
-            flat = np.empty(sum(counts), np.uint8)
-            self._comm.Alltoallv([np.concatenate(sent), [part.size for part in sent]], [flat, counts])
-            for part, end in zip(received, np.cumsum(counts), strict=True):
-                part[...] = flat[end - part.size : end]
+        if self.size * (longest + _ALIGNMENT) <= self.PIECE:
+            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
+            return
+        # As in `_all_gather`. In each turn every rank sends to one other and receives from one.
+        theirs.of(self.rank)[...] = ours.of(self.rank)
+        for distance in range(1, self.size):
+            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+            sent, received = ours.of(to), theirs.of(source)
+            for start in range(0, longest, self.PIECE):
+                stop = start + self.PIECE
+                self._comm.Sendrecv(sent[start:stop], to, recvbuf=received[start:stop], source=source)
 
 
 @final
@@ -176,12 +209,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
         of_rank = comm.allgather(host_comm.bcast(comm.rank))  # the first rank of each rank's host
         hosts = [[rank for rank in range(comm.size) if of_rank[rank] == lead] for lead in sorted(set(of_rank))]
-        # Every rank has one of each host that sums for it, and that its section reaches the others by: itself, or one
-        # in turn. So all ranks of a host share the work, and its links.
-        self._servers = [
-            [rank if rank in host else host[rank % len(host)] for host in hosts] for rank in range(comm.size)
-        ]
-        self._peers = next(host for host in hosts if comm.rank in host)
+        own_hosts = [next(host for host in hosts if rank in host) for rank in range(comm.size)]
+        # Every rank has one of each host that sums for it, and that its section reaches the others by: itself, or the
+        # one of its own place there. So all ranks of a host share the work, and its links.
+        self._servers = [[host[own.index(rank) % len(host)] for host in hosts] for rank, own in enumerate(own_hosts)]
+        self._peers = own_hosts[comm.rank]
         self._between = MpiCommunicator(leads) if host_comm.rank == 0 else None
 
     @span(COMMUNICATION, describe_message)
@@ -237,7 +269,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         if nbytes <= SMALL_MESSAGE_BYTES or is_short:  # as in `reduce_message`, which adds up in the same order
             return super().sum_sections(signature, layouts, nbytes, write)
         sizes = [layout.nbytes for layout in layouts]
-        whole = _sections_of(sizes)
+        whole = _layout_of(sizes)
 
         def write_all(message: Bytes) -> None:
             for rank, section in enumerate(whole.views(message)):
@@ -246,16 +278,18 @@ class HierarchicalCommunicator(MpiCommunicator):
         with self.calls.waiting:
             self._agree(signature, whole.nbytes)
             everyones = [whole.views(message) for message in self._host.exchange(signature, whole.nbytes, write_all)]
-            ours = self._empty(
-                [n if self.rank in self._servers[rank] else 0 for rank, n in enumerate(sizes)], sum(sizes)
-            )
-            for rank, out in enumerate(ours):
+            ours = self._new_sections(self._served(sizes), sum(sizes))
+            for rank, out in enumerate(ours.all()):
                 for group in layouts[rank].groups if out.size else []:
                     reduce_flat(group.of(out), [group.of(sections[rank]) for sections in everyones], ReduceOp.SUM)
             senders = self._servers[self.rank]
-            theirs = self._empty([sizes[self.rank] * (rank in senders) for rank in range(self.size)], sum(sizes))
+            theirs = self._new_sections([sizes[self.rank] * (rank in senders) for rank in range(self.size)], sum(sizes))
             self._all_to_all(ours, theirs, max(sizes))
-            return [theirs[rank] for rank in senders]
+            return [theirs.of(rank) for rank in senders]
+
+    def _served(self, sizes: Sequence[int]) -> list[int]:
+        """The sizes of the sections of those ranks that this one serves; 0 for the others."""
+        return [n if self.rank in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
 
     @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
     def gather_sections(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
@@ -264,20 +298,20 @@ class HierarchicalCommunicator(MpiCommunicator):
             return super().gather_sections(signature, sizes, write)
         # What each rank of this host brings.
         served = {peer: [rank for rank in range(self.size) if peer in self._servers[rank]] for peer in self._peers}
-        brought = {peer: _sections_of([sizes[rank] for rank in ranks]) for peer, ranks in served.items()}
+        brought = {peer: _layout_of([sizes[rank] for rank in ranks]) for peer, ranks in served.items()}
         with self.calls.waiting:
-            self._agree(signature, _sections_of(sizes).nbytes)
-            own = self._empty([sizes[self.rank]], sum(sizes))[0]
+            self._agree(signature, _layout_of(sizes).nbytes)
+            size, senders = sizes[self.rank], self._servers[self.rank]
+            own = self._new_sections([size], sum(sizes)).memory
             write(own)
-            ours = [own if rank in self._servers[self.rank] else own[:0] for rank in range(self.size)]
-            theirs = self._empty(
-                [n if self.rank in self._servers[rank] else 0 for rank, n in enumerate(sizes)], sum(sizes)
-            )
+            # The same bytes to one rank of each host.
+            ours = _Sections(own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size)
+            theirs = self._new_sections(self._served(sizes), sum(sizes))
             self._all_to_all(ours, theirs, max(sizes))
 
             def write_brought(message: Bytes) -> None:
                 for section, rank in zip(brought[self.rank].views(message), served[self.rank], strict=True):
-                    section[...] = theirs[rank]
+                    section[...] = theirs.of(rank)
 
             messages = self._host.exchange(signature, brought[self.rank].nbytes, write_brought)
         found = {}
@@ -296,6 +330,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         return results
 
 
-def _sections_of(sizes: Sequence[int]) -> Layout:
+_ALIGNMENT = 16
+"""Bytes to whose multiples sections begin, so that arrays of any dtype lie well in them."""
+
+
+def _layout_of(sizes: Sequence[int]) -> Layout:
     """The layout of a message of sections of these sizes, in bytes."""
-    return layout_of(tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), 16)
+    return layout_of(tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), _ALIGNMENT)
