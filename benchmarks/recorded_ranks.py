@@ -1,0 +1,238 @@
+"""Ranks that are threads of one process, with a stand-in for mpi4py's communicator that records every message.
+
+The library's own communicators run on it: bytes really move between the ranks, and each call of MPI is noted as the
+rounds of messages that MPI would send. Which rounds these are is an assumption, one function for each below.
+"""
+
+import itertools
+import pickle
+import threading
+from collections import defaultdict
+from typing import NamedTuple
+
+from hpcstrat import _mpi
+from hpcstrat._communicators import shared_memory
+from hpcstrat._memory.allocator import private_memory
+
+SECONDS = 60  # that a rank waits for the others at most
+SHORT_BROADCAST, FEW_RANKS = 12288, 8  # MPICH's: below, a broadcast is a binomial tree
+
+
+class Call(NamedTuple):
+    """A call of MPI.
+
+    Attributes:
+        name: MPI's.
+        rounds: one after the other, the messages that are under way together: source, destination, bytes.
+    """
+
+    name: str
+    rounds: list[list[tuple[int, int, int]]]
+
+
+# ---- what MPI is assumed to do: the rounds of a call of n ranks
+
+
+def bruck(n, nbytes):
+    """All-gather of small parts: Bruck's algorithm. Recursive doubling has as many rounds and bytes."""
+    distance = 1
+    while distance < n:
+        yield [(rank, (rank - distance) % n, min(distance, n - distance) * nbytes) for rank in range(n)]
+        distance *= 2
+
+
+def ring(sizes):
+    """All-gather of large parts: each rank passes on what came from the one before."""
+    n = len(sizes)
+    for turn in range(n - 1):
+        yield [(rank, (rank + 1) % n, sizes[(rank - turn) % n]) for rank in range(n)]
+
+
+def pairwise(sizes):
+    """All-to-all: in each turn a rank sends to one other. `sizes[source][destination]`; empty messages are not sent."""
+    n = len(sizes)
+    for distance in range(1, n):
+        yield [(rank, (rank + distance) % n, sizes[rank][(rank + distance) % n]) for rank in range(n)]
+
+
+def broadcast(n, root, nbytes):
+    """A binomial tree; for many bytes and ranks a scatter by such a tree, and then a ring."""
+    places = [(root + place) % n for place in range(n)]
+    top = 1 << max(n - 1, 0).bit_length()
+    if nbytes < SHORT_BROADCAST or n < FEW_RANKS:
+        parts = None
+    else:
+        parts = [nbytes * (place + 1) // n - nbytes * place // n for place in range(n)]
+    while top := top // 2:
+        yield [
+            (places[at], places[at + top], nbytes if parts is None else sum(parts[at + top : at + 2 * top]))
+            for at in range(0, n - top, 2 * top)
+        ]
+    if parts is not None:
+        for messages in ring(parts):
+            yield [(places[source], places[to], size) for source, to, size in messages]
+
+
+# ---- the ranks
+
+
+class Job:
+    """Some ranks on some hosts.
+
+    Attributes:
+        hosts: of each rank, in rank order.
+        calls: what was recorded.
+    """
+
+    def __init__(self, hosts):
+        self.hosts = hosts
+        self.calls = []
+        self._meetings = []
+
+    def meeting(self, ranks):
+        """Where these ranks meet."""
+        self._meetings.append(Meeting(self, ranks))
+        return self._meetings[-1]
+
+    def run(self, program):
+        """What `program(comm, host_comm)` returns on each rank. The first error of a rank ends all."""
+        _mpi.load()  # which does not start MPI
+        private_memory()  # one for all threads, so not made by several at once
+        # The library's own polls memory that other processes change. Threads that poll keep each other from running.
+        original, shared_memory.barrier = shared_memory.barrier, lambda _, comm: comm.Barrier
+        n = len(self.hosts)
+        world, results, errors = self.meeting(range(n)), [None] * n, []
+
+        def start(rank):
+            try:
+                comm = RecordingComm(world, rank)
+                results[rank] = program(comm, comm.Split(self.hosts[rank]))
+            except BaseException as error:
+                errors.append(error)
+                for meeting in self._meetings:
+                    meeting.barrier.abort()
+
+        threads = [threading.Thread(target=start, args=(rank,)) for rank in range(n)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        finally:
+            shared_memory.barrier = original
+        if errors:
+            raise errors[0]
+        return results
+
+
+class Meeting:
+    """Ranks that make collective calls together."""
+
+    def __init__(self, job, ranks):
+        self.job, self.ranks = job, list(ranks)
+        self.barrier = threading.Barrier(len(self.ranks), timeout=SECONDS)
+        self.given = [None] * len(self.ranks)
+        self.made = {}
+
+
+class RecordingComm:
+    """What the library uses of `mpi4py.MPI.Intracomm`."""
+
+    def __init__(self, meeting, rank):
+        self.rank, self.size = rank, len(meeting.ranks)
+        self._meeting = meeting
+
+    def _meet(self, given):
+        """What each rank gives. It stays as it is until this rank calls `Barrier`."""
+        self._meeting.given[self.rank] = given
+        self.Barrier()
+        return list(self._meeting.given)
+
+    def _note(self, name, rounds):
+        if self.rank == 0:
+            ranks, found = self._meeting.ranks, []
+            for messages in rounds:
+                sent = [(ranks[source], ranks[to], nbytes) for source, to, nbytes in messages if nbytes]
+                found += [sent] if sent else []
+            self._meeting.job.calls.append(Call(name, found))
+
+    # ---- mpi4py's names: those of objects are in lower case
+
+    def Barrier(self):
+        self._meeting.barrier.wait()
+
+    def Split(self, color=0, key=0):
+        everyones = self._meet((color, key))
+        if self.rank == 0:
+            undefined = _mpi.load().UNDEFINED
+            members = defaultdict(list)
+            for rank in sorted(range(self.size), key=lambda rank: (everyones[rank][1], rank)):
+                if everyones[rank][0] != undefined:
+                    members[everyones[rank][0]].append(self._meeting.ranks[rank])
+            self._meeting.made = {color: self._meeting.job.meeting(ranks) for color, ranks in members.items()}
+        self.Barrier()
+        if color not in self._meeting.made:
+            return None
+        made = self._meeting.made[color]
+        return RecordingComm(made, made.ranks.index(self._meeting.ranks[self.rank]))
+
+    def Dup(self):
+        return self.Split()
+
+    def allgather(self, given):
+        messages = self._meet(pickle.dumps(given))
+        self._note("allgather", ring([len(message) for message in messages]))
+        self.Barrier()
+        return [pickle.loads(message) for message in messages]
+
+    def bcast(self, given, root=0):
+        message = self._meet(pickle.dumps(given))[root]
+        self._note("bcast", broadcast(self.size, root, len(message)))
+        self.Barrier()
+        return pickle.loads(message)
+
+    def Allgather(self, sent, received):
+        for place, part in zip(received, self._meet(sent), strict=True):
+            place[...] = part
+        self._note("Allgather", bruck(self.size, sent.nbytes))
+        self.Barrier()
+
+    def Allgatherv(self, _, received):
+        """In place, as the library calls it."""
+        memory, (sizes, starts) = received
+        for rank, part in enumerate(self._meet(memory)):
+            if rank != self.rank:
+                place = slice(starts[rank], starts[rank] + sizes[rank])
+                memory[place] = part[place]
+        self._note("Allgatherv", ring(sizes))
+        self.Barrier()
+
+    def Alltoallv(self, sent, received):
+        everyones = self._meet(sent)
+        memory, (sizes, starts) = received
+        for (part, (counts, begins)), size, start in zip(everyones, sizes, starts, strict=True):
+            assert counts[self.rank] == size
+            memory[start : start + size] = part[begins[self.rank] : begins[self.rank] + size]
+        self._note("Alltoallv", pairwise([counts for _, (counts, _) in everyones]))
+        self.Barrier()
+
+    def Bcast(self, buffer, root=0):
+        given = self._meet(buffer)[root]
+        if self.rank != root:
+            buffer[...] = given
+        self._note("Bcast", broadcast(self.size, root, given.nbytes))
+        self.Barrier()
+
+    def Sendrecv(self, sent, to, recvbuf, source):
+        """All ranks call it together, as the library does."""
+        everyones = self._meet((sent, to))
+        part, destination = everyones[source]
+        assert destination == self.rank
+        recvbuf[...] = part
+        self._note("Sendrecv", [[(rank, to, part.nbytes) for rank, (part, to) in enumerate(everyones)]])
+        self.Barrier()
+
+
+def hosts_of(ranks_per_host):
+    """The host of each rank, for hosts of so many ranks, one host after the other."""
+    return tuple(itertools.chain.from_iterable([host] * count for host, count in enumerate(ranks_per_host)))
