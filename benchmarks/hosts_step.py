@@ -1,0 +1,107 @@
+"""Times a training step on CPU replicas of several hosts, and counts what it sends over their links.
+
+    mpirun -n 4 python benchmarks/hosts_step.py --link eth0          # on real hosts, by a launcher that knows them
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python benchmarks/hosts_step.py
+
+The largest network of networks.py, of 8.4 million parameters, is trained by Adam:
+
+    unsharded    hpcstrat.MultiWorkerMirroredStrategy: every rank makes the whole update
+    sharded      the same with shard_updates=True: every rank updates its part and keeps the slots of it
+    allreduce    mpi4py: one Allreduce of the flat gradient, then the library's compiled loop
+    DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
+    ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
+
+They take turns, round by round, and must end with the same weights. The table has medians over rounds on the slowest
+rank, and the megabytes that the busiest link carries in a step, TCP's headers included.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import tempfile
+
+import numpy as np
+from by_hand import ADAM_RATE, AllReduceAdam
+from host_step import COMM, by_hand, ours, pytorch, torch
+from mpi4py import MPI
+from networks import NETWORKS, data
+from rounds import header, interleaved, repeated, row
+
+import hpcstrat as hs
+
+LAYERS = list(NETWORKS)[-1]
+
+
+def carried(link):
+    """Bytes that this host has sent over its link, and received."""
+    folder = pathlib.Path(f"/sys/class/net/{link}/statistics")
+    return np.array([int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")])
+
+
+def alternatives(batch):
+    """By name: a step, and a function that returns the weights."""
+    x, y = data(LAYERS, batch, COMM.rank)
+
+    def mirrored(**options):
+        strategy = hs.MultiWorkerMirroredStrategy(**options)
+        return ours(LAYERS, x, y, make=lambda: hs.optimizers.Adam(ADAM_RATE), strategy=strategy)
+
+    made = {
+        "unsharded": mirrored(),
+        "sharded": mirrored(shard_updates=True),
+        "allreduce": by_hand(AllReduceAdam, LAYERS, x, y),
+    }
+    if torch is not None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        options = {"lr": ADAM_RATE, "eps": 1e-7, "fused": True}
+        made["DDP"] = pytorch(LAYERS, x, y, True, lambda parameters: torch.optim.Adam(parameters, **options))
+        made["ZeRO"] = pytorch(
+            LAYERS, x, y, True, lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options)
+        )
+    return made
+
+
+def measure(made, rounds, link):
+    """By name: the median seconds of a step, and the bytes that the busiest link carries in one way."""
+    seconds = interleaved({name: repeated(step) for name, (step, _) in made.items()}, rounds, comm=COMM)
+    nbytes = {}
+    for name, (step, _) in made.items():
+        COMM.Barrier()
+        before = carried(link)
+        COMM.Barrier()
+        step()
+        COMM.Barrier()
+        nbytes[name] = COMM.allreduce(int((carried(link) - before).max()), MPI.MAX)
+    expected = made["unsharded"][1]()
+    for name, (_, weights) in made.items():
+        # PyTorch's Adam adds its epsilon elsewhere.
+        for one, other in zip(weights(), made["DDP"][1]() if name == "ZeRO" else expected, strict=True):
+            if name != "DDP":
+                np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+    return {name: (seconds[name], nbytes[name]) for name in made}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=7, help="turns that each way takes (%(default)s)")
+    parser.add_argument("--batch", type=int, default=NETWORKS[LAYERS][0], help="of a replica (%(default)s)")
+    parser.add_argument("--link", default="eth0", help="of this host to the others (%(default)s)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
+        if torch is not None:
+            torch.set_num_threads(1)
+            meeting = f"file://{COMM.bcast(folder)}/ranks"
+            torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
+            ending.callback(torch.distributed.destroy_process_group)
+        found = measure(alternatives(options.batch), options.rounds, options.link)
+        hosts = COMM.Split_type(MPI.COMM_TYPE_SHARED).rank == 0
+        print(f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, {options.rounds} rounds\n")
+        header("way", "ms", "sharded / that", "MB over the busiest link")
+        for name, (seconds, nbytes) in found.items():
+            row(name, f"{1e3 * seconds:,.0f}", f"{found['sharded'][0] / seconds:.2f}", f"{nbytes / 1e6:,.1f}")
+        COMM.Barrier()
+
+
+if __name__ == "__main__":
+    main()
