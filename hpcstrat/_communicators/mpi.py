@@ -53,8 +53,12 @@ class MpiCommunicator(HostCommunicator):
         comm: an MPI communicator, used by nobody else.
     """
 
-    PIECE = (1 << 31) - 1
-    """Bytes of a buffer that one MPI call takes at most: MPI counts, and finds sections, with 32 bits."""
+    PIECE = 1 << 20
+    """Bytes that are sent at once. Small messages go by one collective call of MPI, larger ones by pieces.
+
+    MPI moves a large message in one direction at a time, over TCP at least, which takes twice as long where both sides
+    send. Many small ones at a time keep links busy in both.
+    """
     CHECKED_BYTES = 1 << 26
     """Bytes of messages from which on the ranks ask each other whether all have the memory."""
 
@@ -64,9 +68,13 @@ class MpiCommunicator(HostCommunicator):
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         self._in_place = MPI.IN_PLACE
+        self._wait_for = MPI.Request.Waitall
         self._record: Bytes = np.zeros(RECORD, np.uint8)
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
+        # Kept from call to call: the pages of fresh memory would cost about as much as a copy.
+        self._send_buffer: Bytes = np.empty(0, np.uint8)
+        self._receive_buffer: Bytes = np.empty(0, np.uint8)
 
     @span(WAITING, "the other ranks")
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
@@ -80,38 +88,68 @@ class MpiCommunicator(HostCommunicator):
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         if max(sizes) <= PAYLOAD:
             return [record[HEADER:] for record in self._records]
-        messages = self._new_sections(sizes, sum(sizes))
+        self._reserve(sum(sizes))
+        messages = _sections_in(self._receive_buffer, sizes)
         if write is not None:
             write(messages.of(self.rank))
         self._all_gather(messages)
         return messages.all()
 
-    def _new_sections(self, sizes: Sequence[int], most: int) -> _Sections:
-        """Memory for sections of these sizes; `most` bytes, the same on all ranks, are what one of them needs."""
-        layout = _layout_of(sizes)
-        if most < self.CHECKED_BYTES:
-            return _Sections(np.empty(layout.nbytes, np.uint8), sizes, layout.starts)
-        memory, problem = np.empty(0, np.uint8), ""
+    def _reserve(self, nbytes: int) -> None:
+        """Makes room for sections of `nbytes` bytes, to send and to receive. Collective; all ranks pass the same."""
+        wanted = nbytes + self.size * _ALIGNMENT
+        if self._send_buffer.size >= wanted:
+            return
+        problem = ""
         try:
-            memory = np.empty(layout.nbytes, np.uint8)
+            # Given back before larger ones are asked for.
+            self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
+            self._send_buffer, self._receive_buffer = np.empty(wanted, np.uint8), np.empty(wanted, np.uint8)
         except MemoryError as error:
+            self._send_buffer = np.empty(0, np.uint8)
             problem = f"rank {self.rank}: {error}"
         # A rank without the memory would raise while the others wait for it in MPI. For small messages the question
         # would cost more than it is worth.
-        if problems := [one for one in self._comm.allgather(problem) if one]:
+        if wanted < self.CHECKED_BYTES:
+            if problem:
+                raise MemoryError(f"no memory for a message between replicas: {problem}")
+        elif problems := [one for one in self._comm.allgather(problem) if one]:
+            self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)  # on all ranks, which ask again together
             self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
-        return _Sections(memory, sizes, layout.starts)
 
     def _all_gather(self, sections: _Sections) -> None:
         """Fills in every rank's section but this rank's own, which is there already. The sizes are all ranks'."""
-        if sections.memory.size <= self.PIECE:
+        if sum(sections.sizes) <= self.PIECE:
             self._comm.Allgatherv(self._in_place, sections.for_mpi())
-            return
-        # Sections beyond 2 GiB, which MPI's numbers cannot tell the places of, go one by one.
-        for root, section in enumerate(sections.all()):
-            for start in range(0, section.size, self.PIECE):
-                self._comm.Bcast(section[start : start + self.PIECE], root=root)
+        else:
+            self._swap([sections.of(self.rank)] * self.size, sections.all())
+
+    def _all_to_all(self, ours: _Sections, theirs: _Sections, longest: int) -> None:
+        """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
+
+        `longest` is the size of the longest one of all ranks, so that all make the same MPI calls.
+        """
+        if self.size * longest <= self.PIECE:
+            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
+        else:
+            own = theirs.of(self.rank)
+            if own.size:
+                own[...] = ours.of(self.rank)
+            self._swap(ours.all(), theirs.all())
+
+    def _swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
+        """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends."""
+        requests = []
+        # The next rank first, so that not all ranks send to the same one.
+        for distance in range(1, self.size):
+            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            requests += [self._comm.Irecv(piece, source) for piece in self._pieces(incoming[source])]
+            requests += [self._comm.Isend(piece, target) for piece in self._pieces(outgoing[target])]
+        self._wait_for(requests)
+
+    def _pieces(self, section: Bytes) -> list[Bytes]:
+        return [section[start : start + self.PIECE] for start in range(0, section.size, self.PIECE)]
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
@@ -125,23 +163,19 @@ class MpiCommunicator(HostCommunicator):
     def _reduce_by_slices(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        message = np.empty(layout.nbytes, np.uint8)
-        write(message)
+        self._reserve(layout.nbytes + 1024 * self.size)  # slices are equal but for 64 elements, of 16 bytes at most
+        write(self._send_buffer)
         # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong result.
         self.exchange(signature)
         for group in layout.groups:
-            values, result = group.of(message), group.of(out)
+            values, result = group.of(self._send_buffer), group.of(out)
             slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
-            item, own = group.dtype.itemsize, slices[self.rank]
+            own, item = slices[self.rank], group.dtype.itemsize
             sizes = [item * (one.stop - one.start) for one in slices]
             starts = [item * one.start for one in slices]
-            parts = np.empty((self.size, own.stop - own.start), group.dtype)
-            nbytes = sizes[self.rank]
-            theirs = _Sections(
-                parts.reshape(-1).view(np.uint8), [nbytes] * self.size, [nbytes * rank for rank in range(self.size)]
-            )
+            theirs = _sections_in(self._receive_buffer, [sizes[self.rank]] * self.size)
             self._all_to_all(_Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
-            reduce_flat(result[own], list(parts), op)
+            reduce_flat(result[own], [part.view(group.dtype) for part in theirs.all()], op)
             self._all_gather(_Sections(result.view(np.uint8), sizes, starts))
 
     def exchange_sections(
@@ -156,9 +190,9 @@ class MpiCommunicator(HostCommunicator):
         everyones = np.stack([message[: 8 * self.size].view(np.int64) for message in messages])
         try:
             with self.calls.waiting:
-                most = int(max(everyones.sum(axis=0).max(), everyones.sum(axis=1).max()))
-                theirs = self._new_sections(everyones[:, self.rank].tolist(), most)
-                ours = self._new_sections(sizes, most)
+                self._reserve(int(max(everyones.sum(axis=0).max(), everyones.sum(axis=1).max())))
+                ours = _sections_in(self._send_buffer, sizes)
+                theirs = _sections_in(self._receive_buffer, everyones[:, self.rank].tolist())
                 for rank, section in enumerate(ours.all()):
                     write(rank, section)
                 self._all_to_all(ours, theirs, int(everyones.max()))
@@ -167,32 +201,16 @@ class MpiCommunicator(HostCommunicator):
             raise
         return theirs.all()
 
-    def _all_to_all(self, ours: _Sections, theirs: _Sections, longest: int) -> None:
-        """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
-
-        `longest` is the size of the longest one of all ranks, so that all make the same MPI calls.
-        """
-        if self.size * (longest + _ALIGNMENT) <= self.PIECE:
-            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
-            return
-        # As in `_all_gather`. In each turn every rank sends to one other and receives from one.
-        theirs.of(self.rank)[...] = ours.of(self.rank)
-        for distance in range(1, self.size):
-            to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-            sent, received = ours.of(to), theirs.of(source)
-            for start in range(0, longest, self.PIECE):
-                stop = start + self.PIECE
-                self._comm.Sendrecv(sent[start:stop], to, recvbuf=received[start:stop], source=source)
-
 
 @final
 class HierarchicalCommunicator(MpiCommunicator):
     """Ranks on several hosts, over mpi4py and each host's shared memory.
 
-    A large reduction is made by the ranks of each host in shared memory; the hosts' first ranks reduce the results, so
-    that each host sends one message instead of one per rank; and the ranks of a host copy its first rank's result. Sums
-    are of each host's in rank order, then of the hosts in order: bit-identical on all ranks and from run to run. 16-bit
-    floats, which are rounded once only, go between all ranks.
+    A large reduction is split over all ranks. The ranks of each host add up each rank's section in shared memory, and
+    send it to that rank; it adds up the hosts' sums, and sends the result to one rank of each host, from which the
+    others copy it. So a host sends everything once, however many ranks it has, and all of them share the work, and the
+    links where a host has several. Sums are of each host's in rank order, then of the hosts in order: bit-identical on
+    all ranks and from run to run. 16-bit floats, which are rounded once only, go between all ranks.
 
     Args:
         comm: an MPI communicator, used by nobody else.
@@ -200,21 +218,20 @@ class HierarchicalCommunicator(MpiCommunicator):
     """
 
     def __init__(self, comm: Any, host_comm: Any) -> None:
-        from mpi4py import MPI
-
         super().__init__(comm)
         self._host = SharedMemoryCommunicator(host_comm.Dup())
         # What every host has room for. Not each host's own capacity: one may have grown where another could not.
         self._reserved_bytes = 0
-        leads = comm.Split(0 if host_comm.rank == 0 else MPI.UNDEFINED, key=comm.rank)
         of_rank = comm.allgather(host_comm.bcast(comm.rank))  # the first rank of each rank's host
         hosts = [[rank for rank in range(comm.size) if of_rank[rank] == lead] for lead in sorted(set(of_rank))]
         own_hosts = [next(host for host in hosts if rank in host) for rank in range(comm.size)]
         # Every rank has one of each host that sums for it, and that its section reaches the others by: itself, or the
-        # one of its own place there. So all ranks of a host share the work, and its links.
+        # one of its own place there.
         self._servers = [[host[own.index(rank) % len(host)] for host in hosts] for rank, own in enumerate(own_hosts)]
         self._peers = own_hosts[comm.rank]
-        self._between = MpiCommunicator(leads) if host_comm.rank == 0 else None
+        self._served_ranks = {
+            peer: [rank for rank in range(comm.size) if peer in self._servers[rank]] for peer in self._peers
+        }
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
@@ -229,24 +246,32 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _reduce_by_hosts(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        self._agree(signature, layout.nbytes)
+        slices = [_slices_of(layout, rank, self.size) for rank in range(self.size)]
+        layouts = [_layout_of_slices(layout, rank, self.size) for rank in range(self.size)]
         is_mean = REDUCTIONS[op].is_mean
         # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
         partial = ReduceOp.SUM if is_mean else op
-        self._host.reduce_message(signature, layout, write, partial, out)
-        if self._between is not None:
+        self._agree(signature, layout.nbytes)
+        messages = self._host.exchange(signature, layout.nbytes, write)
 
-            def write_sum(message: Bytes) -> None:
-                message[: layout.nbytes] = out
+        def parts_of(rank: int) -> list[list[Array]]:
+            groups = zip(layout.groups, slices[rank], strict=True)
+            return [[group.of(message)[one] for message in messages] for group, one in groups]
 
-            self._between.reduce_message(signature, layout, write_sum, partial, out)
-            self._host.exchange(signature, layout.nbytes, write_sum)
-        else:
-            out[...] = self._host.exchange(signature)[0][: layout.nbytes]
-        if is_mean and self.size > 1:
-            with np.errstate(all="ignore"):
-                for group in layout.groups:
-                    np.divide(group.of(out), self.size, out=group.of(out))
+        sums = self._sum_by_hosts(layouts, parts_of, partial)
+
+        def write_own(section: Bytes) -> None:
+            for group in layouts[self.rank].groups:
+                result = group.of(section)
+                reduce_flat(result, [group.of(one) for one in sums], partial)
+                if is_mean:
+                    with np.errstate(all="ignore"):
+                        np.divide(result, self.size, out=result)
+
+        found = self._gather_by_hosts(signature, [one.nbytes for one in layouts], write_own)
+        for rank, section in enumerate(found):
+            for group, part, one in zip(layout.groups, layouts[rank].groups, slices[rank], strict=True):
+                group.of(out)[one] = part.of(section)
 
     def _agree(self, signature: CallSignature, nbytes: int) -> None:
         """All ranks agree first: inside a host nobody would notice that another host makes a different call.
@@ -268,8 +293,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         is_short = any(accumulator(group.dtype) != group.dtype for group in layouts[0].groups)
         if nbytes <= SMALL_MESSAGE_BYTES or is_short:  # as in `reduce_message`, which adds up in the same order
             return super().sum_sections(signature, layouts, nbytes, write)
-        sizes = [layout.nbytes for layout in layouts]
-        whole = _layout_of(sizes)
+        whole = _layout_of([layout.nbytes for layout in layouts])
 
         def write_all(message: Bytes) -> None:
             for rank, section in enumerate(whole.views(message)):
@@ -278,16 +302,34 @@ class HierarchicalCommunicator(MpiCommunicator):
         with self.calls.waiting:
             self._agree(signature, whole.nbytes)
             everyones = [whole.views(message) for message in self._host.exchange(signature, whole.nbytes, write_all)]
-            ours = self._new_sections(self._served(sizes), sum(sizes))
-            for rank, out in enumerate(ours.all()):
-                for group in layouts[rank].groups if out.size else []:
-                    reduce_flat(group.of(out), [group.of(sections[rank]) for sections in everyones], ReduceOp.SUM)
-            senders = self._servers[self.rank]
-            theirs = self._new_sections([sizes[self.rank] * (rank in senders) for rank in range(self.size)], sum(sizes))
-            self._all_to_all(ours, theirs, max(sizes))
-            return [theirs.of(rank) for rank in senders]
 
-    def _served(self, sizes: Sequence[int]) -> list[int]:
+            def parts_of(rank: int) -> list[list[Array]]:
+                return [[group.of(sections[rank]) for sections in everyones] for group in layouts[rank].groups]
+
+            return self._sum_by_hosts(layouts, parts_of, ReduceOp.SUM)
+
+    def _sum_by_hosts(
+        self, layouts: Sequence[Layout], parts_of: Callable[[int], list[list[Array]]], op: ReduceOp
+    ) -> list[Bytes]:
+        """Each host's reduction of this rank's section.
+
+        Args:
+            layouts: of each rank's section.
+            parts_of: for a rank, group by group, the elements of its section that the ranks of this host have.
+            op: how they are reduced.
+        """
+        sizes = [layout.nbytes for layout in layouts]
+        senders = self._servers[self.rank]
+        self._reserve(max(sum(sizes), len(senders) * max(sizes)))
+        ours = _sections_in(self._send_buffer, self._of_served(sizes))
+        for rank in self._served_ranks[self.rank]:
+            for group, parts in zip(layouts[rank].groups, parts_of(rank), strict=True):
+                reduce_flat(group.of(ours.of(rank)), parts, op)
+        theirs = _sections_in(self._receive_buffer, [sizes[self.rank] * (rank in senders) for rank in range(self.size)])
+        self._all_to_all(ours, theirs, max(sizes))
+        return [theirs.of(rank) for rank in senders]
+
+    def _of_served(self, sizes: Sequence[int]) -> list[int]:
         """The sizes of the sections of those ranks that this one serves; 0 for the others."""
         return [n if self.rank in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
 
@@ -296,27 +338,31 @@ class HierarchicalCommunicator(MpiCommunicator):
         """See `HostCommunicator.gather_sections`. One message from each rank to each host, and then inside it."""
         if sum(sizes) <= SMALL_MESSAGE_BYTES:
             return super().gather_sections(signature, sizes, write)
-        # What each rank of this host brings.
-        served = {peer: [rank for rank in range(self.size) if peer in self._servers[rank]] for peer in self._peers}
-        brought = {peer: _layout_of([sizes[rank] for rank in ranks]) for peer, ranks in served.items()}
         with self.calls.waiting:
             self._agree(signature, _layout_of(sizes).nbytes)
-            size, senders = sizes[self.rank], self._servers[self.rank]
-            own = self._new_sections([size], sum(sizes)).memory
-            write(own)
-            # The same bytes to one rank of each host.
-            ours = _Sections(own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size)
-            theirs = self._new_sections(self._served(sizes), sum(sizes))
-            self._all_to_all(ours, theirs, max(sizes))
+            return self._gather_by_hosts(signature, sizes, write)
 
-            def write_brought(message: Bytes) -> None:
-                for section, rank in zip(brought[self.rank].views(message), served[self.rank], strict=True):
-                    section[...] = theirs.of(rank)
+    def _gather_by_hosts(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
+        """Every rank's section, on every rank; there is room for all of them in the host's memory."""
+        self._reserve(sum(sizes))
+        size, senders = sizes[self.rank], self._servers[self.rank]
+        own = self._send_buffer[:size]
+        write(own)
+        # The same bytes to one rank of each host.
+        ours = _Sections(own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size)
+        theirs = _sections_in(self._receive_buffer, self._of_served(sizes))
+        self._all_to_all(ours, theirs, max(sizes))
+        # What each rank of this host has got.
+        brought = {peer: _layout_of([sizes[rank] for rank in ranks]) for peer, ranks in self._served_ranks.items()}
 
-            messages = self._host.exchange(signature, brought[self.rank].nbytes, write_brought)
-        found = {}
+        def write_brought(message: Bytes) -> None:
+            for section, rank in zip(brought[self.rank].views(message), self._served_ranks[self.rank], strict=True):
+                section[...] = theirs.of(rank)
+
+        messages = self._host.exchange(signature, brought[self.rank].nbytes, write_brought)
+        found: dict[int, Bytes] = {}
         for peer, message in zip(self._peers, messages, strict=True):
-            found |= zip(served[peer], brought[peer].views(message), strict=True)
+            found |= zip(self._served_ranks[peer], brought[peer].views(message), strict=True)
         return [found[rank] for rank in range(self.size)]
 
     def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
@@ -337,3 +383,19 @@ _ALIGNMENT = 16
 def _layout_of(sizes: Sequence[int]) -> Layout:
     """The layout of a message of sections of these sizes, in bytes."""
     return layout_of(tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), _ALIGNMENT)
+
+
+def _sections_in(memory: Bytes, sizes: Sequence[int]) -> _Sections:
+    return _Sections(memory, sizes, _layout_of(sizes).starts)
+
+
+def _slices_of(layout: Layout, rank: int, size: int) -> list[slice]:
+    """Of each group of a message, the elements that a rank reduces."""
+    return [slice_of(group.elements, rank, size) for group in layout.groups]
+
+
+def _layout_of_slices(layout: Layout, rank: int, size: int) -> Layout:
+    slices = _slices_of(layout, rank, size)
+    return layout_of(
+        tuple([(one.stop - one.start,) for one in slices]), tuple([group.dtype for group in layout.groups])
+    )

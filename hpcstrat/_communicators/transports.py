@@ -54,9 +54,12 @@ def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChanne
 
 
 def _connect_hosts(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
-    from hpcstrat._communicators.mpi import HierarchicalCommunicator
+    from hpcstrat._communicators.mpi import HierarchicalCommunicator, MpiCommunicator
 
-    return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
+    # Where each host has one rank, copies through its shared memory would gain nothing.
+    is_flat = len(set(world.hosts)) == world.size
+    communicator = MpiCommunicator(world.comm) if is_flat else HierarchicalCommunicator(world.comm, world.host_comm)
+    return communicator, connect_by_tcp(world.comm)
 
 
 HOST_TRANSPORTS: list[HostTransport] = [
