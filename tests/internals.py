@@ -81,6 +81,7 @@ from hpcstrat.checkpoint._snapshot import Checksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes
 from hpcstrat.data import _checksum, _element_ops, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
+from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step
 from hpcstrat.metrics._counts import _count_classes
 from hpcstrat.metrics._means import PairMean, _add_both, _add_values_of

@@ -53,6 +53,7 @@ class _Batching(Transformation):
         )
         self._sizes = tuple(sizes)
         self._drop_remainder = drop_remainder
+        self._are_alike_keys = alike and source.width is not None
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
@@ -68,6 +69,11 @@ class _Batching(Transformation):
         for chunk in self._source.chunks(epoch):
             start, stop = 0, len(chunk)
             while stop - start >= missing:
+                if self._are_alike_keys and not waiting:
+                    count = (stop - start) // missing
+                    yield chunk[start : start + count * missing].reshape(count, missing, chunk.shape[1])  # a view
+                    start += count * missing
+                    continue
                 waiting.append(chunk[start : start + missing])
                 start += missing
                 yield [join(waiting)]

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, Transformation, join
 from hpcstrat.data._options import Options
+from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads
 
 _PREFETCHED = 2  # elements, where a program leaves the number to the library
@@ -244,9 +245,17 @@ class Shuffle(Choosing):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)
+        if isinstance(self._source, Indexed) and self._source.cardinality() <= self._buffer_size:
+            return _shuffled_positions(self._source.cardinality(), random)
         return (_shuffled_items if self.width is None else _shuffled_keys)(
             self._source.chunks(epoch), self._buffer_size, random
         )
+
+
+def _shuffled_positions(size: int, random: np.random.Generator) -> Iterator[Keys]:
+    """As `_shuffled_keys` of positions that the buffer holds all: the same order, without keys that are then copied."""
+    if size:
+        yield random.permutation(size)[:, np.newaxis]
 
 
 def _shuffled_items(stream: Iterator[list[Any]], size: int, random: np.random.Generator) -> Iterator[list[Any]]:

@@ -84,6 +84,7 @@ class DistributedIterator(ResumableIterator):
         super().__init__(distribution.node)
         self._call = f"iterating over {distribution.call}"
         self._communicator = distribution.communicator
+        self._rank, self._size = distribution.communicator.rank, distribution.communicator.size
         self._distribution = distribution
         self._assigns = distribution.split is assign_elements
         self._begin(epoch, taken)
@@ -120,34 +121,40 @@ class DistributedIterator(ResumableIterator):
             ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or different elements.
             Exception: whatever a function of the pipeline raised on any rank. The next call returns the next step.
         """
-        if isinstance(_context.current.get(), InReplica):
+        if type(_context.current.get()) is InReplica:
             raise ValueError(
                 f"{self._call}: next was called inside a replica function, but a step is for all replicas; call it "
                 "outside, and pass the result: strategy.run(fn, args=(next(iterator),))"
             )
         step = self._compared_step() if self._compares else next(self._steps, _END)
-        if step.total is None and step.error is None:
+        total, value, _, error, is_scarce = step
+        if total is None and error is None:
             self._end()
             raise StopIteration
-        self._number += 1
         assert self._taken is not None
         # Positions count elements of the pipeline: one batch for all replicas, or one element for each.
-        self._taken += (step.total or 0) if self._assigns else 1
-        if step.error is not None:
+        self._taken += (total or 0) if self._assigns else 1
+        if error is not None:
             try:
-                raise step.error
+                raise error
             finally:
-                del step  # the traceback keeps this frame, and with it the batch
-        if step.is_scarce and not self._distribution.has_warned:
-            self._warn(step.total)
-        if self._communicator.size == 1:
-            return step.value
-        value, rank, size = step.value, self._communicator.rank, self._communicator.size
+                del step, value, error  # the traceback keeps this frame, and with it the batch
+        if is_scarce and not self._distribution.has_warned:
+            self._warn(total)
+        rank, size = self._rank, self._size
+        if size == 1:
+            return value
         # The most common nests need no flattening: one array, and a few side by side.
         if type(value) is np.ndarray:
             return PerReplica(value, rank, size)
-        if type(value) is tuple and all([type(one) is np.ndarray for one in value]):
-            return tuple([PerReplica(one, rank, size) for one in value])
+        if type(value) is tuple:
+            parts = []
+            for one in value:
+                if type(one) is not np.ndarray:
+                    break
+                parts.append(PerReplica(one, rank, size))
+            else:
+                return tuple(parts)
         leaves, structure = _nest.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
@@ -168,17 +175,19 @@ class DistributedIterator(ResumableIterator):
         except BaseException:
             self._end()
             raise
+        number = self._number
+        self._number += 1
         totals, checksums, failed, scarce = zip(*everyones, strict=True)
         if any(failed):
             return step._replace(error=self._error_of_all(step.error))
         if seen := self._differences(totals):
             raise ReplicaMismatchError(
-                f"{self._call}: the ranks have different numbers of elements in step {self._number}: {seen}. Every "
+                f"{self._call}: the ranks have different numbers of elements in step {number}: {seen}. Every "
                 "rank's generator, functions and files must give the same elements; each replica then gets its share"
             )
         if seen := self._differences(checksums):
             raise ReplicaMismatchError(
-                f"{self._call}: the ranks have different elements up to step {self._number}, with checksums {seen}. "
+                f"{self._call}: the ranks have different elements up to step {number}, with checksums {seen}. "
                 f"{self._node} must give the same elements in the same order on every rank; each replica then gets its "
                 "share. Give shuffles a seed that all ranks share: DataLoader(..., shuffle=True, "
                 "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch. Do not use a "

@@ -21,7 +21,10 @@ UNKNOWN = -2
 
 Keys: TypeAlias = npt.NDArray[np.int64]
 Chunk: TypeAlias = Any
-"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects."""
+"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects.
+
+In place of a list of arrays of one shape there may be one array of them: batches of keys are a view of the keys.
+"""
 
 _BYTES_AHEAD = 1 << 20
 _drawn = itertools.count()  # the unseeded shuffles that this process has drawn a seed for
@@ -324,7 +327,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of the same stream."""
     if len(chunks) == 1:
         return chunks[0]
-    if isinstance(chunks[0], np.ndarray):
+    if isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2:  # keys; batches of them may differ in size
         return np.concatenate(chunks)
     return [item for chunk in chunks for item in chunk]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat import _nest
 from hpcstrat.data import _elements
-from hpcstrat.data._node import EpochPass, Failure, Node, load_rows, with_failures
+from hpcstrat.data._node import Chunk, EpochPass, Failure, Node, load_rows, with_failures
 from hpcstrat.data._threads import map_in_threads
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
@@ -117,6 +117,8 @@ def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
+    if node.rows is not None and node.rows.seekable:
+        return _split_keys(node.rows, node.chunks(epoch), rank, size, batch_size)
     full = bounds(rank, size, batch_size, batch_size)  # of nearly all batches, so computed once
 
     def step(item: Any, checksum: int) -> Step:
@@ -137,6 +139,21 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
 
     items = ((item, epoch.checksum.value) for chunk in node.chunks(epoch) for item in chunk)
     return map_in_threads(lambda of_item: step(*of_item), items, node.threads)
+
+
+def _split_keys(rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch_size: int) -> Iterator[Step]:
+    """As `_split`, of batches of keys. Loading a few rows takes microseconds, so little is done for each batch."""
+    fetch = rows.fetch
+    for chunk in chunks:
+        for batches in [chunk] if isinstance(chunk, np.ndarray) else [keys[np.newaxis] for keys in chunk]:
+            total = batches.shape[1]
+            start, stop = bounds(rank, size, batch_size, total)
+            is_scarce = _is_scarce(size, batch_size, total)
+            for own in batches[:, start:stop]:
+                try:
+                    yield Step(total, fetch(own), 0, None, is_scarce)
+                except Exception as error:  # every rank must come to the next step, as in `_split`
+                    yield Step(total, None, error=error)
 
 
 def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:

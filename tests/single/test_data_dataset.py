@@ -570,6 +570,15 @@ def test_each_slot_of_the_buffer_is_drawn_equally_often(make):
     assert (abs(first[:7] - 200 / 7) < 25).all()  # five standard deviations
 
 
+@pytest.mark.parametrize("n", [0, 1, 2, 50])
+def test_a_shuffle_of_a_whole_source_is_the_permutation_of_its_seed_and_round(n):
+    """Checkpoints hold only these two numbers, so the order must stay as it is."""
+    for dataset in (Dataset.range(n), Dataset.from_tensor_slices(np.arange(n)), Dataset.range(n).map(lambda x: x)):
+        shuffled = dataset.shuffle(max(n, 1), seed=7)
+        for number in range(3):
+            assert items(shuffled) == np.random.default_rng([7, number]).permutation(n).tolist()
+
+
 def test_a_shuffle_over_many_chunks_is_a_permutation():
     dataset = Dataset.range(5).concatenate(Dataset.range(5, 20)).concatenate(Dataset.range(20, 21))
     for size in range(1, 25):

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Step, _nest, check_sharding, distribute_dataset, distribute_from_function, select
+from internals import Slices, Step, _nest, check_sharding, distribute_dataset, distribute_from_function, select
 from thread_ranks import Rank, on_ranks, parts
 
 from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
@@ -46,6 +46,7 @@ PIPELINES = {
     "slices": lambda n, b: Dataset.from_tensor_slices(np.arange(n)).batch(b),
     "dropped": lambda n, b: Dataset.range(n).batch(b, drop_remainder=True),
     "shuffled": lambda n, b: Dataset.range(n).shuffle(7, seed=1).batch(b),
+    "wholly shuffled": lambda n, b: Dataset.range(n).shuffle(n + 1, seed=1).batch(b),
     "shuffled batches": lambda n, b: Dataset.range(n).batch(b).shuffle(3, seed=1),
     "mapped": lambda n, b: Dataset.range(n).map(lambda x: x * 2).batch(b),
     "mapped batches": lambda n, b: Dataset.range(n).batch(b).map(lambda x: x - x.max()),
@@ -55,6 +56,12 @@ PIPELINES = {
     "repeated": lambda n, b: Dataset.range(n).repeat(2).batch(b),
     "repeated batches": lambda n, b: Dataset.range(n).batch(b).repeat(2),
     "sharded batches": lambda n, b: Dataset.range(n).batch(b).shard(2, 1),
+    "zipped batches": lambda n, b: Dataset.zip(
+        (Dataset.range(n).batch(b), Dataset.range(n).repeat(2).batch(b).shuffle(2, seed=1))
+    ).map(lambda x, y: x),
+    "batches of joined rows": lambda n, b: Dataset.range(n).concatenate(Dataset.range(7)).batch(b),
+    "batches of batches": lambda n, b: Dataset.range(n).batch(3, drop_remainder=True).batch(b).map(lambda x: x[:, 1]),
+    "windows of batches": lambda n, b: Dataset.range(n).batch(3).window(2, 1).flat_map(lambda w: w.unbatch()).batch(b),
     "joined batches": lambda n, b: Dataset.range(n).batch(b).concatenate(Dataset.range(n).batch(b)),
     "cached": lambda n, b: Dataset.range(n).map(lambda x: x + 1).cache().batch(b).cache(),
     "rebatched": lambda n, b: Dataset.range(n).batch(3).unbatch().batch(b),
@@ -378,6 +385,24 @@ def fail_at(*wrong, rank=None, on=None):
         return True
 
     return check
+
+
+def test_an_error_of_a_source_has_its_step_and_the_next_follows(monkeypatch):
+    fetch = Slices.fetch
+
+    def failing(self, keys):
+        if 5 in keys:
+            raise ArithmeticError("no 5")
+        return fetch(self, keys)
+
+    monkeypatch.setattr(Slices, "fetch", failing)
+    every = on_ranks(
+        2,
+        lambda rank: attempts(
+            distribute_dataset(Dataset.from_tensor_slices(np.arange(10)).shuffle(1).batch(4), rank, None)
+        ),
+    )
+    assert every == [[[0, 1], "no 5", [8, 9]], [[2, 3], [6, 7], []]]
 
 
 FAILING = {
