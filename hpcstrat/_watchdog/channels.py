@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import fcntl
 import os
 import secrets
 import select
@@ -19,6 +20,8 @@ from hpcstrat._watchdog.rank_status import RankStatus
 
 SLOT = 2048
 """Bytes of a rank's status in shared memory."""
+
+_SIOCGIFADDR = 0x8915  # Linux's: the address of a network interface
 
 _HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the writer writes
 
@@ -258,7 +261,20 @@ def _addresses(port: int) -> list[tuple[str, int]]:
     found = [name]
     with contextlib.suppress(OSError):
         found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)]
-    return [(one, port) for one in dict.fromkeys([*found, socket.getfqdn(name)])]
+    # Its name may be nobody else's, or mean 127.0.1.1 on the host itself, as Debian has it.
+    found += [socket.getfqdn(name), *_addresses_of_links()]
+    return [(one, port) for one in dict.fromkeys(found)]
+
+
+def _addresses_of_links() -> list[str]:
+    """The IPv4 address of each network link of this host, but for the loopback."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has none
+                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
 
 
 def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> socket.socket | None:

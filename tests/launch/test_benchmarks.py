@@ -6,6 +6,9 @@ They assert themselves that the ways which they compare have equal results.
 import importlib.util
 import os
 import pathlib
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -16,6 +19,7 @@ SMALL = {
     "calls.py": ([1, 2], "--rounds 1 --calls 10"),
     "memory.py": ([2], "--parameters 10000 --steps 2"),
     "input.py": ([1, 2], "--rounds 1 --rows 1000"),
+    "hosts_step.py": ([2], "--rounds 1 --link lo"),
 }
 START_MPIRUN = {
     "startup.py": "--rounds 1 --ranks 2",
@@ -50,6 +54,18 @@ def test_that_starts_mpirun(launch, rows, program, tmp_path):
         pytest.skip("matplotlib is not installed")
     rows(program, None, *START_MPIRUN[program].split(), "--mpirun", " ".join(launch.mpirun), *options)
     assert not options or plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_on_emulated_hosts(launch, rows):
+    """In network namespaces, between which nothing but their addresses is known."""
+    if launch.open_mpi or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("it takes MPICH, root, and iproute2")
+    options = "--hosts 2 --ranks 3", sys.executable, BENCHMARKS / "hosts_step.py", "--rounds 1"
+    found = rows("emulated_hosts.py", None, *" ".join(map(str, options)).split())
+    megabytes = {row[0]: float(row[3]) for row in found}
+    # Each host sends the other what that one's ranks sum, and then its own ranks' results: together once the whole.
+    assert all(33.6 < megabytes[name] < 34.5 for name in ("unsharded", "sharded"))
+    assert "10.77." not in subprocess.check_output(["ip", "netns"], text=True)
 
 
 def test_a_step_beside_tensorflow(rows):
