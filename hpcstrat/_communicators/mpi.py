@@ -59,6 +59,8 @@ class MpiCommunicator(HostCommunicator):
     MPI moves a large message in one direction at a time, over TCP at least, which takes twice as long where both sides
     send. Many small ones at a time keep links busy in both.
     """
+    LARGEST = (1 << 31) - 1
+    """Bytes of a buffer that one collective call of MPI takes at most: MPI counts with 32 bits."""
     CHECKED_BYTES = 1 << 26
     """Bytes of messages from which on the ranks ask each other whether all have the memory."""
 
@@ -120,10 +122,21 @@ class MpiCommunicator(HostCommunicator):
 
     def _all_gather(self, sections: _Sections) -> None:
         """Fills in every rank's section but this rank's own, which is there already. The sizes are all ranks'."""
-        if sum(sections.sizes) <= self.PIECE:
+        if sum(sections.sizes) > self.PIECE and self._sends_to_each(sections.sizes):
+            self._swap([sections.of(self.rank)] * self.size, sections.all())
+        elif sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
             self._comm.Allgatherv(self._in_place, sections.for_mpi())
         else:
-            self._swap([sections.of(self.rank)] * self.size, sections.all())
+            for root, section in enumerate(sections.all()):
+                for start in range(0, section.size, self.LARGEST):
+                    self._comm.Bcast(section[start : start + self.LARGEST], root=root)
+
+    def _sends_to_each(self, sizes: Sequence[int]) -> bool:
+        """Whether each rank sends its section to all others itself. Else MPI passes them on from rank to rank.
+
+        Where one rank has nearly everything, as in a broadcast, its link would carry that once for every other rank.
+        """
+        return self.size * max(sizes) <= 2 * sum(sizes)
 
     def _all_to_all(self, ours: _Sections, theirs: _Sections, longest: int) -> None:
         """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
@@ -233,6 +246,10 @@ class HierarchicalCommunicator(MpiCommunicator):
             peer: [rank for rank in range(comm.size) if peer in self._servers[rank]] for peer in self._peers
         }
 
+    def _sends_to_each(self, sizes: Sequence[int]) -> bool:
+        """See `MpiCommunicator._sends_to_each`. A host would get everything once for each of its ranks."""
+        return False
+
     @span(COMMUNICATION, describe_message)
     def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
         """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
@@ -264,7 +281,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             for group in layouts[self.rank].groups:
                 result = group.of(section)
                 reduce_flat(result, [group.of(one) for one in sums], partial)
-                if is_mean:
+                if is_mean and self.size > 1:
                     with np.errstate(all="ignore"):
                         np.divide(result, self.size, out=result)
 

@@ -419,16 +419,19 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])
 def test_pieces_that_just_fit(monkeypatch, difference):
-    """All slices, with what they may be apart, one slice, or the whole: one piece, or a byte more or less."""
+    """All slices, one, or the whole: as much as one piece or call of MPI takes, or a byte more or less."""
     communicator: Any = transport("MPI", monkeypatch)
     n = communicator.size
     slices = [slice_of(40_000, rank, n) for rank in range(n)]
     longest = max(one.stop - one.start for one in slices)
     parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
-    for piece in (n * (longest + 16) + difference, longest + difference, 40_000 + difference):
+    for piece in (n * longest + difference, longest + difference, 40_000 + difference):
         monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
+        monkeypatch.setattr(MpiCommunicator, "LARGEST", piece)
         check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
         check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))
+        for root in range(n):
+            check(communicator.broadcast([parts[communicator.rank]], root)[0], parts[root])
 
 
 def test_a_namespace_travels(communicator):

@@ -49,6 +49,7 @@ def transport(name, monkeypatch, place=None):
     """The communicator of this name, the same for a whole file."""
     if name == "MPI in pieces":  # an odd number of bytes, so that pieces cut elements
         monkeypatch.setattr(MpiCommunicator, "PIECE", 5003)
+        monkeypatch.setattr(MpiCommunicator, "LARGEST", 70_001)
     if name == "solo":
         return SoloCommunicator()
     kind = "MPI" if name == "MPI in pieces" else name
