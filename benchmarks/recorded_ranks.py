@@ -6,16 +6,18 @@ rounds of messages that MPI would send. Which rounds these are is an assumption,
 
 import itertools
 import pickle
+import queue
+import sys
 import threading
+import types
 from collections import defaultdict
 from typing import NamedTuple
+from unittest import mock
 
-from hpcstrat import _mpi
 from hpcstrat._communicators import shared_memory
 from hpcstrat._memory.allocator import private_memory
 
 SECONDS = 60  # that a rank waits for the others at most
-SHORT_BROADCAST, FEW_RANKS = 12288, 8  # MPICH's: below, a broadcast is a binomial tree
 
 
 class Call(NamedTuple):
@@ -55,22 +57,38 @@ def pairwise(sizes):
         yield [(rank, (rank + distance) % n, sizes[rank][(rank + distance) % n]) for rank in range(n)]
 
 
-def broadcast(n, root, nbytes):
-    """A binomial tree; for many bytes and ranks a scatter by such a tree, and then a ring."""
-    places = [(root + place) % n for place in range(n)]
-    top = 1 << max(n - 1, 0).bit_length()
-    if nbytes < SHORT_BROADCAST or n < FEW_RANKS:
-        parts = None
-    else:
-        parts = [nbytes * (place + 1) // n - nbytes * place // n for place in range(n)]
-    while top := top // 2:
-        yield [
-            (places[at], places[at + top], nbytes if parts is None else sum(parts[at + top : at + 2 * top]))
-            for at in range(0, n - top, 2 * top)
-        ]
-    if parts is not None:
-        for messages in ring(parts):
-            yield [(places[source], places[to], size) for source, to, size in messages]
+def binomial(n, root, nbytes):
+    """Broadcast of few bytes."""
+    distance = 1 << (n - 1).bit_length()
+    while distance := distance // 2:
+        places = range(0, n - distance, 2 * distance)
+        yield [((root + place) % n, (root + place + distance) % n, nbytes) for place in places]
+
+
+# ---- what the library takes of the module `mpi4py.MPI`
+
+
+def wait_for_all(requests):
+    """`MPI.Request.Waitall`."""
+    for one in requests:
+        one.wait()
+    if requests:
+        requests[0].comm.swaps += 1
+
+
+MPI = types.SimpleNamespace(IN_PLACE="in place", UNDEFINED=-1, Request=types.SimpleNamespace(Waitall=wait_for_all))
+
+
+class Request(NamedTuple):
+    """What a rank has sent, or receives from a queue."""
+
+    comm: "RecordingComm"
+    buffer: object = None
+    messages: queue.Queue | None = None
+
+    def wait(self):
+        if self.messages is not None:
+            self.buffer[...] = self.messages.get(timeout=SECONDS)
 
 
 # ---- the ranks
@@ -96,10 +114,7 @@ class Job:
 
     def run(self, program):
         """What `program(comm, host_comm)` returns on each rank. The first error of a rank ends all."""
-        _mpi.load()  # which does not start MPI
         private_memory()  # one for all threads, so not made by several at once
-        # The library's own polls memory that other processes change. Threads that poll keep each other from running.
-        original, shared_memory.barrier = shared_memory.barrier, lambda _, comm: comm.Barrier
         n = len(self.hosts)
         world, results, errors = self.meeting(range(n)), [None] * n, []
 
@@ -113,13 +128,16 @@ class Job:
                     meeting.barrier.abort()
 
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(n)]
-        try:
+        module = types.ModuleType("mpi4py")
+        module.MPI = MPI
+        # The library's own barrier polls memory that other processes change. Threads that poll keep each other from
+        # running.
+        barrier = mock.patch.object(shared_memory, "barrier", lambda _, comm: comm.Barrier)
+        with barrier, mock.patch.dict(sys.modules, {"mpi4py": module}):
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-        finally:
-            shared_memory.barrier = original
         if errors:
             raise errors[0]
         return results
@@ -133,6 +151,9 @@ class Meeting:
         self.barrier = threading.Barrier(len(self.ranks), timeout=SECONDS)
         self.given = [None] * len(self.ranks)
         self.made = {}
+        self.lock = threading.Lock()
+        self.swaps = {}  # by number, the messages of each
+        self.queues = defaultdict(queue.Queue)  # by source and destination
 
 
 class RecordingComm:
@@ -140,6 +161,7 @@ class RecordingComm:
 
     def __init__(self, meeting, rank):
         self.rank, self.size = rank, len(meeting.ranks)
+        self.swaps = 0  # how often this rank has waited for what it sent and receives
         self._meeting = meeting
 
     def _meet(self, given):
@@ -164,10 +186,9 @@ class RecordingComm:
     def Split(self, color=0, key=0):
         everyones = self._meet((color, key))
         if self.rank == 0:
-            undefined = _mpi.load().UNDEFINED
             members = defaultdict(list)
             for rank in sorted(range(self.size), key=lambda rank: (everyones[rank][1], rank)):
-                if everyones[rank][0] != undefined:
+                if everyones[rank][0] != MPI.UNDEFINED:
                     members[everyones[rank][0]].append(self._meeting.ranks[rank])
             self._meeting.made = {color: self._meeting.job.meeting(ranks) for color, ranks in members.items()}
         self.Barrier()
@@ -187,7 +208,7 @@ class RecordingComm:
 
     def bcast(self, given, root=0):
         message = self._meet(pickle.dumps(given))[root]
-        self._note("bcast", broadcast(self.size, root, len(message)))
+        self._note("bcast", binomial(self.size, root, len(message)))
         self.Barrier()
         return pickle.loads(message)
 
@@ -216,21 +237,20 @@ class RecordingComm:
         self._note("Alltoallv", pairwise([counts for _, (counts, _) in everyones]))
         self.Barrier()
 
-    def Bcast(self, buffer, root=0):
-        given = self._meet(buffer)[root]
-        if self.rank != root:
-            buffer[...] = given
-        self._note("Bcast", broadcast(self.size, root, given.nbytes))
-        self.Barrier()
+    def Isend(self, piece, to):
+        meeting = self._meeting
+        with meeting.lock:
+            if self.swaps not in meeting.swaps:
+                meeting.swaps[self.swaps] = []
+                meeting.job.calls.append(Call("Isend", [meeting.swaps[self.swaps]]))
+            meeting.swaps[self.swaps].append((meeting.ranks[self.rank], meeting.ranks[to], piece.nbytes))
+            messages = meeting.queues[self.rank, to]
+        messages.put(piece.copy())
+        return Request(self)
 
-    def Sendrecv(self, sent, to, recvbuf, source):
-        """All ranks call it together, as the library does."""
-        everyones = self._meet((sent, to))
-        part, destination = everyones[source]
-        assert destination == self.rank
-        recvbuf[...] = part
-        self._note("Sendrecv", [[(rank, to, part.nbytes) for rank, (part, to) in enumerate(everyones)]])
-        self.Barrier()
+    def Irecv(self, piece, source):
+        with self._meeting.lock:
+            return Request(self, piece, self._meeting.queues[source, self.rank])
 
 
 def hosts_of(ranks_per_host):

@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 RECORD = 256  # bytes of a rank, with which every collective call begins
+PIECE = 1 << 20  # bytes of all ranks' parts from which on each is sent to its rank in pieces of so many, all at a time
 
 
 class Links(NamedTuple):
@@ -81,16 +82,24 @@ def all_to_all(groups, nbytes):
     n = sum(groups)
     if len(groups) == 1:
         return NOTHING
-    messages = n * n - sum(group * group for group in groups)
+    pairs = n * n - sum(group * group for group in groups)
     host = max(group * (n - group) for group in groups)
-    return Cost(n - 1, messages, messages * nbytes, host * nbytes, (n - min(groups)) * nbytes)
+    found = Cost(n - 1, pairs, pairs * nbytes, host * nbytes, (n - min(groups)) * nbytes)
+    return in_pieces(found, n, nbytes)
 
 
-def ring(groups, nbytes):
-    """All-gather of large parts, of this many bytes from every rank: each host has one rank that sends to the next."""
+def in_pieces(found, n, nbytes):
+    """A call that sends one message of so many bytes to each rank, if these are large: then all go at once."""
+    if n * nbytes <= PIECE:
+        return found
+    return found._replace(rounds=1, messages=found.messages * math.ceil(nbytes / PIECE))
+
+
+def all_gather(groups, nbytes):
+    """This many bytes from every rank. Small parts go by a ring: each host has one rank that sends to the next."""
     n, hosts = sum(groups), len(groups)
-    if hosts == 1:
-        return NOTHING
+    if hosts == 1 or n * nbytes > PIECE:
+        return all_to_all(groups, nbytes)
     return Cost(n - 1, hosts * (n - 1), hosts * (n - 1) * nbytes, (n - 1) * nbytes, (n - 1) * nbytes)
 
 
@@ -115,40 +124,40 @@ def rails(groups, nbytes):
     of_first = max(
         sum(math.ceil(other / group) for j, other in enumerate(groups) if j != i) for i, group in enumerate(groups)
     )
-    return Cost(
-        len(distances),
-        n * (hosts - 1),
-        n * (hosts - 1) * nbytes,
-        max(out, into) * nbytes,
-        max(of_first, hosts - 1) * nbytes,
+    messages = n * (hosts - 1)
+    found = Cost(
+        len(distances), messages, messages * nbytes, max(out, into) * nbytes, max(of_first, hosts - 1) * nbytes
     )
+    return in_pieces(found, n, nbytes)
 
 
 # ---- steps, of `nbytes` bytes of gradients: the calls of one after another
 
 
 def flat(groups, nbytes):
-    """All ranks reduce a slice each, and gather the slices."""
+    """All ranks sum up a slice each, and gather the slices: where each host has one rank, and for 16-bit floats."""
     part = nbytes // sum(groups)
-    return [records(groups), all_to_all(groups, part), ring(groups, part)]
+    return [records(groups), all_to_all(groups, part), all_gather(groups, part)]
 
 
 def leaders(groups, nbytes):
-    """Summed inside each host; the hosts' first ranks do the rest as above."""
-    if len(groups) == 1:
-        return []
-    return [records(groups), *flat((1,) * len(groups), nbytes)]
+    """Summed inside each host; the hosts' first ranks do the rest as above. The library does not do this."""
+    return [] if len(groups) == 1 else [records(groups), *flat((1,) * len(groups), nbytes)]
+
+
+def unsharded(groups, nbytes):
+    """Each rank gets its part of each host's sum, and sends the sum of these back the same way."""
+    part = nbytes // sum(groups)
+    return [] if len(groups) == 1 else [records(groups), rails(groups, part), rails(groups, part)]
 
 
 def sharded(groups, nbytes):
-    """Each rank gets the sum of its part, by rails, and sends its new values back the same way."""
-    if len(groups) == 1:
-        return []
+    """Likewise, but what goes back are new values, in a call of its own."""
     part = nbytes // sum(groups)
-    return [records(groups), rails(groups, part), records(groups), rails(groups, part)]
+    return [] if len(groups) == 1 else [records(groups), rails(groups, part), records(groups), rails(groups, part)]
 
 
-STEPS = {"flat": flat, "leaders": leaders, "sharded": sharded}
+STEPS = {"flat": flat, "leaders": leaders, "unsharded": unsharded, "sharded": sharded}
 
 
 def seconds(calls, links):

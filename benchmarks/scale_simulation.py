@@ -29,15 +29,17 @@ def by_hosts(comm, host_comm):
     """The communicator that the library takes."""
     if host_comm.size == comm.size:
         return SharedMemoryCommunicator(comm)
+    if comm.allgather(host_comm.size) == [1] * comm.size:
+        return MpiCommunicator(comm)
     return HierarchicalCommunicator(comm, host_comm)
 
 
 STEPS = {
     "flat": (lambda comm, _: MpiCommunicator(comm), MirroredHostStorage),
-    "leaders": (by_hosts, MirroredHostStorage),
+    "unsharded": (by_hosts, MirroredHostStorage),
     "sharded": (by_hosts, ShardedHostStorage),
 }
-"""For each name of `formulas.STEPS` the communicator and the storage."""
+"""For names of `formulas.STEPS` the communicator and the storage."""
 MOMENTUM, STEPS_OF_A_RUN = 0.5, 2
 
 

@@ -46,6 +46,13 @@ def test_under_mpirun(rows, program, ranks):
     rows(program, ranks, *SMALL[program][1].split())
 
 
+def test_the_simulation_of_scale(launch):
+    options = "--hosts 1 2 --ranks 2 --elements 10000 --megabytes 1 --many-hosts 2"
+    result = launch(BENCHMARKS / "scale_simulation.py", None, *options.split())
+    assert (result.status, result.leftovers) == (0, []), result.stderr
+    assert result.stdout.count("\n| --- |") == 3  # tables of different widths
+
+
 @pytest.mark.parametrize("program", START_MPIRUN)
 def test_that_starts_mpirun(launch, rows, program, tmp_path):
     plot = tmp_path / "growth.png"

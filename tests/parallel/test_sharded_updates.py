@@ -331,3 +331,37 @@ def test_ranks_that_update_other_variables_are_told(both, place):
         results.append(model.train(1, first=2).values())
     check_equal(results[2], results[0], place)
     check_equal(results[3], results[1], place)
+
+
+class Asked:
+    """NCCL's communicator, with a list of its calls and their counts."""
+
+    def __init__(self, real):
+        self.calls = []
+        self._real = real
+
+    def __getattr__(self, name):
+        def call(source, target, count, *rest):
+            self.calls.append((name, count))
+            return getattr(self._real, name)(source, target, count, *rest)
+
+        return call
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_what_a_step_asks_of_nccl(both, place):
+    """What docs/scale.md counts with: one call, or two that move a part each."""
+    part = 1024
+    for strategy, expected in zip(
+        both, ([("allReduce", part * N)], [("reduceScatter", part), ("allGather", 4 * part)]), strict=True
+    ):
+        model = Model(strategy, OPTIMIZERS["momentum"], [(part * N,)], ["float32"]).train(1)
+        communicator = strategy._group.communicator
+        real = communicator._comm
+        communicator._comm = asked = Asked(real)
+        try:
+            model.train(1, first=1)
+        finally:
+            communicator._comm = real
+        assert asked.calls == expected
