@@ -76,6 +76,8 @@ from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file, _safetensors
+from hpcstrat.checkpoint._new_file import NewFile
+from hpcstrat.checkpoint._pieces import Piece, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import CheckpointFile, Contents, Entry
 from hpcstrat.checkpoint._snapshot import Checksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes

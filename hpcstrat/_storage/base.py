@@ -27,7 +27,13 @@ PART = 1 << 22
 
 
 class Storage(abc.ABC):
-    """Keeps variables' numbers. Its methods are collective: all ranks call them."""
+    """Keeps variables' numbers. Its methods are collective: all ranks call them.
+
+    Attributes:
+        reads_everywhere: whether every rank can read every block, or its part of a split one; else the parameter rank.
+    """
+
+    reads_everywhere: bool = True
 
     def __init__(self, communicator: Communicator) -> None:
         self._number = communicator.count_storage()
@@ -208,10 +214,15 @@ class Storage(abc.ABC):
         """Changes a variable on this rank alone, which is not collective."""
 
     @abc.abstractmethod
-    def parts(self, block: Block) -> Iterator[Bytes]:
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """The bytes of a block as this rank has it, in host memory, at most `PART` of them at once.
 
         Each part is read-only by convention and valid until the next. Not collective.
+
+        Args:
+            block: of which a rank has its part only, where it is split.
+            start: the first byte.
+            stop: the byte after the last one; `None` for all.
         """
 
     def all_parts(self, block: Block) -> Iterator[Bytes]:
@@ -276,9 +287,9 @@ def flat(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def host_parts(array: Array) -> Iterator[Bytes]:
-    """The bytes of an array in host memory, in place and in parts."""
+def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    """The bytes of an array in host memory, from `start` to `stop`, in place and in parts."""
     # In place: what is saved is read where it lies, and never copied.
-    everything = flat(array)
-    for start in range(0, everything.size, PART):
-        yield everything[start : start + PART]
+    wanted = flat(array)[start:stop]
+    for begin in range(0, wanted.size, PART):
+        yield wanted[begin : begin + PART]

@@ -25,6 +25,8 @@ class CentralDeviceStorage(DeviceStorage):
     for nothing, unless the master copy is in host memory.
     """
 
+    reads_everywhere = False
+
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """See `Storage.create_slot`. On the other ranks the block has no numbers."""
         communicator = self._communicator

@@ -197,15 +197,15 @@ class DeviceStorage(Storage):
             else:
                 rule.apply(block.array, self.on_device(new), (), block.array)
 
-    def parts(self, block: Block) -> Iterator[Bytes]:
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """See `Storage.parts`. What is on a GPU comes through pinned memory."""
         if not _gpu.is_on_gpu(block.array):
-            yield from host_parts(block.array)
+            yield from host_parts(block.array, start, stop)
             return
-        everything: Array = flat(block.array)
-        pinned = _gpu.pinned(min(PART, everything.size))
-        for start in range(0, everything.size, PART):
-            part = everything[start : start + PART]
+        wanted: Array = flat(block.array)[start:stop]
+        pinned = _gpu.pinned(min(PART, wanted.size))
+        for begin in range(0, wanted.size, PART):
+            part = wanted[begin : begin + PART]
             with self._current():
                 # Into pinned memory: from the GPU a copy to ordinary memory goes through a small staging buffer of the
                 # driver.

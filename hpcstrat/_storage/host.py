@@ -35,9 +35,9 @@ class HostStorage(Storage):
         block.checksum = None
         rule.apply(block.array, new, (), block.array)
 
-    def parts(self, block: Block) -> Iterator[Bytes]:
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """See `Storage.parts`."""
-        return host_parts(block.array)
+        return host_parts(block.array, start, stop)
 
     def _write_part(self, block: Block, start: int, part: Bytes) -> None:
         block.checksum = None

@@ -13,6 +13,8 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from hpcstrat._edge import current_call
+
 _NUMBER = re.compile(r"\.([1-9][0-9]*)")
 _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 
@@ -58,6 +60,21 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"{path}.{number}")
     _sync_folder(folder)
+
+
+def explained(path: str, error: OSError, consequence: str) -> OSError:
+    """The error with the call and the consequence, of the same class: OSError picks the subclass by `errno`."""
+    text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
+    return OSError(error.errno, text) if error.errno is not None else OSError(text)
+
+
+@contextlib.contextmanager
+def explaining(path: str, consequence: str) -> Iterator[None]:
+    """An OSError of the block becomes `explained`."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(path, error, consequence) from error
 
 
 def followed(path: str) -> str:

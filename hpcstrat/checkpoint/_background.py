@@ -5,14 +5,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from hpcstrat import _failure
 from hpcstrat._communicators.connection import connect
 from hpcstrat._types import Bytes
-from hpcstrat.checkpoint import _safetensors
+from hpcstrat.checkpoint._new_file import NewFile
+from hpcstrat.checkpoint._pieces import Piece
 
 _HOUR = 3600.0  # seconds
 
@@ -47,29 +48,40 @@ class _Save:
         return self._error
 
 
-def start(path: str, contents: _safetensors.Contents, keep: int | None) -> None:
-    """Copies the arrays, then returns and leaves the writing to a thread. The one before it must have finished.
-
-    Args:
-        path: as in `_safetensors.write`, like the other arguments.
-        contents: as there.
-        keep: as there.
+def copied(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
+    """Copies of pieces of a file, of `nbytes` together. The save before this one must have finished.
 
     Raises:
-        MemoryError: there is no room for a copy.
+        MemoryError: there is no room for them.
     """
-    global _buffer, _pending, _waits_at_exit
-    if _buffer.size < contents.nbytes:
+    global _buffer
+    if _buffer.size < nbytes:
         _buffer = np.empty(0, np.uint8)  # given back before the larger one is asked for
-        _buffer = np.empty(contents.nbytes, np.uint8)
-    copy = contents.copied(_buffer)
+        _buffer = np.empty(nbytes, np.uint8)
+    copies: list[Piece] = []
+    end = 0
+    for start, data in pieces:
+        copy = _buffer[end : end + len(data)]
+        copy[...] = data
+        copies.append(Piece(start, copy.data))
+        end += copy.size
+    return copies
 
+
+def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
+    """Leaves the writing of copies to a thread, on each rank, and returns."""
+    global _pending, _waits_at_exit
     if not _waits_at_exit:
         # Not when this module is imported: then it would run after the hook that ends MPI, with which a failure ends
         # the other ranks.
         atexit.register(_finish_at_exit)
         _waits_at_exit = True
-    _pending = _Save(path, lambda: _safetensors.write(path, copy, keep))
+
+    def write() -> None:
+        with file:
+            file.write_alone(copies)
+
+    _pending = _Save(path, write)
 
 
 def finish() -> tuple[str, Exception | None]:

@@ -39,15 +39,16 @@ class Checkpoint:
     def save(self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True) -> None:
         """Writes the objects to a file and replaces the previous one. Collective: all ranks call this.
 
-        Only the parameter rank writes, while the others wait. It writes to a file next to `path` first, so that a kill
+        All ranks write their shares of one file at the same time; where a rank does not see the parameter rank's file,
+        because it is on another host, the parameter rank writes alone. The file is next to `path` first, so that a kill
         at any moment leaves the previous file whole; when this returns, the new one is on disk. Permissions stay.
         Arrays are not copied in memory. Variables made outside every scope may differ between ranks; those of the
-        writing rank are saved.
+        parameter rank are saved.
 
-        With `blocking=False` this returns as soon as the parameter rank has copied what it writes; a thread writes the
-        file while the program goes on. The copy takes as much memory once more, which is kept for the next one. The
-        next `save`, `restore` or `sync` of any checkpoint waits for the file, and raises what its writing met; so does
-        the end of the program, with a non-zero status.
+        With `blocking=False` this returns as soon as each rank has copied its share; threads write the file while the
+        program goes on. The copies take as much memory once more, which is kept for the next ones. The next `save`,
+        `restore` or `sync` of any checkpoint waits for the file, and raises what its writing met; so does the end of
+        the program, with a non-zero status.
 
         Args:
             path: the file; symbolic links are followed, and missing folders are made.
@@ -56,9 +57,8 @@ class Checkpoint:
             blocking: whether to wait until the file is on disk.
 
         Raises:
-            OSError: the file system refuses on the parameter rank, or `path` is a folder, a device or a FIFO; all
-                ranks raise. The previous file is whole. Or it refused the save before, in the background; this one has
-                not begun.
+            OSError: the file system refuses on any rank, or `path` is a folder, a device or a FIFO; all ranks raise.
+                The previous file is whole. Or it refused the save before, in the background; this one has not begun.
             MemoryError: there is no memory for the copy that `blocking=False` makes.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be saved, or `path` is not a path.

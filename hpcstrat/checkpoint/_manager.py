@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, final
 from hpcstrat import _context, _job_memory
 from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect
+from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._job_memory import JobMemory
 from hpcstrat._spans import CHECKPOINT, span
@@ -17,7 +18,7 @@ from hpcstrat.checkpoint import _safetensors
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
 from hpcstrat.checkpoint._preemption import PreemptionHandler
 from hpcstrat.checkpoint._restoring import opened, restore_from
-from hpcstrat.checkpoint._saving import checked_keep, checked_path, save_to, save_to_file
+from hpcstrat.checkpoint._saving import Saved, checked_keep, checked_path, save_to_file
 from hpcstrat.checkpoint._snapshot import Snapshot, SnapshotMemory
 
 _IN_MEMORY = "the snapshot in memory"
@@ -158,8 +159,12 @@ class CheckpointManager:
             assert self._snapshots is not None
             self._snapshots.write(contents, self._steps)
 
+        communicator = connect()
         try:
-            save_to(objects_of(self._checkpoint), (_IN_MEMORY,), write, self._steps)
+            saved = Saved(objects_of(self._checkpoint), (_IN_MEMORY,), self._steps)
+            with communicator.raise_together():
+                saved.by_root(write)
+                communicator.exchange(signature_of(f"{current_call()}: written"))
         except MemoryError as error:  # on all ranks
             # No reason to end a healthy program: the file is left.
             self._takes_snapshots = False

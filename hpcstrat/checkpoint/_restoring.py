@@ -18,8 +18,9 @@ from hpcstrat._types import Bytes
 from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.checkpoint import _safetensors
+from hpcstrat.checkpoint._atomic_file import explained
 from hpcstrat.checkpoint._objects import CheckpointObjects, Compatibility, listed, own_share, position_of, storage_of
-from hpcstrat.checkpoint._saving import explained, finish_background, signature
+from hpcstrat.checkpoint._saving import finish_background, signature
 from hpcstrat.optimizers._state import copy_block
 from hpcstrat.optimizers.base import state_of_optimizer
 

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from hpcstrat._storage.base import PART, host_parts
+from hpcstrat._storage.base import PART
 from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._atomic_file import followed, numbered, replacing
+from hpcstrat.checkpoint._pieces import Piece, write_pieces
 
 _VERSION = 1
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
@@ -86,11 +87,7 @@ class Contents:
         parts: Callable[[str], Iterable[Bytes]],
         step: int | None = None,
     ) -> None:
-        self._entries = entries
-        self._metadata = metadata
-        self._step = step
-        # Large elements first, so that every array is aligned to its element size, and readers can map it.
-        self._names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
+        self._names = list(sizes(entries))
         self._parts = parts
         self.header: bytes = _header([(name, entries[name]) for name in self._names], metadata, step)
         self.nbytes: int = len(self.header) + sum(entry.nbytes for entry in entries.values())
@@ -102,17 +99,25 @@ class Contents:
             for part in self._parts(name):
                 yield part.data
 
-    def copied(self, buffer: Bytes) -> Contents:
-        """The same, with the arrays copied to a buffer of `nbytes`."""
-        copies: dict[str, Bytes] = {}
-        end = 0
-        for name in self._names:
-            start = end
-            for part in self._parts(name):
-                buffer[end : end + part.size] = part
-                end += part.size
-            copies[name] = buffer[start:end]
-        return Contents(self._entries, self._metadata, lambda name: host_parts(copies[name]), self._step)
+    def pieces(self) -> Iterator[Piece]:
+        """`views`, each with its place in the file."""
+        start = 0
+        for view in self.views():
+            yield Piece(start, view)
+            start += len(view)
+
+    def seal(self, file: int, checksum: int) -> None:
+        """Writes the checksum to a file in which all else is."""
+        # Arrays are read only once, while they are written, so the checksum is known only now. Its own eight digits
+        # count as zeros.
+        os.pwrite(file, b"%08x" % checksum, self.header.index(b'"crc32":"') + len(b'"crc32":"'))
+
+
+def sizes(entries: Mapping[str, Entry]) -> dict[str, int]:
+    """Bytes of each array, in the order of the file."""
+    # Large elements first, so that every array is aligned to its element size, and readers can map it.
+    names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
+    return {name: entries[name].nbytes for name in names}
 
 
 def write(path: str, contents: Contents, keep: int | None = None) -> None:
@@ -127,16 +132,7 @@ def write(path: str, contents: Contents, keep: int | None = None) -> None:
         OSError: the file system's error.
     """
     with replacing(path, keep) as file:
-        checksum = 0
-        for view in contents.views():
-            checksum = zlib.crc32(view, checksum)
-            # An unbuffered write may take less than it was given.
-            while view:
-                view = view[file.write(view) :]
-        # Arrays are read only once, while they are written, so the checksum is known only now. Its own eight digits
-        # count as zeros.
-        file.seek(contents.header.index(b'"crc32":"') + len(b'"crc32":"'))
-        file.write(b"%08x" % checksum)
+        contents.seal(file.fileno(), write_pieces(file.fileno(), contents.pieces(), contents.nbytes))
 
 
 def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step: int | None) -> bytes:

@@ -17,6 +17,7 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "host_step.py": ([1, 2], "--rounds 1"),
     "calls.py": ([1, 2], "--rounds 1 --calls 10"),
+    "checkpoint.py": ([1, 3], "--rounds 1 --elements 30000"),
     "memory.py": ([2], "--parameters 10000 --steps 2"),
     "input.py": ([1, 2], "--rounds 1 --rows 1000"),
     "hosts_step.py": ([2], "--rounds 1 --link lo"),

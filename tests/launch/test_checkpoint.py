@@ -288,35 +288,36 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("disk", ["slow", "full"])
-def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk):
+def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk, rank):
     """Whose ranks then wait in the end of MPI, for longer than they would elsewhere."""
     program = """
     import errno, os, sys, time
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.checkpoint import _safetensors
 
-    path, disk = sys.argv[1:]
+    path, disk = sys.argv[1:3]
     strategy = hs.CentralStorageStrategy()
     with strategy.scope():
         v = hs.Variable(np.arange(8.0))
     checkpoint = hs.checkpoint.Checkpoint(v=v)
     checkpoint.save(path)
-    write = _safetensors.write
+    pwrite = os.pwrite
 
     def late(*args):
         time.sleep(2.5)
         if disk == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(*args)
+        return pwrite(*args)
 
-    _safetensors.write = late
+    if hs.rank() == int(sys.argv[3]):
+        os.pwrite = late
     v.assign(-np.arange(8.0))
     checkpoint.save(path, blocking=False)
     """
     seconds = {"HPCSTRAT_STALL_SECONDS": "0.5", "HPCSTRAT_TIMEOUT_SECONDS": "1"}
-    result = launch(program, 2, tmp_path / "saved", disk, env=seconds)
+    result = launch(program, 2, tmp_path / "saved", disk, str(rank), env=seconds)
     arrays, _ = read(tmp_path / "saved")
     if disk == "slow":
         assert well(result) == ""
@@ -353,8 +354,44 @@ def test_a_rank_that_is_killed_in_saving(launch, tmp_path, victim):
     assert values.size == 1 << 20 and (values == values[0]).all()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, ranks):
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("victim, moment", [(0, "pwrite"), (1, "pwrite"), (1, "fsync"), (0, "replace")])
+def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, victim, moment, blocking):
+    program = """
+    import os, signal, sys
+    import numpy as np
+    import hpcstrat as hs
+
+    path, victim, moment, blocking = sys.argv[1:]
+    strategy = hs.MirroredStrategy(shard_updates=True)
+    with strategy.scope():
+        v = hs.Variable(np.zeros(1 << 20))
+        optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
+    checkpoint = hs.checkpoint.Checkpoint(v=v, optimizer=optimizer)
+    if os.path.exists(path):
+        checkpoint.restore(path)
+        assert (v.numpy() == -1).all() and optimizer.iterations == 1
+        checkpoint.save(path)
+        print(os.listdir(os.path.dirname(path)))
+        sys.exit()
+    for _ in range(2):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(1 << 20) / hs.size(), v)]))
+        if optimizer.iterations == 2 and hs.rank() == int(victim):
+            setattr(os, moment, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        checkpoint.save(path, blocking=optimizer.iterations == 1 or blocking == "True")
+    checkpoint.sync()
+    """
+    folder = tmp_path / "checkpoints"
+    arguments = (program, 3, folder / "saved", str(victim), moment, str(blocking))
+    result = launch(*arguments)
+    assert result.status != 0
+    assert result.leftovers == []
+    assert (np.frombuffer(read(folder / "saved")[0]["v"]) == -1).all()
+    assert well(launch(*arguments)) == "['saved']\n"  # what was left is gone
+
+
+@pytest.mark.parametrize("ranks, full", [(1, 0), (3, 0), (3, 2)])
+def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, ranks, full):
     program = """
     import os, resource, sys
     import numpy as np
@@ -366,7 +403,7 @@ def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, 
     checkpoint = hs.checkpoint.Checkpoint(v=v)
     checkpoint.save(sys.argv[1], keep=2)
     v.assign(np.full(1 << 20, 2.0))
-    if hs.rank() == 0:
+    if hs.rank() == int(sys.argv[2]):
         resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, resource.RLIM_INFINITY))
     try:
         checkpoint.save(sys.argv[1], keep=2)
@@ -380,7 +417,7 @@ def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, 
     checkpoint.save(sys.argv[1], keep=2)
     """
     folder = tmp_path / "checkpoints"
-    result = launch(program, ranks, folder / "saved")
+    result = launch(program, ranks, folder / "saved", str(full))
     assert result.status == 0
     lines = sorted(result.stderr.splitlines())
     assert [line[0] for line in lines] == [str(rank) for rank in range(ranks)]
@@ -395,6 +432,7 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     import re, sys
     import numpy as np
     import hpcstrat as hs
+    from hpcstrat.optimizers.base import state_of_optimizer
 
     def resident(which):
         return int(re.search(which + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1]) >> 10  # MiB
@@ -405,6 +443,9 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
         optimizer = hs.optimizers.SGD(0.0, momentum=0.5)
     buffers = optimizer.gradient_buffers([v])
     strategy.run(lambda: optimizer.apply_gradients([(buffers[0], v)]))
+    for _, blocks in state_of_optimizer(optimizer).slots.values():
+        # A page that ranks share counts for those that have touched it.
+        assert np.isfinite(v.value().sum() + blocks[0].array.sum())
     checkpoint = hs.checkpoint.Checkpoint(v=v, optimizer=optimizer)
     for call in checkpoint.save, checkpoint.restore:
         with open("/proc/self/clear_refs", "w") as file:

@@ -15,6 +15,7 @@ from internals import (
     STAGING,
     CentralDeviceStorage,
     CheckpointFile,
+    NewFile,
     ReplicaGroup,
     UpdatesOn,
     _devices,
@@ -434,17 +435,106 @@ def test_a_save_in_the_background_is_of_its_moment(strategy, path):
     assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1"]
 
 
+def refuse(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("rank", [0, N - 1])
 @pytest.mark.parametrize("waiting", ["sync", "save", "restore"])
-def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, waiting):
+def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, monkeypatch, waiting, rank):
     with_path = () if waiting == "sync" else (path,)
-    saved.checkpoint.save(f"{path}/below", blocking=False)
-    with pytest.raises(
-        NotADirectoryError, match=rf"Checkpoint\.{waiting} of .*/below: .*background; nothing was saved"
-    ):
+    if rank == RANK:
+        monkeypatch.setattr(os, "pwrite", refuse)
+    saved.checkpoint.save(f"{path}2", blocking=False)
+    with pytest.raises(OSError, match=rf"Checkpoint\.{waiting} of .*2: No space .*background; nothing was saved"):
         getattr(saved.checkpoint, waiting)(*with_path)
+    monkeypatch.undo()
     getattr(saved.checkpoint, waiting)(*with_path)  # it is said once
     saved.checkpoint.restore(path)
     assert int(saved.steps) == (4 if waiting == "save" else 3)
+    assert not any("partial" in name for name in os.listdir(os.path.dirname(path)))
+
+
+# ---- all ranks write
+
+
+@pytest.mark.parametrize("function", ["pwrite", "fsync"])
+@pytest.mark.parametrize("rank", [0, N - 1])
+def test_a_disk_that_fails_on_one_rank_is_an_error_everywhere(saved, path, monkeypatch, function, rank):
+    if rank == RANK:
+        monkeypatch.setattr(os, function, refuse)
+    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: No space left on device; nothing was saved") as caught:
+        saved.checkpoint.save(path)
+    assert str(caught.value).count("Checkpoint.save") == 1
+    monkeypatch.undo()
+    MPI.COMM_WORLD.Barrier()  # behind which the root has removed the new file
+    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
+    saved.checkpoint.restore(path)
+    assert int(saved.steps) == 3
+    saved.checkpoint.save(path)
+
+
+@pytest.fixture
+def large(strategy):
+    """A checkpoint with arrays of all kinds, of which each rank has all, its part, or one of its own."""
+    with strategy.scope():
+        w, b = hs.Variable(np.arange(100_001) + 0.5), hs.Variable(np.arange(7, dtype=np.int8))
+        seen, optimizer = hs.metrics.Mean(), hs.optimizers.Adam(0.5)
+    outside = hs.Variable(np.arange(5.0) + RANK)
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones_like(w.value()), w)]))
+    strategy.run(lambda: seen.update_state(float(RANK)))
+    return Checkpoint(w=w, b=b, seen=seen, optimizer=optimizer, outside=outside)
+
+
+def saved_and_written(checkpoint, path, blocking):
+    """The bytes of the file, and where each rank has written them."""
+    written, pwrite = [], os.pwrite
+
+    def noted(file, data, start):
+        written.append((start, start + len(data)))
+        return pwrite(file, data, start)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "pwrite", noted)
+        checkpoint.save(path, blocking=blocking)
+        checkpoint.sync()
+    with open(path, "rb") as file:
+        content = file.read()
+    CheckpointFile(path).close()  # whose checksum is right
+    return content, MPI.COMM_WORLD.allgather(written)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_each_rank_writes_its_share(strategy, large, path, blocking):
+    content, by_rank = saved_and_written(large, path, blocking)
+    places = sorted(place for written in by_rank for place in written if place[1] - place[0] != 8)  # of the checksum
+    assert places[0][0] == 0 and places[-1][1] == len(content)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(places))
+    for written in by_rank:
+        share = sum(stop - start for start, stop in written) / len(content)
+        if strategy._group.storage.reads_everywhere:
+            assert abs(share - 1 / N) < 0.02
+        else:  # the parameter rank alone has slots
+            assert share < 0.01 or share > 0.99
+
+
+@pytest.mark.mpi(min_size=2)  # the root sees its own file
+@pytest.mark.parametrize("blocking", [True, False])
+def test_where_a_rank_sees_other_files_the_root_writes_the_same(large, path, monkeypatch, blocking):
+    content, _ = saved_and_written(large, path, blocking)
+    if RANK == N - 1 or RANK == 0:  # one of which is not the root
+        monkeypatch.setattr(NewFile, "_open", lambda *_: False)
+    again, by_rank = saved_and_written(large, path, blocking)
+    assert again == content
+    assert sum(bool(written) for written in by_rank) == 1
+    assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
+
+
+def test_a_wrong_path_is_told_at_once(saved, path):
+    for blocking in (True, False):
+        with pytest.raises(NotADirectoryError, match=r"Checkpoint\.save of .*/below: .* is a file and not a folder;"):
+            saved.checkpoint.save(f"{path}/below", blocking=blocking)
+    saved.checkpoint.sync()
 
 
 @pytest.mark.parametrize("good", range(5))

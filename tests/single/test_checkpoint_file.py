@@ -18,7 +18,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from internals import PART, CheckpointFile, Entry, _atomic_file, _safetensors, host_parts
+from internals import PART, CheckpointFile, Entry, Piece, _atomic_file, _safetensors, host_parts, share_of, write_pieces
 
 KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 KNOWN += ["float16", "bfloat16", "float32", "float64"]
@@ -96,6 +96,60 @@ def test_every_array_starts_at_a_multiple_of_its_elements(tmp_path):
     write(tmp_path / "file", arrays)
     with CheckpointFile(os.fspath(tmp_path / "file")) as file:
         assert all(file._starts[name] % min(8, entry.itemsize) == 0 for name, entry in file.entries.items())
+
+
+# ---- what several write
+
+
+@given(st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2)), max_size=8))
+def test_pieces_that_several_write_have_the_checksum_of_the_whole(tmp_path_factory, content, cuts):
+    """Each piece of the file is written by one of three."""
+    ends = [*sorted((min(end, len(content)), writer) for end, writer in cuts), (len(content), 0)]
+    pieces, start = [[], [], []], 0
+    for end, writer in ends:
+        pieces[writer].append(Piece(start, memoryview(content)[start:end]))
+        start = end
+    path = tmp_path_factory.getbasetemp() / "pieces"
+    with open(path, "wb", buffering=0) as file:
+        checksums = [write_pieces(file.fileno(), own, len(content)) for own in pieces]
+    assert checksums[0] ^ checksums[1] ^ checksums[2] == zlib.crc32(content)
+    assert path.read_bytes() == content
+
+
+def test_a_checksum_over_gaps_of_any_length(tmp_path):
+    with open(tmp_path / "pieces", "wb", buffering=0) as file:
+        for gap in (1, 2, 255, 4096, 1_000_003, 1 << 26):
+            checksum = write_pieces(file.fileno(), [Piece(0, memoryview(b"begin"))], gap + 8)
+            checksum ^= write_pieces(file.fileno(), [Piece(gap + 5, memoryview(b"end"))], gap + 8)
+            checksum ^= write_pieces(file.fileno(), [Piece(5, memoryview(bytes(gap)))], gap + 8)
+            assert checksum == zlib.crc32(b"begin" + bytes(gap) + b"end")
+
+
+@given(
+    st.integers(1, 5),
+    st.dictionaries(st.text(max_size=3), st.tuples(st.integers(0, 50), st.sampled_from(["all", "root", "split"]))),
+    st.randoms(use_true_random=False),
+)
+def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
+    root = random.randrange(size)
+    nbytes = {name: count for name, (count, _) in arrays.items()}
+    split = [name for name, (_, kind) in arrays.items() if kind == "split"]
+    cuts = {
+        name: [0, *sorted(random.randint(0, nbytes[name]) for _ in range(size - 1)), nbytes[name]] for name in split
+    }
+    of_root = {name for name, (_, kind) in arrays.items() if kind == "root"}
+    owners = {name: [[] for _ in range(count)] for name, count in nbytes.items()}
+    common = [0] * size
+    for rank in range(size):
+        for name, start, stop in share_of(rank, size, root, nbytes, cuts, of_root):
+            assert start < stop
+            common[rank] += (stop - start) * (name not in cuts and name not in of_root)
+            for byte in range(start, stop):
+                owners[name][byte].append(rank)
+    assert all(len(ranks) == 1 for of in owners.values() for ranks in of)
+    assert all(ranks == [root] for name in of_root for ranks in owners[name])
+    assert all(cuts[name][r] <= byte < cuts[name][r + 1] for name in cuts for byte, (r,) in enumerate(owners[name]))
+    assert max(common) - min(common) <= 1
 
 
 # ---- what is not whole
