@@ -37,12 +37,22 @@ def ip(*words, namespace=None):
     subprocess.run([tool, *([] if namespace is None else ["-n", namespace]), *rest], check=True)
 
 
+def remove_left(name):
+    """Deletes the namespace that a killed run has left; with processes in it, it is another's."""
+    if pathlib.Path("/run/netns", name).exists():
+        output = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
+        if output:
+            sys.exit(f"{name}: another run of emulated_hosts.py is using this network namespace")
+        ip("ip", "netns", "delete", name)
+
+
 @contextlib.contextmanager
 def network(hosts, gbit):
     """A block during which there are namespaces named by their addresses, linked by a switch."""
     made = []
     try:
-        for name in (SWITCH, *addresses(hosts)):
+        for name in (*addresses(hosts), SWITCH):
+            remove_left(name)
             ip("ip", "netns", "add", name)
             made.append(name)
         ip("ip", "link", "add", "bridge", "type", "bridge", namespace=SWITCH)
