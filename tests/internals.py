@@ -57,12 +57,16 @@ from hpcstrat._memory.segment import available_memory, physical_memory, private_
 from hpcstrat._run import mpiexec, restarts
 from hpcstrat._run.mpiexec import LaunchError
 from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
+from hpcstrat._storage import base as storage
 from hpcstrat._storage import compiled, rows, rule
 from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import replica_storage
+from hpcstrat._storage.marks import Range, ranges_in
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
+from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.mirrored import mirrored_group
 from hpcstrat._strategies.reduction import _Inner
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.recorder import Recorder

@@ -37,7 +37,7 @@ class Segment(NamedTuple):
 
 def on_stream(name: str) -> Callable[..., Details]:
     """The span of a method that moves a flat array on the communicator's stream."""
-    return lambda communicator, array, *_, **__: Details(name, array.nbytes, communicator.stream)
+    return lambda communicator, array, *_, **__: Details(name, array.nbytes, communicator.lane)
 
 
 class DeviceCommunicator(Communicator):
@@ -49,13 +49,20 @@ class DeviceCommunicator(Communicator):
     Args:
         control: moves records, objects and host arrays of the same ranks.
         stream: this rank's, on which GPU arrays are moved; `None` where it computes on the CPU.
+
+    Attributes:
+        lane: the stream that the calls for storage use now: that one, or one beside it.
+        has_second_lane: whether there is one beside it.
     """
+
+    has_second_lane: bool = False
 
     def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
         self.watchdog = control.watchdog
         self.stream = stream
+        self.lane: _gpu.Stream | None = stream
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL sees it, where it
@@ -87,6 +94,21 @@ class DeviceCommunicator(Communicator):
     @abc.abstractmethod
     def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
         """Copies each segment of its rank's array to all ranks' arrays."""
+
+    def beside(self, memory: Array) -> contextlib.AbstractContextManager[None]:
+        """A block whose calls for storage go to a second stream, behind what is on the first, which is current, now.
+
+        Args:
+            memory: what they use; it lives until `join`.
+
+        Raises:
+            NotImplementedError: there is no second stream.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no second stream")
+
+    def join(self) -> None:
+        """Makes the stream wait for what is on the second one."""
+        return
 
     @abc.abstractmethod
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.packing import Layout, layout_of
@@ -33,8 +34,24 @@ class HostCommunicator(Communicator):
     """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
     @abc.abstractmethod
-    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
-        """Reduces the ranks' messages of this layout, elementwise in rank order, into `out`, on every rank."""
+    def reduce_message(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        write: Write,
+        op: ReduceOp,
+        out: Bytes,
+        whole: Layout | None = None,
+    ) -> None:
+        """Reduces the ranks' messages of this layout, elementwise, into `out`, on every rank.
+
+        Sums are in rank order or, between hosts, in an order that depends on the layout. A part of a message is summed
+        in the order of the whole, whose layout it names.
+        """
+
+    def background(self) -> Background | None:
+        """What makes exchanges while the program computes; `None` where that gains nothing. Collective at first."""
+        return None
 
     def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         _check_on_host(arrays)
@@ -132,7 +149,7 @@ class HostCommunicator(Communicator):
         return [message[begin:end] for message, (begin, end) in zip(messages, places, strict=True)]
 
     def sum_sections(
-        self, signature: CallSignature, layouts: Sequence[Layout], nbytes: int, write: Callable[[int, Bytes], None]
+        self, signature: CallSignature, layouts: Sequence[Layout], whole: Layout, write: Callable[[int, Bytes], None]
     ) -> list[Bytes]:
         """Messages whose sum, in this order, is that of what all ranks have for this one; valid until the next call.
 
@@ -141,7 +158,7 @@ class HostCommunicator(Communicator):
         Args:
             signature: what all ranks agree on.
             layouts: for each rank, of what this one has for it; equal on all ranks.
-            nbytes: bytes of the whole as one message.
+            whole: of all that a rank sums at once, of which this may be a part.
             write: as of `exchange_sections`.
         """
         return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
@@ -255,7 +272,15 @@ class SoloCommunicator(HostCommunicator):
         return [message]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        write: Write,
+        op: ReduceOp,
+        out: Bytes,
+        whole: Layout | None = None,
+    ) -> None:
         """The message is the result."""
         self._count(signature)
         write(out)

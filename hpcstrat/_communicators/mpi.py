@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
 
+from hpcstrat._communicators.background import WINDOW, Background, PatientComm, wait_patiently
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.packing import Layout, layout_of
@@ -68,7 +70,7 @@ class MpiCommunicator(HostCommunicator):
         from mpi4py import MPI
 
         super().__init__(comm.rank, comm.size)
-        self._comm = comm
+        self._comm: Any = comm
         self._in_place = MPI.IN_PLACE
         self._wait_for = MPI.Request.Waitall
         self._record: Bytes = np.zeros(RECORD, np.uint8)
@@ -77,6 +79,29 @@ class MpiCommunicator(HostCommunicator):
         # Kept from call to call: the pages of fresh memory would cost about as much as a copy.
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
+        self._window = sys.maxsize
+        self._background: Background | None = None
+        self._has_asked_for_background = False
+
+    def background(self) -> Background | None:
+        """See `HostCommunicator.background`."""
+        if self.size > 1 and not self._has_asked_for_background:
+            from mpi4py import MPI
+
+            with self.calls.waiting:
+                if all(self._comm.allgather(MPI.Query_thread() == MPI.THREAD_MULTIPLE)):
+                    self._background = Background(self._patient_second, self.calls, self.watchdog)
+            self._has_asked_for_background = True
+        return self._background
+
+    def _patient_second(self) -> MpiCommunicator:
+        second = self._second()
+        second._comm, second._wait_for, second._window = PatientComm(second._comm), wait_patiently, WINDOW
+        return second
+
+    def _second(self) -> MpiCommunicator:
+        """Another one of the same ranks. Collective."""
+        return MpiCommunicator(self._comm.Dup())
 
     @span(WAITING, "the other ranks")
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
@@ -153,19 +178,34 @@ class MpiCommunicator(HostCommunicator):
 
     def _swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
         """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends."""
-        requests = []
-        # The next rank first, so that not all ranks send to the same one.
-        for distance in range(1, self.size):
-            source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-            requests += [self._comm.Irecv(piece, source) for piece in self._pieces(incoming[source])]
-            requests += [self._comm.Isend(piece, target) for piece in self._pieces(outgoing[target])]
-        self._wait_for(requests)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        longest = max(max(outgoing[rank].size, incoming[rank].size) for rank in others)
+        before: list[Any] = []
+        for start in range(0, longest, self._window):
+            now: list[Any] = []
+            here = slice(start, start + self._window)
+            # The next rank first, so that not all ranks send to the same one.
+            for distance in range(1, self.size):
+                source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+                now += [self._comm.Irecv(piece, source) for piece in self._pieces(incoming[source][here])]
+                now += [self._comm.Isend(piece, target) for piece in self._pieces(outgoing[target][here])]
+            self._wait_for(before)  # of two windows one is always on its way
+            before = now
+        self._wait_for(before)
 
     def _pieces(self, section: Bytes) -> list[Bytes]:
         return [section[start : start + self.PIECE] for start in range(0, section.size, self.PIECE)]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        write: Write,
+        op: ReduceOp,
+        out: Bytes,
+        whole: Layout | None = None,
+    ) -> None:
         """Small messages every rank reduces itself. Large ones go by slices: each rank reduces one, all gather them."""
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
@@ -232,6 +272,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def __init__(self, comm: Any, host_comm: Any) -> None:
         super().__init__(comm)
+        self._host_comm = host_comm
         self._host = SharedMemoryCommunicator(host_comm.Dup())
         # What every host has room for. Not each host's own capacity: one may have grown where another could not.
         self._reserved_bytes = 0
@@ -250,11 +291,21 @@ class HierarchicalCommunicator(MpiCommunicator):
         """See `MpiCommunicator._sends_to_each`. A host would get everything once for each of its ranks."""
         return False
 
+    def _second(self) -> MpiCommunicator:
+        return HierarchicalCommunicator(self._comm.Dup(), self._host_comm)
+
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        write: Write,
+        op: ReduceOp,
+        out: Bytes,
+        whole: Layout | None = None,
+    ) -> None:
         """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
-        is_short = any(accumulator(group.dtype) != group.dtype for group in layout.groups)
-        if layout.nbytes <= SMALL_MESSAGE_BYTES or is_short:
+        if not _goes_by_hosts(whole or layout):
             super().reduce_message(signature, layout, write, op, out)
             return
         with self.calls.waiting:
@@ -302,23 +353,22 @@ class HierarchicalCommunicator(MpiCommunicator):
                 self.exchange(signature_of(f"{signature.call}: memory"))
             self._reserved_bytes = nbytes
 
-    @span(COMMUNICATION, lambda _, signature, __, nbytes, *___: Details(signature.call, nbytes))
+    @span(COMMUNICATION, lambda _, signature, layouts, *__: Details(signature.call, sum(one.nbytes for one in layouts)))
     def sum_sections(
-        self, signature: CallSignature, layouts: Sequence[Layout], nbytes: int, write: Callable[[int, Bytes], None]
+        self, signature: CallSignature, layouts: Sequence[Layout], whole: Layout, write: Callable[[int, Bytes], None]
     ) -> list[Bytes]:
         """See `HostCommunicator.sum_sections`. Inside each host first: one message from each host to each rank."""
-        is_short = any(accumulator(group.dtype) != group.dtype for group in layouts[0].groups)
-        if nbytes <= SMALL_MESSAGE_BYTES or is_short:  # as in `reduce_message`, which adds up in the same order
-            return super().sum_sections(signature, layouts, nbytes, write)
-        whole = _layout_of([layout.nbytes for layout in layouts])
+        if not _goes_by_hosts(whole):  # as in `reduce_message`, which adds up in the same order
+            return super().sum_sections(signature, layouts, whole, write)
+        sent = _layout_of([layout.nbytes for layout in layouts])
 
         def write_all(message: Bytes) -> None:
-            for rank, section in enumerate(whole.views(message)):
+            for rank, section in enumerate(sent.views(message)):
                 write(rank, section)
 
         with self.calls.waiting:
-            self._agree(signature, whole.nbytes)
-            everyones = [whole.views(message) for message in self._host.exchange(signature, whole.nbytes, write_all)]
+            self._agree(signature, sent.nbytes)
+            everyones = [sent.views(message) for message in self._host.exchange(signature, sent.nbytes, write_all)]
 
             def parts_of(rank: int) -> list[list[Array]]:
                 return [[group.of(sections[rank]) for sections in everyones] for group in layouts[rank].groups]
@@ -416,3 +466,9 @@ def _layout_of_slices(layout: Layout, rank: int, size: int) -> Layout:
     return layout_of(
         tuple([(one.stop - one.start,) for one in slices]), tuple([group.dtype for group in layout.groups])
     )
+
+
+def _goes_by_hosts(whole: Layout) -> bool:
+    """Whether such a message is reduced inside each host first, which is another order of sums."""
+    is_short = any(accumulator(group.dtype) != group.dtype for group in whole.groups)
+    return whole.nbytes > SMALL_MESSAGE_BYTES and not is_short

@@ -34,6 +34,8 @@ class NcclLink(DeviceCommunicator):
     """
 
     stream: _gpu.Stream
+    lane: _gpu.Stream
+    has_second_lane = True
 
     def __init__(self, control: HostCommunicator, stream: _gpu.Stream) -> None:
         super().__init__(control, stream)
@@ -41,6 +43,10 @@ class NcclLink(DeviceCommunicator):
         self._comm: Any = start(control, stream)
         with stream.current():
             self.done: Any = stream.xp.cuda.Event(disable_timing=True)
+            self._reached: Any = stream.xp.cuda.Event(disable_timing=True)
+            self._joined: Any = stream.xp.cuda.Event(disable_timing=True)
+        self._second: _gpu.Stream | None = None
+        self._held: list[Array] = []  # memory that the second stream uses
         if self.watchdog is not None:
             self.watchdog.add_check(self._failure, self._is_pending)
         self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
@@ -53,7 +59,7 @@ class NcclLink(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         self._all_reduce("the sum of gradients", array, out, op)
 
-    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.stream))
+    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.lane))
     def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean and is_short(out):
             wide = array.reshape(-1).astype(
@@ -64,7 +70,7 @@ class NcclLink(DeviceCommunicator):
         elif array.size:
             target, count, kind = self._flat(out)
             with self._guarded(what):
-                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.stream.raw.ptr)
+                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.lane.raw.ptr)
             self._divide(out, op)
 
     @span(COMMUNICATION, on_stream("reduce"))
@@ -77,7 +83,7 @@ class NcclLink(DeviceCommunicator):
         elif out.size:
             target, count, kind = self._flat(out)
             with self._guarded("the sum of gradients"):
-                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.stream.raw.ptr)
+                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.lane.raw.ptr)
             if self.rank == root:
                 self._divide(out, op)
 
@@ -87,13 +93,13 @@ class NcclLink(DeviceCommunicator):
         if array.size:
             address = array.data.ptr
             with self._guarded("the broadcast of new values"):
-                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.stream.raw.ptr)
+                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.lane.raw.ptr)
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         source, count, kind = self._flat(array)
-        target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.stream.raw.ptr
+        target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.lane.raw.ptr
         factor, itemsize = count // max(array.size, 1), array.dtype.itemsize  # a complex number counts as two
         equal = _equal_part(segments, self.size)
         with self._grouped("the sum of gradients"):
@@ -107,7 +113,7 @@ class NcclLink(DeviceCommunicator):
     def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         address, itemsize = array.data.ptr, array.dtype.itemsize
-        kind, stream = self._nccl.NCCL_UINT8, self.stream.raw.ptr
+        kind, stream = self._nccl.NCCL_UINT8, self.lane.raw.ptr
         equal = _equal_part(segments, self.size)
         with self._grouped("the new values"):
             if equal:  # in place
@@ -116,6 +122,28 @@ class NcclLink(DeviceCommunicator):
             for root, begin, end, _ in _beyond(equal, segments):
                 at = address + begin * itemsize
                 self._comm.broadcast(at, at, (end - begin) * itemsize, kind, root, stream)
+
+    @contextlib.contextmanager
+    def beside(self, memory: Array) -> Iterator[None]:
+        """See `DeviceCommunicator.beside`."""
+        if self._second is None:
+            self._second = _gpu.Stream(self.stream.ordinal)
+        self._reached.record(self.stream.raw)
+        self._second.raw.wait_event(self._reached)
+        # CuPy's pool gives freed memory to the first stream's next work, which is not ordered with the second.
+        self._held.append(memory)
+        self.lane = self._second
+        try:
+            yield
+        finally:
+            self.lane = self.stream
+
+    def join(self) -> None:
+        """See `DeviceCommunicator.join`."""
+        if self._second is not None and self._held:
+            self._joined.record(self._second.raw)
+            self.stream.raw.wait_event(self._joined)
+            self._held.clear()
 
     @contextlib.contextmanager
     def _grouped(self, what: str) -> Iterator[None]:
@@ -146,12 +174,15 @@ class NcclLink(DeviceCommunicator):
     def close(self) -> None:
         """See `DeviceCommunicator.close`."""
         if self._comm is not None:
+            self.join()
             self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
             self._forget().destroy()
 
     def _guarded(self, what: str) -> _Guard:
         if self._comm is None:
             raise RuntimeError(f"{what}: the strategy's NCCL communicator is closed; make another strategy")
+        if self.lane is self.stream:  # a communicator's calls must be made one after the other, on all ranks alike
+            self.join()
         return _Guard(self, what)
 
     def _failure(self) -> str:
@@ -236,7 +267,7 @@ class _Guard:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         communicator = self._communicator
         if error is None:
-            communicator.done.record(communicator.stream.raw)
+            communicator.done.record(communicator.lane.raw)
         elif not isinstance(error, Exception):
             communicator.mark_interrupted(error, self._what)
         else:  # CuPy has no name for NCCL's newer results: they are a KeyError

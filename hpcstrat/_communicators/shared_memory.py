@@ -204,7 +204,15 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
     @span(COMMUNICATION, describe_message)
-    def reduce_message(self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes) -> None:
+    def reduce_message(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        write: Write,
+        op: ReduceOp,
+        out: Bytes,
+        whole: Layout | None = None,
+    ) -> None:
         """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
         messages = self.exchange(signature, layout.nbytes, write)
         if layout.nbytes <= SMALL_MESSAGE_BYTES:

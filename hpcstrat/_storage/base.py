@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,9 +15,10 @@ from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._spans import UPDATE, Details, span
+from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
-from hpcstrat._types import Aggregation
+from hpcstrat._types import Aggregation, ReduceOp
 from hpcstrat._types import Array as Array
 from hpcstrat._types import Bytes as Bytes
 
@@ -38,6 +40,7 @@ class Storage(abc.ABC):
     def __init__(self, communicator: Communicator) -> None:
         self._number = communicator.count_storage()
         self._has_interrupted = False
+        self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
     @property
     @abc.abstractmethod
@@ -121,6 +124,12 @@ class Storage(abc.ABC):
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the others must expect that.
         in_buffers = plan.are_in_buffers(values)
+        if plan.marks.begun and not (in_buffers and op is ReduceOp.SUM):
+            with communicator.raise_together():
+                raise RuntimeError(
+                    f"{current_call()}: its gradient buffers are being summed, since some were marked ready in this "
+                    "step; it must take these buffers, and sum them over the replicas"
+                )
         signature = plan.signature(op, rule.constants, in_buffers)
         try:
             self._update(signature, plan, None if in_buffers else values, op, rule)
@@ -159,6 +168,55 @@ class Storage(abc.ABC):
         self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
+
+    def mark(self, plan: Plan, places: Sequence[int], begins: bool) -> None:
+        """Marks gradients in the plan's buffers as complete; the update that follows sums them over the replicas.
+
+        Args:
+            plan: with buffers.
+            places: of the gradients in a message, in order; not marked yet.
+            begins: whether their sums may begin. Equal on all ranks.
+
+        Raises:
+            MemoryError: there is no room for sums, on any rank.
+            ReplicaMismatchError: the ranks mark different ones.
+        """
+        communicator, marks = self.communicator, plan.marks
+        with communicator.raise_together():
+            communicator.exchange(plan.signature_of_marks(places))
+        marks.marked.update(places)
+        self._marked.add(plan)
+        new = marks.marked - marks.begun
+        # Small sums go in one message, and a message of few bytes in one with the rest.
+        if begins and sum(plan.nbytes_of(place) for place in new) >= FEWEST_BYTES:
+            marks.begun |= new if self._begin_sums(plan, sorted(new)) else set()
+
+    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+        """Begins to sum some of the plan's buffers over the replicas. Whether it does: not where that gains nothing."""
+        return False
+
+    def end_marks(self, plan: Plan) -> None:
+        """Forgets the marks of a plan whose variables were updated."""
+        self._marked.discard(plan)
+        plan.marks.clear()
+
+    def drop_marks(self) -> None:
+        """Forgets all marks, after an error. When it returns nobody reads the buffers any more. Not collective."""
+        if not self._marked:
+            return
+        try:
+            self._finish_sums()
+        except Exception as error:
+            self.communicator.mark_interrupted(error)
+        for plan in [*self._marked]:
+            self.end_marks(plan)
+
+    def _finish_sums(self) -> None:  # noqa: B027
+        """Waits for the sums that are under way; on a GPU, its stream does.
+
+        Raises:
+            Exception: one failed.
+        """
 
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:

@@ -11,9 +11,10 @@ from hpcstrat._edge import current_call
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
+from hpcstrat._storage.marks import Range
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import row_view, update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
 
 @final
@@ -53,15 +54,22 @@ class CentralDeviceStorage(DeviceStorage):
         communicator = self._communicator
         with self._current():
             sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            for source, gradient in zip(sources, plan.gradients, strict=True):
-                if op is not FIRST_REPLICA:
-                    communicator.reduce_flat(source, gradient, op, self._root)
-                elif self._root:
-                    # The first replica is rank 0, but another rank may be the parameter rank, which needs the values.
-                    communicator.broadcast_flat(gradient, 0)
+            if plan.marks.begun:
+                self._sum_rest(plan)
+            else:
+                for source, gradient in zip(sources, plan.gradients, strict=True):
+                    if op is not FIRST_REPLICA:
+                        communicator.reduce_flat(source, gradient, op, self._root)
+                    elif self._root:
+                        # The first replica is rank 0, but another may be the parameter rank, which needs the values.
+                        communicator.broadcast_flat(gradient, 0)
             if self._is_root:
                 self._apply(plan, rule)
             self._broadcast(plan)
+
+    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+        part = plan.gradients[one.group][one.start : one.stop]
+        self._communicator.reduce_flat(part, part, ReduceOp.SUM, self._root)
 
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import sys
 import weakref
@@ -21,6 +22,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.chunks import ScratchBuffers
+from hpcstrat._storage.marks import Range, ranges_in
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rule import Norms
 from hpcstrat._types import Array, Bytes
@@ -246,6 +248,31 @@ class DeviceStorage(Storage):
             # After the exchange, because a rank that had no memory has raised on all of them by then.
             plan.take(message)
         plan.give_buffers([message], message)
+
+    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+        assert isinstance(plan, DevicePlan)
+        communicator = self._communicator
+        if not communicator.has_second_lane:
+            return False
+        with self._current(), communicator.beside(plan.message):
+            for one in ranges_in(plan.layout, places):
+                self._sum_range(plan, one)
+        return True
+
+    @abc.abstractmethod
+    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+        """Sums some gradients over the replicas, in place, where the update takes them from."""
+
+    def _sum_rest(self, plan: DevicePlan) -> None:
+        """Sums what was not marked, once the rest is there."""
+        self._finish_sums()
+        for one in ranges_in(
+            plan.layout, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun]
+        ):
+            self._sum_range(plan, one)
+
+    def _finish_sums(self) -> None:
+        self._communicator.join()
 
     def _zeros(self, nbytes: int) -> Array:
         stream = self._communicator.stream

@@ -8,9 +8,10 @@ from hpcstrat._communicators.protocol import CallSignature
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
+from hpcstrat._storage.marks import Range
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
 
 class MirroredDeviceStorage(DeviceStorage):
@@ -25,12 +26,19 @@ class MirroredDeviceStorage(DeviceStorage):
             # Everything is queued on one stream, and the host waits for nothing: the next step's Python runs while the
             # GPU works.
             sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            for source, gradient in zip(sources, plan.gradients, strict=True):
-                if op is FIRST_REPLICA:
-                    communicator.broadcast_flat(gradient, 0)
-                else:
-                    communicator.all_reduce_flat(source, gradient, op)
+            if plan.marks.begun:
+                self._sum_rest(plan)
+            else:
+                for source, gradient in zip(sources, plan.gradients, strict=True):
+                    if op is FIRST_REPLICA:
+                        communicator.broadcast_flat(gradient, 0)
+                    else:
+                        communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
+
+    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+        part = plan.gradients[one.group][one.start : one.stop]
+        self._communicator.all_reduce_flat(part, part, ReduceOp.SUM)
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         with self._current():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._edge import current_call
@@ -16,9 +17,10 @@ from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
+from hpcstrat._storage.marks import Bucket
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.rows import update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
 
 class MirroredHostStorage(HostStorage):
@@ -32,6 +34,7 @@ class MirroredHostStorage(HostStorage):
         # Several threads may write variables made outside of every scope; what they work in is shared.
         self._lock = threading.Lock()
         self._created = 0
+        self._background: Background | None = None
 
     @property
     def communicator(self) -> HostCommunicator:
@@ -96,7 +99,9 @@ class MirroredHostStorage(HostStorage):
                     plan.write_for_others(self._sum, values)  # large gradients stay where they are
                     plan.apply(rule, [self._sum], self._scratch, values=values)
                 return
-            if op is not FIRST_REPLICA:
+            if plan.marks.begun:
+                reduced = self._sums_of_marked(signature, plan)
+            elif op is not FIRST_REPLICA:
                 reduced = self._sum
                 communicator.reduce_message(signature, plan.layout, write, op, reduced)
             elif communicator.rank == 0:
@@ -105,6 +110,53 @@ class MirroredHostStorage(HostStorage):
             else:
                 reduced = communicator.exchange(signature)[0]
             plan.apply(rule, [reduced], self._scratch)
+
+    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+        communicator, marks = self._communicator, plan.marks
+        self._background = communicator.background()
+        if self._background is None:
+            return False
+        if marks.sums is None:  # the plan's own: others are updated while they come together
+            with communicator.raise_together():
+                marks.sums = np.empty(self._sum_bytes(plan), np.uint8)
+                communicator.exchange(signature_of(f"{current_call()}: memory"))
+        if (exchange := self._exchange_of(plan, places, marks.sums)) is not None:
+            self._background.begin(exchange)
+        return True
+
+    def _sum_bytes(self, plan: Plan) -> int:
+        """Bytes of this rank's sums of marked gradients."""
+        return plan.layout.nbytes
+
+    def _exchange_of(self, plan: Plan, places: Sequence[int], sums: Array) -> Callable[[HostCommunicator], None] | None:
+        """What sums some of the plan's buffers over the replicas; `None` where they have no elements."""
+        bucket, message = Bucket(plan, places), plan.buffer_messages[0]
+        layout, signature = bucket.layout, signature_of(f"{current_call()}: sums")
+
+        def exchange(communicator: HostCommunicator) -> None:
+            views, into = bucket.views(message), bucket.in_place(sums)
+            out = np.empty(layout.nbytes, np.uint8) if into is None else into
+            # In the order of the whole: the same bits, whatever is marked.
+            communicator.reduce_message(
+                signature, layout, lambda sent: layout.write(sent, views), ReduceOp.SUM, out, plan.layout
+            )
+            if into is None:
+                for target, source in zip(bucket.views(sums), layout.views(out), strict=True):
+                    target[...] = source
+
+        return exchange if layout.nbytes else None
+
+    def _finish_sums(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Array:
+        """All sums, once the ranks agree on the update: those that have begun, and the rest."""
+        assert plan.marks.sums is not None
+        self._communicator.exchange(signature)
+        self._begin_sums(plan, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun])
+        self._finish_sums()
+        return plan.marks.sums
 
     def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
         update_rows(blocks, rows, gradient, rule)

@@ -26,6 +26,7 @@ from hpcstrat._storage.chunks import (
     is_readable_in_place,
     ranges_of,
 )
+from hpcstrat._storage.marks import Marks
 from hpcstrat._storage.rule import NO_CONSTANTS, Norms, UpdateRule
 from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
@@ -71,6 +72,7 @@ class Plan:
         self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
         self.buffer_messages: list[Array] = []  # in which the ranks' buffers lie, as far as this rank sees them
         self._buffers_owner: Block | None = None
+        self.marks: Marks = Marks()
         self.sums: Block | None = None  # of each rank and variable, where updates take norms
         # By call: `assign` and `assign_add` of a variable, say, share a plan.
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
@@ -110,6 +112,14 @@ class Plan:
                 found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found
         return found
+
+    def signature_of_marks(self, places: Sequence[int]) -> CallSignature:
+        """What the ranks must agree on to mark these gradients."""
+        return signature_of(current_call(), *[self._must_match[place] for place in places])
+
+    def nbytes_of(self, place: int) -> int:
+        """Bytes of a gradient, by its place in a message."""
+        return self.blocks[place].array.nbytes
 
     def require_whole(self) -> None:
         """Raises where an update of one of the variables was interrupted.

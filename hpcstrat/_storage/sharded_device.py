@@ -15,6 +15,7 @@ from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, fill
+from hpcstrat._storage.marks import Range
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
@@ -61,16 +62,10 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         communicator = self._communicator
         with self._current():
             sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            for source, gradient, part, segments in zip(
-                sources, plan.gradients, plan.own.gradients, plan.segments, strict=True
-            ):
-                if op is not FIRST_REPLICA:
-                    communicator.reduce_scatter_flat(source, part, segments)
-                    continue
-                communicator.broadcast_flat(gradient, 0)
-                for rank, start, stop, place in segments:
-                    if rank == communicator.rank:
-                        part[place : place + stop - start] = gradient[start:stop]
+            if plan.marks.begun:
+                self._sum_rest(plan)
+            else:
+                self._sum(plan, sources, op)
             self._apply(plan.own, rule)
             for (flat, parts), segments in zip(plan.moved, plan.segments, strict=True):
                 for value, part in parts:
@@ -78,6 +73,30 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 communicator.all_gather_flat(flat, segments)
                 for value, part in parts:
                     value[...] = part
+
+    def _sum(self, plan: ShardedDevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
+        communicator = self._communicator
+        for source, gradient, part, segments in zip(
+            sources, plan.gradients, plan.own.gradients, plan.segments, strict=True
+        ):
+            if op is not FIRST_REPLICA:
+                communicator.reduce_scatter_flat(source, part, segments)
+                continue
+            communicator.broadcast_flat(gradient, 0)
+            for rank, start, stop, place in segments:
+                if rank == communicator.rank:
+                    part[place : place + stop - start] = gradient[start:stop]
+
+    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+        if not isinstance(plan, ShardedDevicePlan):
+            super()._sum_range(plan, one)
+            return
+        segments = []
+        for rank, start, stop, place in plan.segments[one.group]:
+            first, last = max(start, one.start), min(stop, one.stop)
+            if first < last:
+                segments.append(Segment(rank, first, last, place + first - start))
+        self._communicator.reduce_scatter_flat(plan.gradients[one.group], plan.own.gradients[one.group], segments)
 
     def _share(self, sums: Array) -> Array:
         with call_named(f"{current_call()}: norms"):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Layout
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.packing import Layout, layout_of
 from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._edge import call_named, current_call
@@ -65,9 +66,11 @@ class ShardedHostStorage(MirroredHostStorage):
             plan.write_section(rank, section, flat)
 
         with self._lock:
-            if op is ReduceOp.SUM:
+            if plan.marks.begun:
+                messages = [self._sums_of_marked(signature, plan)]
+            elif op is ReduceOp.SUM:
                 layouts = [shard.layout for shard in plan.shards]
-                messages = communicator.sum_sections(signature, layouts, plan.layout.nbytes, write)
+                messages = communicator.sum_sections(signature, layouts, plan.layout, write)
             else:
                 assert op is FIRST_REPLICA  # optimizers, whose variables alone have slots, know no other
                 sizes = [shard.layout.nbytes * (communicator.rank == 0) for shard in plan.shards]
@@ -83,6 +86,37 @@ class ShardedHostStorage(MirroredHostStorage):
             new = communicator.gather_sections(signature_of(f"{current_call()}: values"), sizes, plan.write_new)
             for rank, message in enumerate(new):
                 plan.read_new(rank, message)
+
+    def _sum_bytes(self, plan: Plan) -> int:
+        return plan.own.layout.nbytes if isinstance(plan, ShardedPlan) else super()._sum_bytes(plan)
+
+    def _exchange_of(self, plan: Plan, places: Sequence[int], sums: Array) -> Callable[[HostCommunicator], None] | None:
+        if not isinstance(plan, ShardedPlan):
+            return super()._exchange_of(plan, places, sums)
+        pieces = plan.pieces_of(places)
+        layouts = [
+            layout_of(
+                tuple([(stop - start,) for _, start, stop, _ in of]),
+                tuple([plan.blocks[i].array.dtype for i, *_ in of]),
+            )
+            for of in pieces
+        ]
+        assert plan.buffers is not None
+        flat, own = plan.flat(plan.buffers), self._communicator.rank
+        signature = signature_of(f"{current_call()}: sums")
+
+        def write(rank: int, section: Bytes) -> None:
+            layouts[rank].write(section, [flat[i][start:stop] for i, start, stop, _ in pieces[rank]])
+
+        def exchange(communicator: HostCommunicator) -> None:
+            messages = communicator.sum_sections(signature, layouts, plan.layout, write)
+            parts = zip(*[layouts[own].views(message) for message in messages], strict=True)
+            for (i, start, stop, begin), summands in zip(pieces[own], parts, strict=True):
+                dtype = plan.blocks[i].array.dtype
+                out = sums[begin : begin + (stop - start) * dtype.itemsize].view(dtype)
+                reduce_flat(out, summands, ReduceOp.SUM)
+
+        return exchange if any(layout.nbytes for layout in layouts) else None
 
     def _summed(self, layout: Layout, messages: Sequence[Bytes]) -> Bytes:
         if self._sum.size < layout.nbytes:
@@ -133,6 +167,14 @@ class ShardedPlan(Plan):
             [(i, of[one], of[one + 1], shard.layout.starts[i]) for i, of in enumerate(cuts) if of[one] < of[one + 1]]
             for one, shard in enumerate(self.shards)
         ]
+
+    def pieces_of(self, places: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
+        """For each rank what it gets of some of the gradients.
+
+        That is, of each: its place in a message, the range of its elements, and the byte where that begins in the
+        rank's section of all.
+        """
+        return [[one for one in of if one[0] in places] for of in self._sources]
 
     def flat(self, values: Sequence[Array]) -> list[Array]:
         """The variables' gradients, in the order of a message, as flat arrays."""

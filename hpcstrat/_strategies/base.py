@@ -192,6 +192,7 @@ class Strategy(InputMethods, ValueMethods):
             # The other ranks may know nothing of this one. If the program catches it, the next call compares, and ends
             # the job.
             communicator.note_fault(error)
+            self._group.storage.drop_marks()
             explain_empty_part(error, args, kwargs)
             raise
         finally:

@@ -2,6 +2,7 @@
 
 from hpcstrat._storage.rule import UpdateRule as UpdateRule
 from hpcstrat.optimizers import schedules as schedules
+from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
 from hpcstrat.optimizers._options import CommonOptions as CommonOptions
 from hpcstrat.optimizers._options import OptimizerOptions as OptimizerOptions
 from hpcstrat.optimizers.adadelta import Adadelta as Adadelta
@@ -23,6 +24,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "CommonOptions",
+    "GradientBuffers",
     "Lion",
     "Nadam",
     "Optimizer",

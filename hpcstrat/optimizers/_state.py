@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from hpcstrat._storage.plan import Plan
 from hpcstrat._types import Bytes
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers._gradients import Accumulator
+
+if TYPE_CHECKING:
+    from hpcstrat.optimizers._buffers import GradientBuffers
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
 
@@ -59,15 +62,17 @@ class OptimizerState:
         slots: by the id of a variable, which is kept alive, the variable and its slots.
         plans: by `key`.
         accumulator: of gradients, where variables change in every so-manyth call only.
+        marked: buffers of which some were marked in this step; `None` where there are none.
     """
 
-    __slots__ = ("accumulator", "iterations", "plans", "slots")
+    __slots__ = ("accumulator", "iterations", "marked", "plans", "slots")
 
     def __init__(self, iterations: int = 0, accumulator: Accumulator | None = None) -> None:
         self.iterations: int = iterations
         self.accumulator: Accumulator | None = accumulator
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
+        self.marked: GradientBuffers | None = None
 
     def variables(self) -> list[Variable]:
         """The variables that were seen, in the order in which they were made."""

@@ -17,6 +17,7 @@ from hpcstrat._storage.base import UpdateRule
 from hpcstrat._types import FIRST_REPLICA, IndexedSlices, ReduceOp
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers import _options
+from hpcstrat.optimizers._buffers import GradientBuffers, agreed_group
 from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import (
     Accumulator,
@@ -213,15 +214,24 @@ class Optimizer(abc.ABC):
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
             pairs = list(grads_and_vars)
-            if self._state.accumulator is not None:
-                means = self._accumulated(pairs, self._state.accumulator)
-                if means is None:
-                    return
-                pairs = means
-            if skip_gradients_aggregation or not self._apply_as_before(pairs):
-                self._apply(pairs, skip_gradients_aggregation)
+            marked = self._state.marked
+            if marked is not None and marked.is_marked:
+                marked.require_all(pairs, skip_gradients_aggregation)
+            self._add_or_apply(pairs, skip_gradients_aggregation)
+            if marked is not None:
+                marked.end_step()
+                self._state.marked = None
         finally:
             leave_call(outer)
+
+    def _add_or_apply(self, pairs: list[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
+        if self._state.accumulator is not None:
+            means = self._accumulated(pairs, self._state.accumulator)
+            if means is None:
+                return
+            pairs = means
+        if skip_gradients_aggregation or not self._apply_as_before(pairs):
+            self._apply(pairs, skip_gradients_aggregation)
 
     def _accumulated(
         self, pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator
@@ -359,7 +369,7 @@ class Optimizer(abc.ABC):
         group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
-    def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
+    def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:
         """Arrays to write the gradients of these variables to, which `apply_gradients` then need not copy.
 
         For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of `x.T @ d`. Pass them to
@@ -371,7 +381,8 @@ class Optimizer(abc.ABC):
             variables: trainable variables of one strategy, each once.
 
         Returns:
-            For each variable an array of its shape and dtype on this replica's device, zeros at first.
+            A list: for each variable an array of its shape and dtype on this replica's device, zeros at first. Its
+            method `ready` begins the sum of gradients that are complete while you compute the others.
 
         Raises:
             ValueError: no variable, one that no optimizer can change, or that occurs twice.
@@ -379,19 +390,15 @@ class Optimizer(abc.ABC):
             ReplicaMismatchError: the replicas pass different variables.
         """
         variables = list(variables)
-        if not variables or not all(isinstance(v, Variable) for v in variables):
-            raise ValueError(
-                f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them in a list"
-            )
-        group = group_of(variables[0], "of")
-        with group.communicator.raise_together():
-            check_variables(group, variables)
-            group.communicator.exchange(signature_of(current_call(), *[state_of(v).block.held() for v in variables]))
+        group = agreed_group(variables)
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        assert plan.buffers is not None
-        return list(plan.buffers)
+        return GradientBuffers(self._state, group, plan, variables, self._sums_buffers_first)
+
+    def _sums_buffers_first(self) -> bool:
+        """Whether buffers are summed over the replicas as they are, before anything is done with them."""
+        return self._state.accumulator is None and not self._clips_norms()
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

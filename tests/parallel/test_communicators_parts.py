@@ -147,7 +147,7 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
     found = on_host.sum_sections(
         signature_of("sections"),
         layouts,
-        whole.nbytes,
+        whole,
         lambda one, section: layouts[one].write(section, parts_for(one, mine)),
     )
     sums = np.empty(layouts[rank].nbytes, np.uint8)

@@ -1,0 +1,117 @@
+"""Exchanges that a thread makes while the program computes."""
+
+from __future__ import annotations
+
+import contextvars
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, final
+
+from hpcstrat._communicators.call_state import CallState
+from hpcstrat._watchdog.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.host import HostCommunicator
+
+_SLEEP = 100e-6  # seconds; the system's buffers hold what a network of 100 Gbit/s brings in a tenth of them
+
+
+@final
+class Background:
+    """Makes exchanges one after the other, in a thread of its own, by a communicator of its own.
+
+    The ranks have agreed on each of them before, by a call. So all ranks begin the same ones in the same order, and
+    these end by themselves, whatever the programs do meanwhile.
+
+    Args:
+        make: makes the communicator, of the same ranks; the thread calls it, and is the one that makes its calls.
+        calls: of the communicator that the program uses.
+        watchdog: what waits for other ranks is reported to it.
+    """
+
+    def __init__(self, make: Callable[[], HostCommunicator], calls: CallState, watchdog: Watchdog | None) -> None:
+        self._calls = calls
+        # At the end of the program Python waits for its thread before it calls what ends MPI.
+        self._thread = ThreadPoolExecutor(1, "hpcstrat-exchange")
+        self._communicator = self._thread.submit(make).result()
+        self._begun: list[Future[None]] = []
+        self._error: BaseException | None = None
+        if watchdog is not None:
+            watchdog.add_check(str, self._is_busy)
+
+    def _is_busy(self) -> bool:
+        return any(not one.done() for one in self._begun)
+
+    def begin(self, exchange: Callable[[HostCommunicator], None]) -> None:
+        """Begins an exchange, which is given the communicator; it is made behind those that have begun."""
+        # In a copy of this line's context, in which the call has its name.
+        self._begun.append(self._thread.submit(contextvars.copy_context().run, self._make, exchange))
+
+    def _make(self, exchange: Callable[[HostCommunicator], None]) -> None:
+        if self._error is not None:  # the others may be in the midst of that one
+            return
+        try:
+            exchange(self._communicator)
+        except BaseException as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Waits until all that has begun is done.
+
+        Raises:
+            Exception: what an exchange raised; those after it were not made.
+        """
+        with self._calls.waiting:
+            for one in self._begun:
+                one.result()
+        self._begun.clear()
+        error, self._error = self._error, None
+        if error is not None:
+            own = self._communicator.calls
+            if own.settled == own.number:  # all ranks raise it
+                self._calls.settled = self._calls.number
+            raise error
+
+
+@final
+class PatientComm:
+    """The calls of an MPI communicator that exchanges make, in which this thread sleeps until the others have come.
+
+    MPI's own wait would take a core from the program, which computes.
+    """
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def Allgather(self, sent: Any, received: Any) -> None:
+        """MPI's."""
+        _wait(self._comm.Iallgather(sent, received))
+
+    def Allgatherv(self, sent: Any, received: Any) -> None:
+        """MPI's."""
+        _wait(self._comm.Iallgatherv(sent, received))
+
+    def Alltoallv(self, sent: Any, received: Any) -> None:
+        """MPI's."""
+        _wait(self._comm.Ialltoallv(sent, received))
+
+    def Bcast(self, message: Any, root: int) -> None:
+        """MPI's."""
+        _wait(self._comm.Ibcast(message, root))
+
+    def Sendrecv(self, sent: Any, to: int, *, recvbuf: Any, source: int) -> None:
+        """MPI's."""
+        received = self._comm.Irecv(recvbuf, source)
+        _wait(self._comm.Isend(sent, to))
+        _wait(received)
+
+    def allgather(self, obj: Any) -> Sequence[Any]:
+        """mpi4py's, which has none that does not wait."""
+        _wait(self._comm.Ibarrier())
+        return self._comm.allgather(obj)
+
+
+def _wait(request: Any) -> None:
+    while not request.Test():
+        time.sleep(_SLEEP)

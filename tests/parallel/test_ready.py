@@ -1,0 +1,461 @@
+"""Gradient buffers that are marked ready: results are those without marks, and errors are those of all ranks."""
+
+import contextlib
+import functools
+
+import numpy as np
+import pytest
+from internals import (
+    HierarchicalCommunicator,
+    MpiCommunicator,
+    Strategy,
+    _devices,
+    _world,
+    call_named,
+    mirrored_group,
+    state_of_optimizer,
+    storage,
+)
+from mpi4py import MPI
+from slow import slow_but
+from strategies import ShardedMirroredStrategy
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N, RANK = COMM.size, COMM.rank
+several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
+
+
+@functools.cache
+def connected(name):
+    """Ranks as if they were on several hosts: the last alone on one, or in turns on two; or of no host known."""
+    comm = _world.start().comm
+    assert comm is not None
+    if name == "MPI":
+        return MpiCommunicator(comm.Dup())
+    return HierarchicalCommunicator(comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1))
+
+
+class OnHosts(hs.MirroredStrategy):
+    """A mirrored strategy of ranks that are connected so."""
+
+    def __init__(self, name, shard_updates):
+        with call_named("OnHosts"):
+            Strategy.__init__(self, mirrored_group([_devices.CPU] * N, connected(name), (), shard_updates))
+
+
+class ShardedCentral(hs.CentralStorageStrategy):
+    """Central storage whose updates are split over the GPUs."""
+
+    def __init__(self, devices=None):
+        super().__init__(devices, shard_updates=True)
+
+
+ON_HOSTS = {
+    "hosts": functools.partial(OnHosts, "last", False),
+    "hosts in turns": functools.partial(OnHosts, "turns", False),
+    "hosts, sharded": functools.partial(OnHosts, "last", True),
+    "hosts in turns, sharded": functools.partial(OnHosts, "turns", True),
+    "MPI": functools.partial(OnHosts, "MPI", False),
+    "MPI, sharded": functools.partial(OnHosts, "MPI", True),
+}
+ON_ONE_HOST = {
+    "central": hs.CentralStorageStrategy,
+    "mirrored": hs.MirroredStrategy,
+    "sharded": ShardedMirroredStrategy,
+}
+ON_GPUS = {**ON_ONE_HOST, "sharded central": ShardedCentral}
+
+
+CASES = [*(("CPU", name) for name in [*ON_ONE_HOST, *ON_HOSTS]), *(("GPU", name) for name in ON_GPUS)]
+
+
+def pytest_generate_tests(metafunc):
+    if "strategy" in metafunc.fixturenames:
+        mark = pytest.mark.parametrize(("place", "strategy"), CASES, indirect=True, ids=map(": ".join, CASES))
+        metafunc.definition.add_marker(mark)  # which counts before the parameters that `place` has of its own
+
+
+@pytest.fixture
+def strategy(request, place):
+    """Ranks on GPUs, on one host, and on several."""
+    name = request.param
+    with ON_HOSTS[name]() if name in ON_HOSTS else place.make(ON_GPUS[name]) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _sums_of_few_bytes_begin_too(monkeypatch):
+    monkeypatch.setattr(storage, "FEWEST_BYTES", 1000)
+
+
+def begins(strategy, place):
+    """Whether sums begin before `apply_gradients`."""
+    return N > 1 and (place.kind == "GPU" or isinstance(strategy, OnHosts))
+
+
+SHAPES = [(300, 70), (7,), (), (0, 3), (40, 50), (999,)]
+OPTIMIZERS = {
+    "SGD": lambda: hs.optimizers.SGD(0.1),
+    "Adam": lambda: hs.optimizers.Adam(0.01),
+    "clipvalue": lambda: hs.optimizers.Adam(0.01, clipvalue=0.5),
+    "clipnorm": lambda: hs.optimizers.Adam(0.01, clipnorm=0.5),
+    "global_clipnorm": lambda: hs.optimizers.SGD(0.01, momentum=0.9, global_clipnorm=1.0),
+    "accumulated": lambda: hs.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+}
+BEGIN_LATER = ("clipnorm", "global_clipnorm", "accumulated")
+ORDERS = {"all": [5, 4, 3, 2, 1, 0], "some": [4, 0], "small ones": [5, 2, 1], "all but one": [0, 1, 2, 4]}
+
+
+class Model:
+    """Variables, an optimizer of them, and its buffers."""
+
+    def __init__(self, strategy, make, shapes=None, dtypes=None):
+        shapes = shapes or SHAPES
+        dtypes = dtypes or ["float32"] * len(shapes)
+        self.strategy = strategy
+        random = np.random.default_rng(1)
+        with strategy.scope():
+            values = [random.normal(size=shape).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            self.variables = [hs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
+            self.optimizer = make()
+            self.buffers = self.optimizer.gradient_buffers(self.variables)
+
+    def train(self, marked=(), steps=4):
+        for step in range(steps):
+            self.strategy.run(self.step, args=(step, marked))
+        return [v.numpy() for v in self.variables]
+
+    def step(self, step, marked=()):
+        """One step with gradients that depend on the step and the rank, of which these are marked, in this order."""
+        self.write(step)
+        for i in marked:
+            self.buffers.ready(self.buffers[i])
+        self.apply()
+
+    def write(self, step):
+        random = np.random.default_rng((step, RANK))
+        for buffer in self.buffers:
+            buffer[...] = self.strategy.xp.asarray(random.normal(size=buffer.shape).astype(buffer.dtype))
+
+    def apply(self):
+        self.optimizer.apply_gradients(zip(self.buffers, self.variables, strict=True))
+
+    @property
+    def marks(self):
+        (plan,) = state_of_optimizer(self.optimizer).plans.values()
+        return plan.marks
+
+
+def check_equal(found, expected, place):
+    """On the host the same bits; on GPUs, where NCCL chooses the order of sums, nearly."""
+    for one, other in zip(found, expected, strict=True):
+        if place.kind == "CPU":
+            np.testing.assert_array_equal(one, other, strict=True)
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-2 if one.dtype == np.float16 else 1e-4, atol=1e-3)
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_results_are_those_without_marks(strategy, place, optimizer):
+    expected = Model(strategy, OPTIMIZERS[optimizer]).train()
+    check_equal(Model(strategy, OPTIMIZERS[optimizer]).train([4, 0]), expected, place)
+
+
+@pytest.mark.parametrize("order", slow_but(["all", "some"], ORDERS))
+@pytest.mark.parametrize("dtypes", ["float32", "float64 float32", "float32 float16"])
+def test_any_of_any_dtype_in_any_order(strategy, place, order, dtypes):
+    """16-bit floats go another way between hosts than others, and so does what is in one message with them."""
+    dtypes = (dtypes.split() * 6)[:6]
+    expected = Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(steps=2)
+    check_equal(Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(ORDERS[order], 2), expected, place)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (900, 1100), (8191, 1, 3), (100_000, 30), (1, 0, 300_000)])
+def test_any_number_of_elements(strategy, place, sizes):
+    """Messages that every rank sums itself, and large ones, whose parts are summed in the order of the whole."""
+    shapes = [(size,) for size in sizes]
+    expected = Model(strategy, OPTIMIZERS["Adam"], shapes).train(steps=2)
+    check_equal(Model(strategy, OPTIMIZERS["Adam"], shapes).train([1, 0], 2), expected, place)
+
+
+def test_exact_sums(strategy, place):
+    """Whole numbers, by a closed form; what else is exchanged meanwhile does not get in the way."""
+    shapes = [(50, 60), (70,), (4000,)]
+    model = Model(strategy, lambda: hs.optimizers.SGD(1.0), shapes, ["float32"] * 3)
+    before = [v.numpy() for v in model.variables]
+    with strategy.scope():
+        other = hs.Variable(np.zeros(5, np.float32))
+        plain = hs.optimizers.SGD(1.0)
+
+    def step(number):
+        for i in (2, 1, 0):
+            model.buffers[i][...] = (RANK + 1) * (i + 1) * (number + 1)
+            model.buffers.ready(model.buffers[i])
+            total = hs.get_replica_context().all_reduce("SUM", strategy.xp.full(20_000, float(RANK + 1)))
+            assert total.tolist() == [N * (N + 1) / 2] * 20_000
+            plain.apply_gradients([(strategy.xp.ones(5, np.float32), other)])
+        assert bool(model.marks.begun) is begins(strategy, place)
+        model.apply()
+        assert not model.marks.marked and not model.marks.begun
+
+    for number in range(3):
+        strategy.run(step, args=(number,))
+    assert other.numpy().tolist() == [-9.0 * N] * 5
+    for i, (v, value) in enumerate(zip(model.variables, before, strict=True)):
+        expected = value.astype(np.float64) - (i + 1) * (1 + 2 + 3) * N * (N + 1) / 2
+        np.testing.assert_allclose(v.numpy(), expected, rtol=1e-5)
+
+
+def test_two_optimizers_and_slices_beside_buffers(strategy, place):
+    results = []
+    for marked in ([], [1, 0]):
+        one = Model(strategy, OPTIMIZERS["Adam"], [(300,), (700,)])
+        two = Model(strategy, OPTIMIZERS["Adam"], [(900,), (60, 50)])
+        with strategy.scope():
+            table = hs.Variable(np.ones((20, 3), np.float32))
+
+        def step(number, marked=marked, one=one, two=two, table=table):
+            xp = strategy.xp
+            one.write(number)
+            two.write(number + 1)
+            for i in marked:
+                one.buffers.ready(one.buffers[i])
+                two.buffers.ready(two.buffers[i])
+            rows = hs.IndexedSlices(xp.full((2, 3), RANK + 1, np.float32), xp.asarray([RANK, 7]))
+            two.apply()
+            pairs = [*zip(one.buffers, one.variables, strict=True), (rows, table)]
+            one.optimizer.apply_gradients(pairs)
+
+        for number in range(2):
+            strategy.run(step, args=(number,))
+        results.append([v.numpy() for v in (*one.variables, *two.variables, table)])
+    check_equal(results[1], results[0], place)
+
+
+def test_several_at_once_and_few_bytes_that_wait(strategy, place):
+    model = Model(strategy, OPTIMIZERS["SGD"], [(10,), (100,), (200,), (5,)])
+
+    def step():
+        model.write(0)
+        model.buffers.ready(model.buffers[3], model.buffers[1])
+        assert model.marks.marked == {1, 3} and not model.marks.begun
+        model.buffers.ready(model.buffers[2])
+        assert model.marks.marked == {1, 2, 3}
+        assert model.marks.begun == ({1, 2, 3} if begins(strategy, place) else set())
+        model.apply()
+
+    strategy.run(step)
+    expected = Model(strategy, OPTIMIZERS["SGD"], [(10,), (100,), (200,), (5,)]).train(steps=1)
+    check_equal([v.numpy() for v in model.variables], expected, place)
+
+
+@pytest.mark.parametrize("optimizer", BEGIN_LATER)
+def test_what_is_done_with_gradients_first_is_done_first(strategy, optimizer):
+    model = Model(strategy, OPTIMIZERS[optimizer])
+
+    def step():
+        model.write(0)
+        model.buffers.ready(*model.buffers)
+        assert model.marks.marked and not model.marks.begun
+        model.apply()
+
+    strategy.run(step)
+
+
+# ---- errors: each is one of all ranks, and the next step is right
+
+
+def check_works(model, place):
+    for _ in range(2):
+        model.strategy.run(model.step, args=(3, [0, 1]))
+    other = Model(model.strategy, OPTIMIZERS["SGD"], [v.shape for v in model.variables])
+    for mine, v in zip(other.variables, model.start, strict=True):
+        mine.assign(v)
+    for _ in range(2):
+        other.strategy.run(other.step, args=(3,))
+    check_equal([v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place)
+
+
+@pytest.fixture
+def model(strategy):
+    """Whose variables are as at the start when `check_works` is called."""
+    made = Model(strategy, OPTIMIZERS["SGD"], [(30, 50), (4000,), (3,)])
+    made.start = [v.numpy() for v in made.variables]
+    return made
+
+
+WRONG = {
+    "none": (lambda m: m.buffers.ready(), ValueError, r"GradientBuffers\.ready: .* at least one, and got none"),
+    "a view": (lambda m: m.buffers.ready(m.buffers[0][:]), ValueError, r"argument 1 of 1, of type .*ndarray, is none"),
+    "slices": (
+        lambda m: m.buffers.ready(m.buffers[1], hs.IndexedSlices(m.buffers[0], m.buffers[2])),
+        ValueError,
+        "argument 2 of 2, of type IndexedSlices, is none of these buffers",
+    ),
+    "one twice": (
+        lambda m: m.buffers.ready(m.buffers[1], m.buffers[1]),
+        ValueError,
+        "of 'v1' is marked twice",
+    ),
+    "again": (
+        lambda m: [m.buffers.ready(m.buffers[i]) for i in (0, 1, 0)],
+        ValueError,
+        "gradient of 'v0' is marked twice in this step; mark each once",
+    ),
+    "other gradients": (
+        lambda m: (
+            m.buffers.ready(m.buffers[0]),
+            m.optimizer.apply_gradients([(m.strategy.xp.ones(v.shape), v) for v in m.variables]),
+        ),
+        ValueError,
+        r"SGD\.apply_gradients: some gradient buffers are marked ready .* zip\(buffers, variables\)",
+    ),
+    "some of the buffers": (
+        lambda m: (
+            m.buffers.ready(m.buffers[0]),
+            m.optimizer.apply_gradients(list(zip(m.buffers, m.variables, strict=True))[:2]),
+        ),
+        ValueError,
+        "it takes all of them",
+    ),
+    "without a gradient": (
+        lambda m: (
+            m.buffers.ready(m.buffers[0]),
+            m.optimizer.apply_gradients(zip([*m.buffers[:2], None], m.variables, strict=True)),
+        ),
+        ValueError,
+        "it takes all of them",
+    ),
+    "an exception": (lambda m: (m.buffers.ready(*m.buffers), {}["missing"]), KeyError, "missing"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_on_all_ranks(model, place, wrong):
+    call, error, message = WRONG[wrong]
+
+    def step():
+        model.write(1)
+        call(model)
+
+    with pytest.raises(error, match=message):
+        model.strategy.run(step)
+    assert not model.marks.marked and not model.marks.begun
+    check_works(model, place)
+
+
+@several
+@pytest.mark.parametrize("wrong", ["a view", "one twice"])
+def test_what_is_wrong_on_one_rank(model, place, wrong):
+    call, error, message = WRONG[wrong]
+
+    def step():
+        model.write(1)
+        if RANK == 1:
+            call(model)
+        else:
+            model.buffers.ready(model.buffers[1])
+
+    with pytest.raises(error, match=message):
+        model.strategy.run(step)
+    check_works(model, place)
+
+
+@several
+def test_ranks_that_mark_different_buffers(model, place):
+    def step():
+        model.write(1)
+        model.buffers.ready(model.buffers[1])
+        model.buffers.ready(model.buffers[0 if RANK else 2])
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: GradientBuffers\.ready of 'v2'.*\n.*'v0'"):
+        model.strategy.run(step)
+    check_works(model, place)
+
+
+@several
+def test_ranks_of_which_one_marks_and_others_do_not(model, place):
+    def step():
+        model.write(1)
+        if RANK:
+            model.buffers.ready(model.buffers[1])
+        else:
+            model.apply()
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients.*\n.*GradientBuffers\.ready"):
+        model.strategy.run(step)
+    check_works(model, place)
+
+
+@several
+def test_outside_of_a_replica_function(model, place):
+    with pytest.raises(RuntimeError, match=r"GradientBuffers\.ready was called outside of a replica function"):
+        with model.strategy.scope():
+            model.buffers.ready(model.buffers[0])
+    with pytest.raises(RuntimeError):
+        model.buffers.ready(model.buffers[0])
+    check_works(model, place)
+
+
+@several
+def test_gradients_that_are_summed_already(model, place):
+    def step():
+        model.write(1)
+        model.buffers.ready(model.buffers[0])
+        model.optimizer.apply_gradients(zip(model.buffers, model.variables, strict=True), True)
+
+    with pytest.raises(ValueError, match="without skip_gradients_aggregation"):
+        model.strategy.run(step)
+    check_works(model, place)
+
+
+def test_marks_without_a_step(model, place):
+    """A function that marks and ends is noticed when it marks again, or when the step takes other gradients."""
+    model.strategy.run(lambda: model.buffers.ready(*model.buffers))
+    with pytest.raises(ValueError, match="is marked twice in this step"):
+        model.strategy.run(lambda: model.buffers.ready(model.buffers[0]))
+    check_works(model, place)
+
+
+def test_an_error_that_the_function_catches(model, place):
+    def step():
+        model.write(3)
+        model.buffers.ready(model.buffers[1])
+        with contextlib.suppress(ValueError):
+            model.buffers.ready(model.buffers[1])
+        with contextlib.suppress(ValueError):
+            model.optimizer.apply_gradients([(model.buffers[0], model.variables[0])])
+        model.buffers.ready(model.buffers[0])
+        model.apply()
+
+    model.strategy.run(step)
+    other = Model(model.strategy, OPTIMIZERS["SGD"], [v.shape for v in model.variables])
+    model.strategy.run(other.step, args=(3,))
+    check_equal([v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place)
+
+
+def test_buffers_of_other_variables_of_the_optimizer(model, place):
+    with model.strategy.scope():
+        v = hs.Variable(np.zeros(400, np.float32))
+        other = model.optimizer.gradient_buffers([v])
+
+    def step():
+        model.buffers.ready(model.buffers[0])
+        other.ready(other[0])
+
+    with pytest.raises(ValueError, match="buffers of other variables of this optimizer are marked"):
+        model.strategy.run(step)
+
+
+def test_an_optimizer_that_goes_with_its_marks(strategy):
+    """Its memory is used again, and what is under way gets in nobody's way."""
+    for _ in range(3):
+        model = Model(strategy, OPTIMIZERS["Adam"], [(40_000,), (30_000,)])
+        strategy.run(lambda model=model: model.buffers.ready(model.buffers[1]))
+        del model
+        strategy.run(lambda: strategy.xp.ones(40_000) + strategy.xp.ones(40_000))
