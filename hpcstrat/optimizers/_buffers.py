@@ -42,7 +42,23 @@ def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
 
 @final
 class GradientBuffers(list[Any]):
-    """The list of arrays that `Optimizer.gradient_buffers` returns, one for each variable."""
+    """The list of arrays that `Optimizer.gradient_buffers` returns, one for each variable.
+
+    Examples:
+        >>> import numpy as np, hpcstrat as hs
+        >>> strategy = hs.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     a, b, optimizer = hs.Variable(np.ones(2)), hs.Variable(np.ones(3)), hs.optimizers.SGD(0.1)
+        >>> d_a, d_b = buffers = optimizer.gradient_buffers([a, b])
+        >>> def step():
+        ...     d_b[...] = 5.0 / strategy.num_replicas_in_sync
+        ...     buffers.ready(d_b)  # its sum over the replicas begins
+        ...     d_a[...] = 2.0 / strategy.num_replicas_in_sync
+        ...     optimizer.apply_gradients(zip(buffers, [a, b]))
+        >>> strategy.run(step)
+        >>> a.numpy(), b.numpy()
+        (array([0.8, 0.8]), array([0.5, 0.5, 0.5]))
+    """
 
     def __init__(
         self,

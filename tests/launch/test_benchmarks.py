@@ -19,6 +19,7 @@ SMALL = {
     "calls.py": ([1, 2], "--rounds 1 --calls 10"),
     "checkpoint.py": ([1, 3], "--rounds 1 --elements 30000"),
     "memory.py": ([2], "--parameters 10000 --steps 2"),
+    "overlap.py": ([2], "--rounds 1 --batch 8 --layers 16 700 600 4"),
     "input.py": ([1, 2], "--rounds 1 --rows 1000"),
     "hosts_step.py": ([2], "--rounds 1 --link lo"),
 }
@@ -33,7 +34,10 @@ def rows(launch):
     """Runs a program and gives the rows of its table, each with a cell for each heading."""
 
     def run(program, ranks, *options):
-        result = launch(BENCHMARKS / program, ranks, *options, timeout=90, env={"OMP_NUM_THREADS": "1"})
+        env = {"OMP_NUM_THREADS": "1"}
+        if program == "overlap.py" and not launch.open_mpi:  # MPICH can pose as several hosts
+            env["MPIR_CVAR_NUM_CLIQUES"] = "2"
+        result = launch(BENCHMARKS / program, ranks, *options, timeout=90, env=env)
         assert (result.status, result.leftovers) == (0, []), result.stderr
         lines = [line.strip("|").split("|") for line in result.stdout.splitlines() if line.startswith("|")]
         assert len(lines) > 2 and {len(cells) for cells in lines} == {len(lines[0])}

@@ -226,3 +226,51 @@ def test_one_host_without_memory_stops_all_once(launch):
     result = launch(START + program + REPORT, 4, "0011", env={"HPCSTRAT_OUTPUT": "all"})
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     assert [ast.literal_eval(line) for line in result.stdout.splitlines()] == [[True, 10.0]] * 4
+
+
+READY = """
+    from hpcstrat.optimizers.base import state_of_optimizer
+
+    with strategy.scope():
+        variables = [hs.Variable(np.zeros(400_000, np.float32)) for _ in range(3)]
+        optimizer = hs.optimizers.SGD(1.0)
+        buffers = optimizer.gradient_buffers(variables)
+    (plan,) = state_of_optimizer(optimizer).plans.values()
+    begun = []
+
+    def step(applies=True):
+        for i in (2, 1):
+            buffers[i][...] = (rank + 1) * (i + 1)
+            buffers.ready(buffers[i])
+        begun.append(len(plan.marks.begun))
+        buffers[0][...] = rank + 1
+        if applies:
+            optimizer.apply_gradients(zip(buffers, variables))
+
+    for _ in range(3):
+        strategy.run(step)
+    for i, v in enumerate(variables):
+        assert (v.numpy() == -3 * (i + 1) * N * (N + 1) / 2).all()
+    found = begun
+"""
+
+
+def test_marked_gradients_are_summed_while_the_program_goes_on(two_hosts):
+    found, _ = two_hosts(READY)
+    assert all(begun == [2, 2, 2] for begun in found)
+
+
+def test_marked_gradients_at_the_end_of_the_program(launch):
+    """What is under way ends before MPI does."""
+    program = START + READY + "    strategy.run(step, args=(False,))\n    print(rank)\n"
+    result = launch(program, 4, "0011", env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert sorted(result.stdout.split()) == ["0", "1", "2", "3"]
+
+
+def test_marked_gradients_where_one_thread_only_may_call_mpi(launch):
+    """Marks are compared, and sums begin in `apply_gradients`."""
+    program = "    import mpi4py\n    mpi4py.rc.thread_level = 'serialized'\n" + START + READY + REPORT
+    result = launch(program, 3, "011", env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
+    assert [ast.literal_eval(line) for line in result.stdout.splitlines()] == [[0, 0, 0]] * 3
