@@ -62,7 +62,7 @@ class DeviceCommunicator(Communicator):
         self._control = control
         self.watchdog = control.watchdog
         self.stream = stream
-        self.lane: _gpu.Stream | None = stream
+        self.lane = stream
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL sees it, where it

@@ -69,11 +69,14 @@ ON_GPUS = {**ON_ONE_HOST, "sharded central": ShardedCentral}
 
 
 CASES = [*(("CPU", name) for name in [*ON_ONE_HOST, *ON_HOSTS]), *(("GPU", name) for name in ON_GPUS)]
+QUICK = [("CPU", name) for name in ("mirrored", "hosts", "hosts in turns, sharded")]
+QUICK += [("GPU", name) for name in ("mirrored", "sharded")]
 
 
 def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames:
-        mark = pytest.mark.parametrize(("place", "strategy"), CASES, indirect=True, ids=map(": ".join, CASES))
+        cases, names = slow_but(QUICK, CASES), map(": ".join, CASES)
+        mark = pytest.mark.parametrize(("place", "strategy"), cases, indirect=True, ids=names)
         metafunc.definition.add_marker(mark)  # which counts before the parameters that `place` has of its own
 
 
@@ -121,6 +124,7 @@ class Model:
             self.variables = [hs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
             self.optimizer = make()
             self.buffers = self.optimizer.gradient_buffers(self.variables)
+        self.start = [v.numpy() for v in self.variables]
 
     def train(self, marked=(), steps=4):
         for step in range(steps):
@@ -284,9 +288,7 @@ def check_works(model, place):
 @pytest.fixture
 def model(strategy):
     """Whose variables are as at the start when `check_works` is called."""
-    made = Model(strategy, OPTIMIZERS["SGD"], [(30, 50), (4000,), (3,)])
-    made.start = [v.numpy() for v in made.variables]
-    return made
+    return Model(strategy, OPTIMIZERS["SGD"], [(30, 50), (4000,), (3,)])
 
 
 WRONG = {
