@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 
 import numpy as np
 import pytest
@@ -457,7 +458,8 @@ def test_buffers_of_other_variables_of_the_optimizer(model, place):
 def test_an_optimizer_that_goes_with_its_marks(strategy):
     """Its memory is used again, and what is under way gets in nobody's way."""
     for _ in range(3):
-        model = Model(strategy, OPTIMIZERS["Adam"], [(40_000,), (30_000,)])
+        model = Model(strategy, OPTIMIZERS["Adam"], [(40_000,), (24_000,)])
         strategy.run(lambda model=model: model.buffers.ready(model.buffers[1]))
         del model
-        strategy.run(lambda: strategy.xp.ones(40_000) + strategy.xp.ones(40_000))
+        gc.collect()
+        strategy.run(lambda: [strategy.xp.ones(64_000 * n, np.float32) for n in (1, 1, 2)])
