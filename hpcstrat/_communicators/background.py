@@ -9,14 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, final
 
 from hpcstrat._communicators.call_state import CallState
-from hpcstrat._types import Bytes
 from hpcstrat._watchdog.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from hpcstrat._communicators.host import HostCommunicator
 
-_PIECE = 1 << 18
-"""Bytes of a message that go at once.
+WINDOW = 1 << 18
+"""Bytes of a section that are sent at once in the background.
 
 What the program sends meanwhile, such as the records of its calls, goes behind them through the same connection. Two of
 them take 4 ms at 1 Gbit/s; a whole layer would take 100.
@@ -88,59 +87,38 @@ class Background:
 class PatientComm:
     """The calls of an MPI communicator that exchanges make, in which this thread sleeps until the others have come.
 
-    MPI's own wait would take a core from the program, which computes. Sections go in pieces, between each two ranks.
+    MPI's own wait would take a core from the program, which computes.
     """
 
     def __init__(self, comm: Any) -> None:
         self._comm = comm
+        self.Irecv = comm.Irecv
+        self.Isend = comm.Isend
 
     def Allgather(self, sent: Any, received: Any) -> None:
         """MPI's."""
-        _wait([self._comm.Iallgather(sent, received)])
+        wait_patiently([self._comm.Iallgather(sent, received)])
+
+    def Allgatherv(self, sent: Any, received: Any) -> None:
+        """MPI's."""
+        wait_patiently([self._comm.Iallgatherv(sent, received)])
+
+    def Alltoallv(self, sent: Any, received: Any) -> None:
+        """MPI's."""
+        wait_patiently([self._comm.Ialltoallv(sent, received)])
 
     def Bcast(self, message: Any, root: int) -> None:
         """MPI's."""
-        _wait([self._comm.Ibcast(message, root)])
-
-    def Allgatherv(self, in_place: Any, sections: Any) -> None:
-        """MPI's of bytes, in place."""
-        everyones = _sections_of(sections)
-        self._move([everyones[self._comm.rank]] * len(everyones), everyones)
-
-    def Alltoallv(self, sent: Any, received: Any) -> None:
-        """MPI's of bytes."""
-        ours, theirs = _sections_of(sent), _sections_of(received)
-        theirs[self._comm.rank][...] = ours[self._comm.rank]
-        self._move(ours, theirs)
-
-    def Sendrecv(self, sent: Any, to: int, *, recvbuf: Any, source: int) -> None:
-        """MPI's."""
-        _wait([self._comm.Irecv(recvbuf, source), self._comm.Isend(sent, to)])
+        wait_patiently([self._comm.Ibcast(message, root)])
 
     def allgather(self, obj: Any) -> Sequence[Any]:
         """mpi4py's, which has none that does not wait."""
-        _wait([self._comm.Ibarrier()])
+        wait_patiently([self._comm.Ibarrier()])
         return self._comm.allgather(obj)
 
-    def _move(self, ours: Sequence[Bytes], theirs: Sequence[Bytes]) -> None:
-        """Sends each other rank its section, and receives those of the others."""
-        peers = [rank for rank in range(len(ours)) if rank != self._comm.rank]
-        before: list[Any] = []
-        for start in range(0, max(part.size for rank in peers for part in (ours[rank], theirs[rank])), _PIECE):
-            here = slice(start, start + _PIECE)
-            now = [self._comm.Irecv(theirs[rank][here], rank) for rank in peers if theirs[rank].size > start]
-            now += [self._comm.Isend(ours[rank][here], rank) for rank in peers if ours[rank].size > start]
-            _wait(before)  # only now, so that the network never stands still
-            before = now
-        _wait(before)
 
-
-def _sections_of(buffer: Any) -> list[Bytes]:
-    memory, (sizes, starts) = buffer
-    return [memory[start : start + size] for size, start in zip(sizes, starts, strict=True)]
-
-
-def _wait(requests: Sequence[Any]) -> None:
+def wait_patiently(requests: Sequence[Any]) -> None:
+    """Waits for MPI's requests, asleep most of the time."""
     for request in requests:
         while not any(request.Test() for _ in range(_LOOKS)):
             time.sleep(_SLEEP)
