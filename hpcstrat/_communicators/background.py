@@ -6,13 +6,13 @@ import contextvars
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Generic, TypeVar, final
 
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.call_state import CallState
 from hpcstrat._watchdog.watchdog import Watchdog
 
-if TYPE_CHECKING:
-    from hpcstrat._communicators.host import HostCommunicator
+C = TypeVar("C", bound=Communicator)
 
 WINDOW = 1 << 18
 """Bytes of a section that are sent at once in the background.
@@ -27,7 +27,7 @@ _SLEEP = 100e-6  # seconds
 
 
 @final
-class Background:
+class Background(Generic[C]):
     """Makes exchanges one after the other, in a thread of its own, by a communicator of its own.
 
     The ranks have agreed on each of them before, by a call. So all ranks begin the same ones in the same order, and
@@ -39,7 +39,7 @@ class Background:
         watchdog: what waits for other ranks is reported to it.
     """
 
-    def __init__(self, make: Callable[[], HostCommunicator], calls: CallState, watchdog: Watchdog | None) -> None:
+    def __init__(self, make: Callable[[], C], calls: CallState, watchdog: Watchdog | None) -> None:
         self._calls = calls
         # At the end of the program Python waits for its thread before it calls what ends MPI.
         self._thread = ThreadPoolExecutor(1, "hpcstrat-exchange")
@@ -52,12 +52,12 @@ class Background:
     def _is_busy(self) -> bool:
         return any(not one.done() for one in self._begun)
 
-    def begin(self, exchange: Callable[[HostCommunicator], None]) -> None:
+    def begin(self, exchange: Callable[[C], None]) -> None:
         """Begins an exchange, which is given the communicator; it is made behind those that have begun."""
         # In a copy of this line's context, in which the call has its name.
         self._begun.append(self._thread.submit(contextvars.copy_context().run, self._make, exchange))
 
-    def _make(self, exchange: Callable[[HostCommunicator], None]) -> None:
+    def _make(self, exchange: Callable[[C], None]) -> None:
         if self._error is not None:  # the others may be in the midst of that one
             return
         try:

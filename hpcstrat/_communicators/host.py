@@ -49,7 +49,7 @@ class HostCommunicator(Communicator):
         in the order of the whole, whose layout it names.
         """
 
-    def background(self) -> Background | None:
+    def background(self) -> Background[HostCommunicator] | None:
         """What makes exchanges while the program computes; `None` where that gains nothing. Collective at first."""
         return None
 

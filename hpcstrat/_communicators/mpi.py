@@ -80,10 +80,10 @@ class MpiCommunicator(HostCommunicator):
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
         self._window = sys.maxsize
-        self._background: Background | None = None
+        self._background: Background[HostCommunicator] | None = None
         self._has_asked_for_background = False
 
-    def background(self) -> Background | None:
+    def background(self) -> Background[HostCommunicator] | None:
         """See `HostCommunicator.background`."""
         if self.size > 1 and not self._has_asked_for_background:
             from mpi4py import MPI

@@ -169,26 +169,38 @@ def _start(starter: Starter, ranks: int, memory: JobMemory, environment: Mapping
         status = starter.start(ranks, {**environment, **memory.environment})
     step, done = memory.steps()
     failure = memory.first_failure(ranks)
-    begin = min(deaths.values(), default=0.0)
-    first = [rank for rank, when in deaths.items() if when == begin]
+    begin = min([one.seen for one in deaths.values()], default=0.0)
+    first = [rank for rank, one in deaths.items() if one.alive < begin]
     # What others meet when a rank has died may look like an error of their own.
     if failure is not None and first and failure.rank not in first and begin < failure.time:
         failure = None
     return Ended(status, ranks, step, done > 0, failure, first[0] if len(first) == 1 else None)
 
 
-@contextlib.contextmanager
-def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, float]]:
-    """A block during which the deaths of the ranks of this host are noted: when each was seen, by `time.monotonic`."""
-    deaths: dict[int, float] = {}
-    is_over = threading.Event()
+class _Death(NamedTuple):
+    """A process has ended between two looks, by `time.monotonic`.
 
+    Attributes:
+        alive: when it was still alive; 0 where it never was.
+        seen: when it was seen to have ended.
+    """
+
+    alive: float
+    seen: float
+
+
+@contextlib.contextmanager
+def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
+    """A block during which the deaths of the ranks of this host are noted."""
+    deaths: dict[int, _Death] = {}
+    is_over = threading.Event()
     begin = time.monotonic()
 
     def watch() -> None:
-        files: dict[int, int] = {}
+        files: dict[int, tuple[int, int]] = {}  # of each: its rank and its process
         poll = select.poll()
         seen: set[int] = set()
+        alive: dict[int, float] = {}
         while not is_over.is_set():
             is_starting = len(seen) < ranks and time.monotonic() - begin < _START_SECONDS
             if len(seen) < ranks:
@@ -198,16 +210,19 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, float]]:
                         try:
                             file = os.pidfd_open(process)
                         except OSError:  # it is gone already
-                            deaths.setdefault(rank, time.monotonic())
+                            deaths[rank] = _Death(0.0, time.monotonic())
                             continue
-                        files[file] = rank
+                        files[file] = (rank, process)
                         poll.register(file, select.POLLIN)
             ended = poll.poll(1000 * (_LOOK_SECONDS if is_starting else _SEEN_SECONDS))
-            now = time.monotonic()  # of those that are seen together nobody knows which was first
+            now = time.monotonic()
             for file, _ in ended:
-                deaths.setdefault(files.pop(file), now)
+                rank, _ = files.pop(file)
+                deaths[rank] = _Death(alive.get(rank, 0.0), now)
                 poll.unregister(file)
                 os.close(file)
+            # One that has died closes its connections, by which the others are ended, a little before it is gone.
+            alive |= {rank: now for rank, process in files.values() if not (ended and _has_closed_files(process))}
             if not files and len(seen) == ranks:
                 break
         for file in files:
@@ -220,6 +235,15 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, float]]:
     finally:
         is_over.set()
         thread.join()
+
+
+def _has_closed_files(process: int) -> bool:
+    """Whether a process has got so far on its way out, or is gone."""
+    try:
+        with open(f"/proc/{process}/status", "rb") as file:
+            return b"\nFDSize:\t0\n" in file.read()
+    except OSError:
+        return True
 
 
 def _end_stale(memory: JobMemory, begin: float) -> None:

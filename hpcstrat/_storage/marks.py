@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import numpy as np
 
 from hpcstrat._communicators.packing import Layout, layout_of
 from hpcstrat._types import Array, Bytes
-
-if TYPE_CHECKING:
-    from hpcstrat._storage.plan import Plan
 
 FEWEST_BYTES = 1 << 20
 """Bytes of marked gradients from which on their sum begins: it takes messages, whose latency few bytes do not hide."""
@@ -71,20 +68,20 @@ def ranges_in(layout: Layout, places: Iterable[int]) -> list[Range]:
 
 
 class Bucket:
-    """Some of a plan's gradients as a message of their own.
+    """Some arrays of a message as a message of their own.
 
     Args:
-        plan: it.
-        places: theirs.
+        whole: the layout of the whole message.
+        places: of the arrays in it.
 
     Attributes:
-        layout: of the message.
+        layout: of their own message.
     """
 
-    def __init__(self, plan: Plan, places: Iterable[int]) -> None:
-        self._whole = plan.layout
-        self._ranges = ranges_in(plan.layout, places)
-        dtypes = tuple([plan.layout.groups[one.group].dtype for one in self._ranges])
+    def __init__(self, whole: Layout, places: Iterable[int]) -> None:
+        self._whole = whole
+        self._ranges = ranges_in(whole, places)
+        dtypes = tuple([whole.groups[one.group].dtype for one in self._ranges])
         self.layout: Layout = layout_of(tuple([(one.stop - one.start,) for one in self._ranges]), dtypes)
 
     def views(self, message: Array) -> list[Array]:
@@ -96,16 +93,16 @@ class Bucket:
         return self.views(message)[0].view(np.uint8) if len(self._ranges) == 1 else None
 
 
-def places_of(plan: Plan, buffers: Sequence[Array]) -> list[int]:
-    """The places of some of a plan's buffers, in order.
+def places_of(buffers: Sequence[Array], every: Sequence[Array]) -> list[int]:
+    """The places of some buffers among `every` one, in order.
 
     Raises:
-        LookupError: one is none; its index is the argument.
+        LookupError: one is not among them; its index is the argument.
     """
-    own = {id(buffer): place for place, buffer in enumerate(plan.in_order(plan.buffers or []))}
+    places = {id(buffer): place for place, buffer in enumerate(every)}
     found: list[int] = []
     for i, buffer in enumerate(buffers):
-        if id(buffer) not in own:
+        if id(buffer) not in places:
             raise LookupError(i)
-        found.append(own[id(buffer)])
+        found.append(places[id(buffer)])
     return sorted(found)

@@ -34,7 +34,7 @@ class MirroredHostStorage(HostStorage):
         # Several threads may write variables made outside of every scope; what they work in is shared.
         self._lock = threading.Lock()
         self._created = 0
-        self._background: Background | None = None
+        self._background: Background[HostCommunicator] | None = None
 
     @property
     def communicator(self) -> HostCommunicator:
@@ -130,7 +130,7 @@ class MirroredHostStorage(HostStorage):
 
     def _exchange_of(self, plan: Plan, places: Sequence[int], sums: Array) -> Callable[[HostCommunicator], None] | None:
         """What sums some of the plan's buffers over the replicas; `None` where they have no elements."""
-        bucket, message = Bucket(plan, places), plan.buffer_messages[0]
+        bucket, message = Bucket(plan.layout, places), plan.buffer_messages[0]
         layout, signature = bucket.layout, signature_of(f"{current_call()}: sums")
 
         def exchange(communicator: HostCommunicator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from hpcstrat import _context
 from hpcstrat._communicators.collective import collective
@@ -16,10 +16,6 @@ from hpcstrat._storage.plan import Plan
 from hpcstrat._types import IndexedSlices
 from hpcstrat._variables import Variable, state_of
 from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of
-from hpcstrat.optimizers._state import key
-
-if TYPE_CHECKING:
-    from hpcstrat.optimizers._state import OptimizerState
 
 
 def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
@@ -38,6 +34,20 @@ def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
         check_variables(group, variables)
         group.communicator.exchange(signature_of(current_call(), *[state_of(v).block.held() for v in variables]))
     return group
+
+
+@final
+class MarkedStep:
+    """What is marked in an optimizer's step.
+
+    Attributes:
+        buffers: those of which some are marked; `None` where there are none.
+    """
+
+    __slots__ = ("buffers",)
+
+    def __init__(self) -> None:
+        self.buffers: GradientBuffers | None = None
 
 
 @final
@@ -62,14 +72,14 @@ class GradientBuffers(list[Any]):
 
     def __init__(
         self,
-        state: OptimizerState,
+        step: MarkedStep,
         group: ReplicaGroup,
         plan: Plan,
         variables: Sequence[Variable],
         may_begin: Callable[[], bool],
     ) -> None:
         super().__init__(plan.buffers or [])
-        self._state = state
+        self._step = step
         self._group = group
         self._plan = plan
         self._variables = tuple(variables)
@@ -116,7 +126,7 @@ class GradientBuffers(list[Any]):
         if not buffers:
             raise ValueError(f"{current_call()}: it takes gradient buffers, at least one, and got none")
         try:
-            places = places_of(plan, buffers)
+            places = places_of(buffers, plan.in_order(plan.buffers or []))
         except LookupError as error:
             wrong = buffers[error.args[0]]
             raise ValueError(
@@ -130,14 +140,14 @@ class GradientBuffers(list[Any]):
                     f"{current_call()}: the gradient of {plan.blocks[place].name} is marked twice in this step; mark "
                     "each once, and pass all buffers to apply_gradients before the next step"
                 )
-        other = self._state.marked
+        other = self._step.buffers
         if other is not None and other.is_marked and not marked:
             raise ValueError(
                 f"{current_call()}: buffers of other variables of this optimizer are marked in this step; pass them to "
                 "apply_gradients first"
             )
         self._group.storage.mark(plan, places, self._may_begin())
-        self._state.marked = self
+        self._step.buffers = self
 
     @property
     def is_marked(self) -> bool:
@@ -154,7 +164,7 @@ class GradientBuffers(list[Any]):
             for pair in pairs:
                 check_pair(pair)
             dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-            is_all = key(self._group, [v for _, v in dense]) == key(self._group, self._variables)
+            is_all = [id(v) for _, v in dense] == [id(v) for v in self._variables]
             if not is_all or not self._plan.are_in_buffers([gradient for gradient, _ in dense]):
                 raise ValueError(
                     f"{current_call()}: some gradient buffers are marked ready in this step, so it takes all of them, "

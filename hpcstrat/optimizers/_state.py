@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -15,10 +15,8 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._types import Bytes
 from hpcstrat._variables import Variable, state_of
+from hpcstrat.optimizers._buffers import MarkedStep
 from hpcstrat.optimizers._gradients import Accumulator
-
-if TYPE_CHECKING:
-    from hpcstrat.optimizers._buffers import GradientBuffers
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
 
@@ -62,17 +60,17 @@ class OptimizerState:
         slots: by the id of a variable, which is kept alive, the variable and its slots.
         plans: by `key`.
         accumulator: of gradients, where variables change in every so-manyth call only.
-        marked: buffers of which some were marked in this step; `None` where there are none.
+        step: which gradient buffers are marked in this step.
     """
 
-    __slots__ = ("accumulator", "iterations", "marked", "plans", "slots")
+    __slots__ = ("accumulator", "iterations", "plans", "slots", "step")
 
     def __init__(self, iterations: int = 0, accumulator: Accumulator | None = None) -> None:
         self.iterations: int = iterations
         self.accumulator: Accumulator | None = accumulator
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
-        self.marked: GradientBuffers | None = None
+        self.step = MarkedStep()
 
     def variables(self) -> list[Variable]:
         """The variables that were seen, in the order in which they were made."""

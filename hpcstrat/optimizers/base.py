@@ -214,13 +214,13 @@ class Optimizer(abc.ABC):
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
             pairs = list(grads_and_vars)
-            marked = self._state.marked
+            marked = self._state.step.buffers
             if marked is not None and marked.is_marked:
                 marked.require_all(pairs, skip_gradients_aggregation)
             self._add_or_apply(pairs, skip_gradients_aggregation)
             if marked is not None:
                 marked.end_step()
-                self._state.marked = None
+                self._state.step.buffers = None
         finally:
             leave_call(outer)
 
@@ -394,7 +394,7 @@ class Optimizer(abc.ABC):
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        return GradientBuffers(self._state, group, plan, variables, self._sums_buffers_first)
+        return GradientBuffers(self._state.step, group, plan, variables, self._sums_buffers_first)
 
     def _sums_buffers_first(self) -> bool:
         """Whether buffers are summed over the replicas as they are, before anything is done with them."""
