@@ -1,5 +1,7 @@
 """Input pipelines: datasets, and how they are distributed over replicas."""
 
+from typing import TYPE_CHECKING, Any
+
 from hpcstrat._types import RunOptions as RunOptions
 from hpcstrat._types import ValueContext as ValueContext
 from hpcstrat.data._dataset import Dataset as Dataset
@@ -11,6 +13,7 @@ from hpcstrat.data._node import UNKNOWN as UNKNOWN_CARDINALITY
 from hpcstrat.data._options import AutoShardPolicy as AutoShardPolicy
 from hpcstrat.data._options import Options as Options
 from hpcstrat.data._pass import Optional as Optional
+from hpcstrat.data._refused import missing_in_module as _missing_in_module
 from hpcstrat.data._splitting import InputContext as InputContext
 from hpcstrat.data._splitting import InputOptions as InputOptions
 from hpcstrat.data._splitting import InputReplicationMode as InputReplicationMode
@@ -33,3 +36,8 @@ __all__ = [
     "RunOptions",
     "ValueContext",
 ]
+
+if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
+
+    def __getattr__(name: str) -> Any:
+        raise _missing_in_module(name)

@@ -8,7 +8,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from hpcstrat.data import _combine_ops, _elements, _files, _index_ops, _sources
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node
 from hpcstrat.data._options import Options
 from hpcstrat.data._pass import ResumableIterator, after, length, prefetched
+from hpcstrat.data._refused import NamesWhatIsMissing, missing_in_dataset
 from hpcstrat.data._transformations import TransformableDataset, checked_node
 
 
@@ -68,7 +69,7 @@ class DatasetIterator(ResumableIterator):
 
 
 @final
-class Dataset(TransformableDataset):
+class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or transform another one.
@@ -362,6 +363,11 @@ class Dataset(TransformableDataset):
 
     def __repr__(self) -> str:
         return repr(self._node)
+
+    if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
+
+        def __getattr__(self, name: str) -> Any:
+            raise missing_in_dataset(name, "'Dataset' object")
 
 
 def _refuse(call: str, **arguments: Any) -> None:

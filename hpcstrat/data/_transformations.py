@@ -314,8 +314,20 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """Pairs of a count, an int64 scalar that begins at `start`, and the element."""
         return type(self)(_combine_ops.Enumerate(self._node, operator.index(start)))
 
-    def cache(self) -> Self:
-        """Keeps the order, and in memory the results of functions and generators, for later iterations."""
+    def cache(self, filename: str = "") -> Self:
+        """Keeps the order, and in memory the results of functions and generators, for later iterations.
+
+        Args:
+            filename: must be empty: `Dataset.save` and `Dataset.load` keep elements in files.
+
+        Raises:
+            NotImplementedError: `filename` is not empty.
+        """
+        if filename:
+            raise NotImplementedError(
+                f"Dataset.cache: filename is {filename!r}, but results are kept in memory; to keep them in files, call "
+                "Dataset.save once, then Dataset.load"
+            )
         return type(self)(_element_ops.cache(self._node))
 
     def prefetch(self, buffer_size: int | None) -> Self:

@@ -44,8 +44,13 @@ def rows(n):
         lambda: Dataset.from_tensor_slices(np.arange(21)).shuffle(21, seed=1),
         lambda: Dataset.range(21).map(lambda x: x * 2),
         lambda: Dataset.from_generator(rows, np.int64, args=(21,)).shuffle(5, seed=2),
+        lambda: Dataset.range(21).window(3, 1, 1, True).flat_map(lambda w: w.batch(3)),
+        lambda: Dataset.range(7).interleave(Dataset.range, cycle_length=3, block_length=2, num_parallel_calls=2),
+        lambda: Dataset.range(21).scan(np.int64(0), lambda s, x: (s + x, s)),
+        lambda: Dataset.sample_from_datasets([Dataset.range(9), Dataset.range(20, 32)], seed=3),
+        lambda: Dataset.range(21).batch(4).rebatch(3).map(lambda x: x * 2, num_parallel_calls=2).unbatch().prefetch(2),
     ],
-    ids=["range", "shuffled", "mapped", "generated"],
+    ids=["range", "shuffled", "mapped", "generated", "windows", "interleaved", "scanned", "sampled", "rebatched"],
 )
 def test_the_parts_of_all_replicas_are_the_batches(strategy, make, batch_size):
     distributed = strategy.experimental_distribute_dataset(make().batch(batch_size))

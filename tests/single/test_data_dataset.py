@@ -1,8 +1,10 @@
 """Datasets in one process: elements, orders, facts, and what is touched when."""
 
 import collections
+import copy
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import hypothesis
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from internals import _element_ops, _node
 
+import hpcstrat as hs
 from hpcstrat import TensorSpec
 from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, AutoShardPolicy, Dataset, Optional, Options
 
@@ -89,6 +92,37 @@ class Column:
 
     def __array__(self, dtype=None, copy=None):
         return np.array(self.texts, dtype or object)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "instead"),
+    [
+        (Dataset.range(3), "ragged_batch", "Dataset.padded_batch"),
+        (Dataset.range(3), "bucket_by_sequence_length", "Dataset.padded_batch"),
+        (Dataset, "random", "default_rng"),
+        (Dataset, "from_sparse_tensor_slices", "Dataset.from_tensor_slices"),
+        (hs.data, "TFRecordDataset", "np.save"),
+        (hs.data, "experimental", "hpcstrat.data"),
+    ],
+)
+def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
+    assert not hasattr(owner, name)
+    with pytest.raises(AttributeError, match=f"{name} does not exist: .*{re.escape(instead)}"):
+        getattr(owner, name)
+
+
+@pytest.mark.parametrize("owner", [Dataset.range(3), Dataset, hs.data])
+def test_an_unknown_name_is_an_ordinary_error(owner):
+    name = "misspelt"
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
+        getattr(owner, name)
+    assert items(copy.copy(Dataset.range(3))) == [0, 1, 2]
+
+
+def test_a_cache_is_in_memory():
+    assert items(Dataset.range(3).cache("")) == [0, 1, 2]
+    with pytest.raises(NotImplementedError, match=r"Dataset\.cache: filename is 'here'.*Dataset\.save"):
+        Dataset.range(3).cache("here")
 
 
 def test_sources_refuse_what_makes_no_elements():

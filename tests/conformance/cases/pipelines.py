@@ -4,7 +4,7 @@ import tempfile
 
 import numpy as np
 
-from _common import on, plain, raises, spec
+from _common import local, on, plain, raises, spec
 
 
 def items(hs, dataset):
@@ -250,6 +250,89 @@ def case_dataset_save(hs, strategy):
         "sizes": saved(counts(hs)),
         "twice": twice(),
         "nothing": raises(lambda: Dataset.load("/no/such/folder").cardinality()),
+    }
+
+
+def case_dataset_list_files(hs, strategy):
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("b.txt", "a.txt", "c.dat"):
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(name)
+
+        def names(*arguments, **options):
+            found = hs.data.Dataset.list_files(*arguments, **options)
+            return [os.path.basename(os.fsdecode(str(x) if isinstance(x, str) else x)) for x in found.as_numpy_iterator()]
+
+        pattern = os.path.join(folder, "*.txt")
+        return {
+            "sorted": names(pattern, shuffle=False),
+            "several": names([os.path.join(folder, "*.dat"), pattern], shuffle=False),
+            "shuffled": sorted(names(pattern)),
+            "seeded": names(pattern, seed=1) == names(pattern, seed=1),
+            "cardinality": int(hs.data.Dataset.list_files(pattern, shuffle=False).cardinality()),
+            "nothing": raises(lambda: names(os.path.join(folder, "*.png"))),
+        }
+
+
+def case_dataset_options(hs, strategy):
+    options = hs.data.Options()
+    options.deterministic = False
+    other = hs.data.Options()
+    other.experimental_optimization.map_fusion = True
+    dataset = hs.data.Dataset.range(3).with_options(options).map(lambda x: x + 1)
+    both = dataset.with_options(other)
+    return {
+        "elements": items(hs, both),
+        "kept": dataset.options().deterministic,
+        "added": [both.options().deterministic, both.options().experimental_optimization.map_fusion],
+        "not the first": dataset.options().experimental_optimization.map_fusion is None,
+        "not set": options.experimental_optimization.map_fusion is None,
+        "unknown": raises(lambda: setattr(options, "determinism", True)),
+    }
+
+
+def case_dataset_parallel_calls(hs, strategy):
+    ten = hs.data.Dataset.range(10)
+    return {
+        "two": items(hs, ten.map(lambda x: x * 2, num_parallel_calls=2)),
+        "autotune": items(hs, ten.map(lambda x: (x, x + 1), num_parallel_calls=hs.data.AUTOTUNE)),
+        "batches": items(hs, ten.batch(4, num_parallel_calls=2).map(lambda x: x * 2, num_parallel_calls=3)),
+        "interleave": items(hs, ten.interleave(lambda x: hs.data.Dataset.range(x), cycle_length=3, block_length=2,
+                                               num_parallel_calls=2)),
+        "interleave autotune": items(hs, ten.interleave(lambda x: hs.data.Dataset.range(x), cycle_length=3,
+                                                        num_parallel_calls=hs.data.AUTOTUNE)),
+        "prefetch": items(hs, ten.prefetch(3)),
+        "prefetch autotune": items(hs, ten.batch(4).prefetch(hs.data.AUTOTUNE)),
+        "none": items(hs, ten.take(0).map(lambda x: x, num_parallel_calls=2).prefetch(2)),
+    }
+
+
+@on("central", "mirrored", oracle="mirrored")  # TensorFlow's CentralStorageStrategy drops steps that are not whole
+def case_distributed_pipelines(hs, strategy):
+    """Parts of the replicas: uneven, and empty in the last steps."""
+    Dataset = hs.data.Dataset
+
+    def parts(dataset):
+        return [local(hs, strategy, x) for x in strategy.experimental_distribute_dataset(dataset)]
+
+    def repeated(x):
+        return Dataset.from_tensors(x).repeat(x)
+
+    windows = Dataset.range(13).window(3, 1, 1, True).flat_map(lambda w: w.batch(3, drop_remainder=True))
+    choices = Dataset.from_tensor_slices(np.array([0, 1, 1, 0, 0, 1]))
+    return {
+        "windows": parts(windows.batch(4)),
+        "windows and labels": parts(windows.map(lambda w: (w[:-1], w[-1])).batch(4)),
+        "flat_map": parts(Dataset.range(6).flat_map(repeated).batch(4)),
+        "interleave": parts(Dataset.range(6).interleave(repeated, cycle_length=3, block_length=2).batch(5)),
+        "in threads": parts(Dataset.range(6).interleave(repeated, cycle_length=2, num_parallel_calls=2).batch(4).prefetch(2)),
+        "padded": parts(Dataset.range(1, 7).padded_batch(4)),
+        "padded to the largest": parts(counts(hs).padded_batch(3)),
+        "scan": parts(Dataset.range(9).scan(np.int64(0), lambda s, x: (s + x, s)).batch(4)),
+        "rebatch": parts(Dataset.range(25).batch(5).rebatch(12)),
+        "choose": parts(Dataset.choose_from_datasets([Dataset.range(5), Dataset.range(10, 20)], choices).batch(4)),
+        "sample": parts(Dataset.sample_from_datasets([Dataset.range(5), Dataset.range(10, 15)], [0.0, 1.0]).batch(4)),
+        "parallel map": parts(Dataset.range(10).map(lambda x: x * 2, num_parallel_calls=2).batch(4)),
     }
 
 
