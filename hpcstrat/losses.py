@@ -18,7 +18,8 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     Args:
         per_example_loss: an array with one loss per example along its first dimension. For a PyTorch tensor or a JAX
             array the result is one too, and gradients flow through it.
-        sample_weight: weights of the losses, of the same library; their shape may lack the last dimensions.
+        sample_weight: weights of the losses, of the same library; their shape may lack the last dimensions, or have a
+            last dimension of 1 too many.
         global_batch_size: the number of examples of all replicas; by default this replica's number times the number of
             replicas, which is right if all replicas have equal numbers.
 
@@ -26,7 +27,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         A scalar of the dtype of the losses.
 
     Raises:
-        ValueError: the losses have no dimension, or the batch size is negative.
+        ValueError: the losses have no dimension, the weights do not fit them, or the batch size is negative.
         RuntimeError: called in the cross-replica context.
     """
     call = "compute_average_loss"
@@ -39,7 +40,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
         weights = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
-        weights = weights.reshape(tuple(weights.shape) + (1,) * (losses.ndim - weights.ndim))
+        weights = weights.reshape(_shape_of_weights(call, tuple(weights.shape), tuple(losses.shape)))
         losses = losses * (weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype))
     total = losses.sum()
     return _divided(total, size) if size else total * 0
@@ -61,6 +62,22 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     loss = regularization_loss if hasattr(regularization_loss, "sum") else np.asarray(regularization_loss)
     total = loss.sum()
     return _divided(total, replicas)
+
+
+def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which weights multiply losses and do not broadcast them.
+
+    Raises:
+        ValueError: there is none.
+    """
+    without = weights[:-1] if len(weights) == len(losses) + 1 and weights[-1] == 1 else weights
+    shape = without + (1,) * (len(losses) - len(without))
+    if len(shape) > len(losses) or any(n not in (1, size) for n, size in zip(shape, losses, strict=True)):
+        raise ValueError(
+            f"{call}: sample_weight has shape {weights} and the losses {losses}; pass one weight for each loss, or for "
+            "each of their first dimensions"
+        )
+    return shape
 
 
 def _divided(total: Any, count: int) -> Any:

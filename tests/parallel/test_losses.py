@@ -143,6 +143,40 @@ def test_an_index_that_is_no_class(xp):
                 assert np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1).tolist() == [False, True, False]
 
 
+WEIGHTED = [
+    ((3,), (3,)),
+    ((3,), (3, 1)),
+    ((3,), ()),
+    ((3,), (1,)),
+    ((3, 2), (3,)),
+    ((3, 2), (3, 1)),
+    ((3, 2), (3, 2)),
+    ((3, 2), (3, 2, 1)),
+    ((0,), (0, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "weights"), WEIGHTED, ids=str)
+def test_weights_never_repeat_losses(strategy, xp, shape, weights):
+    """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
+    own = 2.0 ** np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    weight = 1.0 + np.arange(np.prod(weights, dtype=int)).reshape(weights)
+    of_each = np.broadcast_to(weight.reshape(weight.shape[: own.ndim] + (1,) * (own.ndim - weight.ndim)), shape)
+    found = strategy.run(
+        lambda: losses.compute_average_loss(xp.asarray(own * (RANK + 1)), xp.asarray(weight), global_batch_size=4)
+    )
+    assert float(strategy.reduce("SUM", found, None)) == (own * of_each).sum() * N * (N + 1) / 2 / 4
+
+
+@pytest.mark.parametrize("weights", [(2,), (1, 3), (3, 3), (3, 1, 1)], ids=str)
+def test_weights_that_do_not_fit(strategy, xp, weights):
+    def step():
+        losses.compute_average_loss(xp.ones(3), xp.ones(weights))
+
+    with pytest.raises(ValueError, match=rf"compute_average_loss: sample_weight has shape \({weights[0]},.*\(3,\)"):
+        strategy.run(step)
+
+
 @pytest.mark.parametrize(
     "call, kind, says",
     [

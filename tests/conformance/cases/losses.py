@@ -55,6 +55,26 @@ def case_losses_of_errors(hs, strategy):
     }
 
 
+@on("central", "mirrored")
+def case_average_losses_with_weights(hs, strategy):
+    """Uneven and empty parts; weights with a dimension more or less than the losses."""
+    def average(loss, weight):
+        def step(part):
+            return hs.losses.compute_average_loss(part(loss), sample_weight=part(weight), global_batch_size=15)
+        return of(hs, strategy, step)
+
+    weights = CHANCES[..., 0]
+    return {
+        "one each": average(CHANCES[..., 1], weights),
+        "in a column": average(CHANCES[..., 1], weights[..., None]),
+        "of rows": average(CHANCES, weights),
+        "of rows in a column": average(CHANCES, weights[..., None]),
+        "of elements": average(CHANCES, CHANCES[..., ::-1].copy()),
+        "in a row": raises(lambda: strategy.run(lambda: hs.losses.compute_average_loss(
+            CHANCES[0, :, 0], sample_weight=weights[:1], global_batch_size=15))),
+    }
+
+
 def case_losses_that_do_not_fit(hs, strategy):
     loss = hs.losses.softmax_cross_entropy
     return {
