@@ -179,7 +179,7 @@ class MpiCommunicator(HostCommunicator):
     def _swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
         """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        longest = max(max(outgoing[rank].size, incoming[rank].size) for rank in others)
+        longest = max([max(outgoing[rank].size, incoming[rank].size) for rank in others], default=0)
         before: list[Any] = []
         for start in range(0, longest, self._window):
             now: list[Any] = []
