@@ -185,7 +185,7 @@ def checked_path(path: Any) -> str:
     Raises:
         TypeError: it is not the name of a file.
     """
-    path = os.fspath(path)
+    path = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(path, str) or not os.path.basename(path):
         raise TypeError(f"{current_call()}: path is {path!r}; it must be the name of a file")
     return path
