@@ -122,11 +122,14 @@ def _is_stopped(process: int) -> bool:
 def _main(process: int) -> None:
     steps = [Step(*step) for step in json.loads(sys.stdin.buffer.readline())]
     segments: set[tuple[str, ...]] = set()
+    since = time.time()
     begin = looked = time.monotonic()
     for step in steps:
         while (left := begin + step.seconds - looked) > 0:
             if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
-                _unlink(segments)  # the process was killed: at the block's end it kills this one
+                # The process was killed: at the block's end it kills this one.
+                _unlink(segments)
+                unlink_orphans(since)  # it may have made one since the last look
                 return
             segments |= _segments(process)
             before, looked = looked, time.monotonic()

@@ -1,4 +1,6 @@
+import contextlib
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -207,6 +209,32 @@ def test_segments_that_nobody_uses_are_unlinked():
     finally:
         for path in paths:
             if os.path.exists(path):
+                os.unlink(path)
+
+
+def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none():
+    """Sooner than its guard looks next."""
+    program = """if True:
+    import mmap, os, signal, sys, time
+    from hpcstrat import _guard
+
+    with _guard.guarded([_guard.Step(600.0, "", False)]):
+        time.sleep(0.5)  # the guard runs
+        with open(sys.argv[1], "w+b") as file:
+            file.truncate(mmap.PAGESIZE)
+            mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    for number in range(3):
+        path = f"/dev/shm/mpich_shm_test_{os.getpid()}_{number}"
+        try:
+            assert subprocess.run([sys.executable, "-c", program, path]).returncode == -9
+            deadline = time.monotonic() + 20
+            while os.path.exists(path) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert not os.path.exists(path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
