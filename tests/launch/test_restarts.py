@@ -312,7 +312,7 @@ def test_ten_kills_at_random_moments(launch, tmp_path, moment):
     """In five kinds of moments, so that it is fifty times that the job goes on."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(TRAIN + "    train()\n"))
-    kills, epochs = 10, 20
+    kills, epochs = 10, 40  # so many that the job goes on for long enough, even if the kills come late
     arguments = [program, folder_of(tmp_path), moment, epochs, kills, sum(map(ord, moment))]
     result = launch(KILL, None, *map(str, arguments), timeout=800)
     assert (result.status, result.leftovers) == (0, [])
