@@ -20,6 +20,9 @@ PAGES = (
     "tests/conformance/README.md",
 )
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
+NAMES = re.compile(r"<td.*?</td>|<h[2-6] .*?</h[2-6]>", re.DOTALL)
+CODE = re.compile(r"<code>.*?</code>|<span class=\"doc doc-object-name.*?</span>", re.DOTALL)
+TEXT = re.compile(r"(?<=>)[^<]+")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -44,9 +47,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lets long names in the contents of a page break behind an underscore."""
+    """Lets long names break behind a dot or an underscore: in the contents of a page, in its headings and tables."""
     breakable(page.toc.items)
-    return html
+    return NAMES.sub(lambda names: CODE.sub(with_breaks, names[0]), html)
+
+
+def with_breaks(code: re.Match[str]) -> str:
+    """The same HTML, in which text may break where names have a joint."""
+    return TEXT.sub(lambda text: re.sub(r"(?<=\w)(\.(?!py\b)|_|=)(?=[^\W\d])", r"\1<wbr>", text[0]), code[0])
 
 
 def breakable(items: list[AnchorLink]) -> None:

@@ -106,8 +106,8 @@ class GradientBuffers(list[Any]):
         soon as it is written, the large ones at least, and pass all buffers to `apply_gradients` in the end, which
         waits for what is under way. Do not read or write a buffer between the two.
 
-        It gains something between several hosts, and between GPUs. On one host the sum is a copy in memory, and begins
-        in `apply_gradients`; so it does with `clipnorm`, `global_clipnorm` or `gradient_accumulation_steps`, and where
+        It helps between several hosts, and between GPUs. On one host's CPUs the sum is made in memory, and begins in
+        `apply_gradients`; so it does with `clipnorm`, `global_clipnorm` or `gradient_accumulation_steps`, and where
         MPI was started without `THREAD_MULTIPLE`. Sums that begin early take memory: once more the gradients, on the
         host. On GPUs NCCL may add up in another order.
 
