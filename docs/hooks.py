@@ -54,7 +54,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def with_breaks(code: re.Match[str]) -> str:
     """The same HTML, in which text may break where names have a joint."""
-    return TEXT.sub(lambda text: re.sub(r"(?<=\w)(\.(?!py\b)|_|=)(?=[^\W\d])", r"\1<wbr>", text[0]), code[0])
+    return TEXT.sub(lambda text: re.sub(r"(?<=\w)(\.(?!py\b)|_(?![A-Z])|=)(?=[^\W\d])", r"\1<wbr>", text[0]), code[0])
 
 
 def breakable(items: list[AnchorLink]) -> None:
