@@ -39,7 +39,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if size < 0:
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
-        weights = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
+        weights: Any = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
         weights = weights.reshape(_shape_of_weights(call, tuple(weights.shape), tuple(losses.shape)))
         losses = losses * (weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype))
     total = losses.sum()
