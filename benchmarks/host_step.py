@@ -59,16 +59,17 @@ COMM = MPI.COMM_WORLD
 # ---- the alternatives: each returns a step, and a function that returns the weights
 
 
-def ours(layers, x, y, in_buffers=False, make=lambda: hs.optimizers.SGD(RATE, MOMENTUM), strategy=None):
+def ours(layers, x, y, in_buffers=False, make=lambda: hs.optimizers.SGD(RATE, MOMENTUM), strategy=None, marks=False):
     strategy = strategy or hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
         optimizer = make()
-        buffers = optimizer.gradient_buffers(weights) if in_buffers else None
+        buffers = optimizer.gradient_buffers(weights) if in_buffers or marks else None
+    more = {"ready": buffers.ready} if marks else {}
 
     def replica_step(x, y):
         values = [weight.value() for weight in weights]
-        optimizer.apply_gradients(zip(gradients(values, x, y, buffers), weights, strict=True))
+        optimizer.apply_gradients(zip(gradients(values, x, y, buffers, **more), weights, strict=True))
 
     return lambda: strategy.run(replica_step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
 

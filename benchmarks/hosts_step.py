@@ -6,7 +6,8 @@
 The largest network of networks.py, of 8.4 million parameters, is trained by Adam:
 
     unsharded    hpcstrat.MultiWorkerMirroredStrategy: every rank makes the whole update
-    sharded      the same with shard_updates=True: every rank updates its part and keeps the slots of it
+    ready        the same, which marks each layer's gradients as soon as they are written
+    sharded      with shard_updates=True: every rank updates its part and keeps the slots of it
     allreduce    mpi4py: one Allreduce of the flat gradient, then the library's compiled loop
     DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
     ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
@@ -42,12 +43,13 @@ def alternatives(batch):
     """By name: a step, and a function that returns the weights."""
     x, y = data(LAYERS, batch, COMM.rank)
 
-    def mirrored(**options):
+    def mirrored(marks=False, **options):
         strategy = hs.MultiWorkerMirroredStrategy(**options)
-        return ours(LAYERS, x, y, make=lambda: hs.optimizers.Adam(ADAM_RATE), strategy=strategy)
+        return ours(LAYERS, x, y, make=lambda: hs.optimizers.Adam(ADAM_RATE), strategy=strategy, marks=marks)
 
     made = {
         "unsharded": mirrored(),
+        "ready": mirrored(marks=True),
         "sharded": mirrored(shard_updates=True),
         "allreduce": by_hand(AllReduceAdam, LAYERS, x, y),
     }

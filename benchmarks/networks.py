@@ -26,8 +26,11 @@ def data(layers, batch, replica):
     return random.random((batch, layers[0]), np.float32), random.random((batch, layers[-1]), np.float32)
 
 
-def gradients(weights, x, y, out=None):
-    """The gradients of half the squared error over the batch, in the order of the weights: `out`, or new arrays."""
+def gradients(weights, x, y, out=None, ready=lambda *_: None):
+    """The gradients of half the squared error over the batch, in the order of the weights: `out`, or new arrays.
+
+    `ready` is called with each layer's, from the last to the first.
+    """
     out = [None] * len(weights) if out is None else out
     inputs = [x]
     for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
@@ -36,6 +39,7 @@ def gradients(weights, x, y, out=None):
     found = []
     for i in range(len(inputs) - 1, -1, -1):
         found += [np.sum(d, axis=0, out=out[2 * i + 1]), np.matmul(inputs[i].T, d, out=out[2 * i])]
+        ready(*found[-2:])
         if i:
             d = (d @ weights[2 * i].T) * (inputs[i] > 0)
     return found[::-1]
