@@ -70,7 +70,7 @@ class OptimizerState:
         self.accumulator: Accumulator | None = accumulator
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
-        self.step = MarkedStep()
+        self.step: MarkedStep = MarkedStep()
 
     def variables(self) -> list[Variable]:
         """The variables that were seen, in the order in which they were made."""
