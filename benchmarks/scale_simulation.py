@@ -17,7 +17,8 @@ from recorded_ranks import Job, hosts_of
 from rounds import header, row
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators.mpi import HierarchicalCommunicator, MpiCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._edge import call_named
 from hpcstrat._storage.mirrored_host import MirroredHostStorage

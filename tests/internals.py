@@ -25,8 +25,9 @@ from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.call_state import CallState
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
-from hpcstrat._communicators.mpi import HierarchicalCommunicator, MpiCommunicator
+from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
 from hpcstrat._communicators.packing import Layout, layout_of

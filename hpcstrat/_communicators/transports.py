@@ -54,7 +54,8 @@ def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChanne
 
 
 def _connect_hosts(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
-    from hpcstrat._communicators.mpi import HierarchicalCommunicator, MpiCommunicator
+    from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+    from hpcstrat._communicators.mpi import MpiCommunicator
 
     # Where each host has one rank, copies through its shared memory would gain nothing.
     is_flat = len(set(world.hosts)) == world.size
