@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from hpcstrat._run.job import Job, die_with
 from hpcstrat._run.mpiexec import LaunchError
 
 _SHARING = "_HPCSTRAT_SHARE_GPU"  # the process of share-gpu, to the launcher that it starts
+_HEAD_START_S = 10.0  # for rank 0's message, on a machine where the start of a rank is slow
 _EXAMPLES = """
   hpcstrat run train.py --epochs 3            a rank for each GPU of this host, or else for each core
   hpcstrat run -n 4 --bind train.py           each rank on the cores beside its GPU
@@ -172,6 +174,8 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
     if rank == 0:
         _say(f"{name} has started this process already; start the ranks with one launcher: `{instead}`")
         sys.stderr.flush()
+    else:
+        time.sleep(_HEAD_START_S)  # the launcher ends all ranks with the first that fails
     os._exit(2)  # sys.exit would end the job as a rank's error does, with more to read
 
 
