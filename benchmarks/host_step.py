@@ -111,6 +111,20 @@ def pytorch(layers, x, y, with_ddp, make=torch_sgd):
     return lambda: strategy.run(step), weights
 
 
+@contextlib.contextmanager
+def process_group():
+    """A block with PyTorch's, over gloo. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(1)
+        meeting = f"file://{COMM.bcast(folder)}/ranks"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
+        try:
+            yield
+        finally:
+            torch.distributed.destroy_process_group()
+            COMM.Barrier()  # the file is in rank 0's folder
+
+
 class OneProcess:
     """The process of tensorflow_step.py or jax_step.py on rank 0; `None` on the other ranks."""
 
@@ -250,12 +264,7 @@ def main():
     pythons = {"TensorFlow": options.tensorflow, "JAX": options.jax}
     others = {name: OneProcess(python, f"{name.lower()}_step.py") for name, python in pythons.items() if python}
     figures = {}
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
-        if torch is not None:
-            torch.set_num_threads(1)
-            meeting = f"file://{COMM.bcast(folder)}/ranks"
-            torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
-            ending.callback(torch.distributed.destroy_process_group)
+    with contextlib.nullcontext() if torch is None else process_group():
         print(f"A step on {COMM.size} ranks, medians of {options.rounds} rounds\n")
         header("network, batch of a replica", "way", "microseconds", "ours / that", "goal")
         for number, layers in enumerate(NETWORKS):
@@ -264,7 +273,6 @@ def main():
             show(named(layers), medians, {way: goals[number] for way, goals in GOALS.items()})
         show(f"{named(layers)}, Adam", measure_adam(layers, options.rounds), ADAM_GOALS)
         show(f"{named(layers)}, Adam, sharded", measure_sharded(layers, options.rounds), {})
-        COMM.Barrier()
     for other in others.values():
         other.close()
     if options.json and COMM.rank == 0:

@@ -20,13 +20,11 @@ carries in a step, TCP's headers included.
 """
 
 import argparse
-import contextlib
 import pathlib
-import tempfile
 
 import numpy as np
 from by_hand import ADAM_RATE, AllReduceAdam
-from host_step import COMM, by_hand, ours, pytorch, torch
+from host_step import COMM, by_hand, ours, process_group, pytorch, torch
 from mpi4py import MPI
 from networks import NETWORKS, data
 from rounds import header, interleaved, repeated, row
@@ -56,20 +54,6 @@ def alternatives(batch):
         "sharded": mirrored(shard_updates=True),
         "allreduce": by_hand(AllReduceAdam, LAYERS, x, y),
     }
-
-
-@contextlib.contextmanager
-def process_group():
-    """A block with PyTorch's, over gloo."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.set_num_threads(1)
-        meeting = f"file://{COMM.bcast(folder)}/ranks"
-        torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
-        try:
-            yield
-        finally:
-            torch.distributed.destroy_process_group()
-            COMM.Barrier()  # the file is rank 0's
 
 
 def pytorchs(batch):
