@@ -73,7 +73,9 @@ def wait_for_all(requests):
     for one in requests:
         one.wait()
     if requests:
-        requests[0].comm.swaps += 1
+        comm = requests[0].comm
+        comm.on_their_way -= len(requests)
+        comm.swaps += comm.on_their_way == 0  # windows of one swap overlap
 
 
 MPI = types.SimpleNamespace(IN_PLACE="in place", UNDEFINED=-1, Request=types.SimpleNamespace(Waitall=wait_for_all))
@@ -161,7 +163,8 @@ class RecordingComm:
 
     def __init__(self, meeting, rank):
         self.rank, self.size = rank, len(meeting.ranks)
-        self.swaps = 0  # how often this rank has waited for what it sent and receives
+        self.swaps = 0  # how many this rank has made, each until nothing that it sent or receives is on its way
+        self.on_their_way = 0  # requests
         self._meeting = meeting
 
     def _meet(self, given):
@@ -244,11 +247,13 @@ class RecordingComm:
                 meeting.swaps[self.swaps] = []
                 meeting.job.calls.append(Call("Isend", [meeting.swaps[self.swaps]]))
             meeting.swaps[self.swaps].append((meeting.ranks[self.rank], meeting.ranks[to], piece.nbytes))
+            self.on_their_way += 1
             messages = meeting.queues[self.rank, to]
         messages.put(piece.copy())
         return Request(self)
 
     def Irecv(self, piece, source):
+        self.on_their_way += 1
         with self._meeting.lock:
             return Request(self, piece, self._meeting.queues[source, self.rank])
 

@@ -152,17 +152,25 @@ class HierarchicalCommunicator(MpiCommunicator):
         sizes = [layout.nbytes for layout in layouts]
         senders = self._servers[self.rank]
         self._reserve(max(sum(sizes), len(senders) * max(sizes)))
-        ours = sections_in(self._send_buffer, self._of_served(sizes))
-        for rank in self._served_ranks[self.rank]:
-            for group, parts in zip(layouts[rank].groups, parts_of(rank), strict=True):
-                reduce_flat(group.of(ours.of(rank)), parts, op)
+        ours = sections_in(self._send_buffer, self._of_served(sizes, self.rank))
         theirs = sections_in(self._receive_buffer, [sizes[self.rank] * (rank in senders) for rank in range(self.size)])
-        self._all_to_all(ours, theirs, max(sizes))
+        reductions = [
+            (group, group.of(ours.of(rank)), parts)
+            for rank in self._served_ranks[self.rank]
+            for group, parts in zip(layouts[rank].groups, parts_of(rank), strict=True)
+        ]
+
+        def reduce_window(window: slice) -> None:
+            for group, result, parts in reductions:
+                here = group.within(window)
+                reduce_flat(result[here], [part[here] for part in parts], op)
+
+        self._all_to_all(ours, theirs, max(sizes), reduce_window)
         return [theirs.of(rank) for rank in senders]
 
-    def _of_served(self, sizes: Sequence[int]) -> list[int]:
-        """The sizes of the sections of those ranks that this one serves; 0 for the others."""
-        return [n if self.rank in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
+    def _of_served(self, sizes: Sequence[int], server: int) -> list[int]:
+        """The sizes of the sections of those ranks that a rank of this host serves; 0 for the others."""
+        return [n if server in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
 
     @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
     def gather_sections(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
@@ -175,27 +183,23 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def _gather_by_hosts(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
         """Every rank's section, on every rank; there is room for all of them in the host's memory."""
-        self._reserve(sum(sizes))
+        self._reserve(max(sizes))
         size, senders = sizes[self.rank], self._servers[self.rank]
         own = self._send_buffer[:size]
         write(own)
         # The same bytes to one rank of each host.
         ours = Sections(own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size)
-        theirs = sections_in(self._receive_buffer, self._of_served(sizes))
-        self._all_to_all(ours, theirs, max(sizes))
-        # What each rank of this host has got.
-        brought = {
-            peer: layout_of_sections([sizes[rank] for rank in ranks]) for peer, ranks in self._served_ranks.items()
-        }
+        served = {peer: self._of_served(sizes, peer) for peer in self._peers}
 
-        def write_brought(message: Bytes) -> None:
-            for section, rank in zip(brought[self.rank].views(message), self._served_ranks[self.rank], strict=True):
-                section[...] = theirs.of(rank)
+        def receive(message: Bytes) -> None:
+            self._all_to_all(ours, sections_in(message, served[self.rank]), max(sizes))
 
-        messages = self._host.exchange(signature, brought[self.rank].nbytes, write_brought)
+        # What comes from other hosts comes into this host's shared memory.
+        messages = self._host.exchange(signature, layout_of_sections(served[self.rank]).nbytes, receive)
         found: dict[int, Bytes] = {}
         for peer, message in zip(self._peers, messages, strict=True):
-            found |= zip(self._served_ranks[peer], brought[peer].views(message), strict=True)
+            sections = sections_in(message, served[peer])
+            found |= {rank: sections.of(rank) for rank in self._served_ranks[peer]}
         return [found[rank] for rank in range(self.size)]
 
     def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:

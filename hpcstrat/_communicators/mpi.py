@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +52,7 @@ class MpiCommunicator(HostCommunicator):
         # Kept from call to call: the pages of fresh memory would cost about as much as a copy.
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
-        self._window = sys.maxsize
+        self._window = self.PIECE
         self._background: Background[HostCommunicator] | None = None
         self._has_asked_for_background = False
 
@@ -137,27 +136,46 @@ class MpiCommunicator(HostCommunicator):
         """
         return self.size * max(sizes) <= 2 * sum(sizes)
 
-    def _all_to_all(self, ours: Sections, theirs: Sections, longest: int) -> None:
+    def _all_to_all(
+        self, ours: Sections, theirs: Sections, longest: int, prepare: Callable[[slice], None] | None = None
+    ) -> None:
         """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
 
-        `longest` is the size of the longest one of all ranks, so that all make the same MPI calls.
+        Args:
+            ours: to each rank.
+            theirs: from each rank.
+            longest: the size of the longest one of all ranks, so that all make the same MPI calls.
+            prepare: writes this range of bytes of every section of `ours`, before it is sent.
         """
         if self.size * longest <= self.PIECE:
+            if prepare is not None:
+                prepare(slice(0, longest))
             self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
-        else:
-            own = theirs.of(self.rank)
-            if own.size:
-                own[...] = ours.of(self.rank)
-            self._swap(ours.all(), theirs.all())
+            return
+        own, sent = theirs.of(self.rank), ours.of(self.rank)
 
-    def _swap(self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes]) -> None:
-        """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends."""
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        longest = max([max(outgoing[rank].size, incoming[rank].size) for rank in others], default=0)
+        def write(window: slice) -> None:
+            if prepare is not None:
+                prepare(window)
+            if own.size:
+                own[window] = sent[window]
+
+        self._swap(ours.all(), theirs.all(), write)
+
+    def _swap(
+        self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], prepare: Callable[[slice], None] | None = None
+    ) -> None:
+        """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends.
+
+        By windows: while one is on its way, `prepare` writes the next.
+        """
+        longest = max([section.size for section in (*outgoing, *incoming)])
         before: list[Any] = []
         for start in range(0, longest, self._window):
             now: list[Any] = []
             here = slice(start, start + self._window)
+            if prepare is not None:
+                prepare(here)
             # The next rank first, so that not all ranks send to the same one.
             for distance in range(1, self.size):
                 source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size

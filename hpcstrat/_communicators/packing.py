@@ -33,6 +33,12 @@ class Group(NamedTuple):
         """These elements of a message, a flat view."""
         return _view(message, (self.elements,), self.dtype, self.start)
 
+    def within(self, window: slice) -> slice:
+        """Those of these elements that have a byte in a range of the message's bytes."""
+        begin, end = window.start - self.start, window.stop - self.start
+        item = self.dtype.itemsize
+        return slice(max(0, begin // item), min(self.elements, max(0, -(-end // item))))
+
 
 class Layout:
     """Where each of some arrays lies in a message. Equal arguments give the same object: use `layout_of`.
