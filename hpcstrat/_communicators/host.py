@@ -262,6 +262,12 @@ class SoloCommunicator(HostCommunicator):
         self.calls.number += 1
         self.calls.last_signature = signature
 
+    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
+    def exchange(self, signature: CallSignature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
+        """There is nobody to agree with: no record is made, and none is read."""
+        self._count(signature)
+        return self.collect_messages([nbytes], write)
+
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         return [memoryview(record)]
 

@@ -188,6 +188,9 @@ class Plan:
 
     def write_for_others(self, message: Array, values: Sequence[Array]) -> None:
         """`write` without the ranges that `with_own` reads from the values directly."""
+        if not self._own:
+            self.write(message, values)
+            return
         views = self._message_views(message)
         for i, (view, value) in enumerate(zip(views, values, strict=True)):
             own = self._own.get(i)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,6 +146,13 @@ def _kernel(name: str, slots: Sequence[str], numbers: Sequence[Symbol], lines: S
     )
 
 
+def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """What reads these attributes of an object."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda thing: tuple(getattr(thing, name) for name in names)
+
+
 class Formulas:
     """The formulas of one optimizer: one for each choice of its options and slots."""
 
@@ -154,10 +162,11 @@ class Formulas:
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         given = [name for name in ("learning_rate", "step") if name in names]
         self._takes_rate, self._takes_step = "learning_rate" in given, "step" in given
-        self._attributes = [name for name in names if name not in given]
-        self._names = (*given, *self._attributes)
+        attributes = [name for name in names if name not in given]
+        self._names = (*given, *attributes)
+        self._attributes_of = _reader_of(attributes)
         self._compiled: dict[tuple[Any, ...], Formula] = {}
-        self._last: tuple[list[Any], UpdateRule] | None = None
+        self._last: tuple[tuple[Any, ...], UpdateRule] | None = None
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
         """The update of this step. What the formula takes, but for these two, are the optimizer's attributes.
@@ -166,13 +175,11 @@ class Formulas:
             AttributeError: the optimizer has no such attribute.
             TypeError: one is no number, or the formula cannot be compiled.
         """
-        values: list[Any] = []
-        if self._takes_rate:
-            values.append(learning_rate)
+        values = self._attributes_of(optimizer)
         if self._takes_step:
-            values.append(step)
-        for attribute in self._attributes:
-            values.append(getattr(optimizer, attribute))
+            values = (step, *values)
+        if self._takes_rate:
+            values = (learning_rate, *values)
         if self._last is None or self._last[0] != values:
             self._last = values, self._rule(values, tuple(optimizer.all_slots))
         return self._last[1]
