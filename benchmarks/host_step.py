@@ -54,7 +54,11 @@ except ImportError:
 
 PAUSE = 0.02
 COMM = MPI.COMM_WORLD
-GOALS = {"allreduce": (1.25 if COMM.size < 4 else 1.4, 1.25, 0.6), "window": (None, None, 1.1), "TensorFlow": (0.5, 0.7, 1.0)}
+GOALS = {
+    "allreduce": (1.25 if COMM.size < 4 else 1.4, 1.25, 0.6),
+    "window": (None, None, 1.1),
+    "TensorFlow": (0.5, 0.7, 1.0),
+}
 ADAM_GOALS = {"window": 1.05}
 
 
