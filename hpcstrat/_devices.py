@@ -112,7 +112,7 @@ def place(devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: b
             raise RuntimeError(
                 f"{current_call()}: {len(seen)} ranks run on a host with {len(gpus)} GPU{'s' * (len(gpus) > 1)}, one "
                 f"for each rank; start {len(gpus)} rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: "
-                f"`launch/share-gpu mpirun -n {len(seen)} ...`"
+                f"`hpcstrat run --share-gpu -n {len(seen)} ...`"
             )
         # More ranks than GPUs, where that was asked for: they take turns.
         placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
@@ -185,7 +185,7 @@ def check_shared(gpus: Sequence[str], shares: bool) -> None:
                 f"{current_call()}: ranks {', '.join(map(str, ranks))} would compute on one GPU, "
                 f"{len(set(filter(None, gpus)))} for {len(gpus)} ranks; name a GPU for each or "
                 "start fewer ranks, or let ranks share a GPU: "
-                f"`launch/share-gpu mpirun -n {len(gpus)} ...`"
+                f"`hpcstrat run --share-gpu -n {len(gpus)} ...`"
             )
 
 

@@ -215,7 +215,7 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
             found.append(
                 Fault(
                     f"{len(here)} ranks run on {host} with {len(here[0]['gpus'])} GPUs",
-                    "start one rank per GPU, or share them: `launch/share-gpu`",
+                    "start one rank per GPU, or share them: `hpcstrat run --share-gpu`",
                 )
             )
     return found
