@@ -83,7 +83,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         is_mean = REDUCTIONS[op].is_mean
         # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
         partial = ReduceOp.SUM if is_mean else op
-        self._agree(signature, layout.nbytes)
+        sizes = [one.nbytes for one in layouts]
+        self._agree(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
         messages = self._host.exchange(signature, layout.nbytes, write)
 
         def parts_of(rank: int) -> list[list[Array]]:
@@ -100,7 +101,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                     with np.errstate(all="ignore"):
                         np.divide(result, self.size, out=result)
 
-        found = self._gather_by_hosts(signature, [one.nbytes for one in layouts], write_own)
+        found = self._gather_by_hosts(signature, sizes, write_own)
         for rank, section in enumerate(found):
             for group, part, one in zip(layout.groups, layouts[rank].groups, slices[rank], strict=True):
                 group.of(out)[one] = part.of(section)
@@ -194,7 +195,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         def receive(message: Bytes) -> None:
             self._all_to_all(ours, sections_in(message, served[self.rank]), max(sizes))
 
-        # What comes from other hosts comes into this host's shared memory.
+        # What comes from other hosts comes into this host's shared memory. Once: a message for which there were no room
+        # would be written again.
         messages = self._host.exchange(signature, layout_of_sections(served[self.rank]).nbytes, receive)
         found: dict[int, Bytes] = {}
         for peer, message in zip(self._peers, messages, strict=True):

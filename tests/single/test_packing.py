@@ -55,6 +55,14 @@ def test_any_memory_order_is_written_row_by_row():
         assert form.views(message)[0].flags.c_contiguous
 
 
+@pytest.mark.parametrize("window", [16, 32, 64, 1024])
+def test_windows_of_a_message_hold_each_element_once(window):
+    form = Layout(*MIXED)
+    for group in form.groups:
+        found = [group.within(slice(start, start + window)) for start in range(0, form.nbytes, window)]
+        assert [i for here in found for i in range(here.start, here.stop)] == list(range(group.elements))
+
+
 def test_nothing():
     form = Layout((), ())
     assert (form.nbytes, form.groups, form.views(np.empty(0, np.uint8))) == (0, [], [])
