@@ -36,7 +36,7 @@ class Checkpoint:
 
     @span(CHECKPOINT, "save")
     @collective("Checkpoint.save", communicator_of=lambda _: connect())
-    def save(self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True) -> None:
+    def save(self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True) -> str:
         """Writes the objects to a file and replaces the previous one. Collective: all ranks call this.
 
         All ranks write their shares of one file at the same time; where a rank does not see the parameter rank's file,
@@ -56,6 +56,9 @@ class Checkpoint:
                 ...; older files are removed. `None` keeps no previous file, and removes none.
             blocking: whether to wait until the file is on disk.
 
+        Returns:
+            `path`, as text.
+
         Raises:
             OSError: the file system refuses on any rank, or `path` is a folder, a device or a FIFO; all ranks raise.
                 The previous file is whole. Or it refused the save before, in the background; this one has not begun.
@@ -65,7 +68,9 @@ class Checkpoint:
             ValueError: an optimizer's variable is not among the objects, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
         """
-        save_to_file(objects_of(self), checked_path(path), checked_keep(keep), blocking)
+        path = checked_path(path)
+        save_to_file(objects_of(self), path, checked_keep(keep), blocking)
+        return path
 
     @collective("Checkpoint.sync", communicator_of=lambda _: connect())
     def sync(self) -> None:

@@ -143,13 +143,17 @@ class CheckpointManager:
 
     @span(CHECKPOINT, "save")
     @collective("CheckpointManager.save", communicator_of=lambda _: connect())
-    def save(self) -> None:
+    def save(self) -> str:
         """Writes the file now. Collective: all ranks call this.
+
+        Returns:
+            The file's path.
 
         Raises:
             Exception: what `Checkpoint.save` raises.
         """
         self._save()
+        return self._path
 
     def _save(self) -> None:
         save_to_file(objects_of(self._checkpoint), self._path, self._keep, step=self._steps)
@@ -247,9 +251,11 @@ class _Numbered:
         self._checkpoint = checkpoint
         self._manager = manager
 
-    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
         """See `Checkpoint.save`."""
-        save_to_file(objects_of(self._checkpoint), os.fspath(path), keep, step=self._manager.steps)
+        path = os.fspath(path)
+        save_to_file(objects_of(self._checkpoint), path, keep, step=self._manager.steps)
+        return path
 
 
 def _opened_snapshot(snapshot: Snapshot | None, work: Callable[[], None]) -> _safetensors.CheckpointFile:

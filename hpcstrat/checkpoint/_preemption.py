@@ -20,7 +20,7 @@ from hpcstrat._edge import current_call
 class Saved(Protocol):
     """What a handler saves: a `Checkpoint`, or one that numbers its files."""
 
-    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
         """See `Checkpoint.save`."""
         ...
 

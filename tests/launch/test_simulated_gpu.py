@@ -367,10 +367,8 @@ def test_check_and_info(simulated, ranks):
 
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 4]))
 def test_the_conformance_kit(simulated, ranks):
-    """But for the two cases that mix NumPy's arrays into the arithmetic."""
     kit = pathlib.Path(__file__).parents[1] / "conformance"
-    skipped = ["--skip", "run_arguments", "variable_arithmetic"]
-    result = simulated(kit / "compare.py", ranks, kit / "golden.json", kit / "cases", *skipped)
+    result = simulated(kit / "compare.py", ranks, kit / "golden.json", kit / "cases")
     assert result.status == 0 and " passed, 0 failed" in result.stdout
 
 

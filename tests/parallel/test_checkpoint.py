@@ -5,6 +5,7 @@ import errno
 import itertools
 import math
 import os
+import pathlib
 import signal
 import threading
 
@@ -123,7 +124,7 @@ class Program:
 def test_training_goes_on_as_if_nothing_had_been(strategy, path):
     undisturbed = Program(strategy)
     undisturbed.train()
-    undisturbed.checkpoint.save(path)
+    assert undisturbed.checkpoint.save(pathlib.Path(path)) == path
     saved = undisturbed.state()
     undisturbed.train()
 

@@ -173,7 +173,7 @@ def test_without_the_launcher_there_is_the_file(strategy, path):
         again = Program(strategy, name)
         assert again.manager.restore_or_initialize() == name
         assert again.state() == expected[steps]
-    program.manager.save()
+    assert program.manager.save() == path
     assert Program(strategy, path).manager.restore_or_initialize() == path
     # A file of `Checkpoint.save` has no number of steps; one of a manager is a checkpoint as any other.
     other = Program(strategy, path)
