@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import _gpu
+from internals import _failure, _gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -159,6 +159,7 @@ class _Ranks:
             self.folder = self.comm.bcast(tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None)
             os.makedirs(self.folder, exist_ok=True)
             config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
+        _failure.before_the_end.append(self.print_captured)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self):
@@ -289,6 +290,13 @@ class _Ranks:
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
             print(lines, end="", file=sys.__stderr__, flush=True)
+
+    def print_captured(self):
+        """Prints what pytest captured: where the library ends the job, its report is there."""
+        capture = self.config.pluginmanager.get_plugin("capturemanager")
+        out, err = capture.read_global_capture()
+        with capture.global_and_fixture_disabled():
+            print(out + err, end="", file=sys.__stderr__, flush=True)
 
     def abort(self):
         if self.comm.size == 1:

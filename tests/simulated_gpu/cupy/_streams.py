@@ -136,7 +136,7 @@ def until(marker):
 
 def progress():
     """Does what can be done now of all that is waiting. The lock is held."""
-    if not any(queue.later for queue in list(_queues.values())):
+    if not any(queue.later for queue in queues()):
         return
     # What Python's collector finds in between, a generator, say, might wait for the GPU in its last words.
     collects = gc.isenabled()
@@ -145,7 +145,7 @@ def progress():
         again = True
         while again:
             again = False
-            for queue in list(_queues.values()):
+            for queue in queues():
                 while queue.later and queue.later[0]() is not False:
                     queue.later.popleft()
                     again = True
@@ -167,7 +167,7 @@ def _get_on():
         _is_work_left.wait()
         with lock:
             progress()
-            if not any(queue.later for queue in _queues.values()):
+            if not any(queue.later for queue in queues()):
                 _is_work_left.clear()
         time.sleep(1e-3)
 
@@ -178,7 +178,7 @@ _nulls = {}
 
 
 def queues():
-    """All streams' work."""
+    """All streams' work, in a list of its own: other threads make and drop streams meanwhile."""
     return list(_queues.values())
 
 
@@ -264,7 +264,7 @@ class Device:
 
     def synchronize(self):
         """CuPy's."""
-        for queue in list(_queues.values()):
+        for queue in queues():
             if queue.device == self.id:
                 queue.synchronize()
 
