@@ -352,6 +352,70 @@ def test_a_context_that_is_lost_at_the_end(simulated, ranks):
     assert result.leftovers == []
 
 
+# ---- a step as one graph
+
+PROBE = pathlib.Path(__file__).parents[2] / "benchmarks" / "graph_probe.py"
+PROBES_END = 'if __name__ == "__main__":\n    main()\n'
+WITHOUT_CUBLAS = """
+from cupy import _launch
+
+
+class Products:  # of NumPy, as work on the stream
+    def __init__(self, stream): ...
+
+    def __call__(self, a, b, out):
+        _launch.launch(np.matmul, a, b, out=out)
+
+    def close(self): ...
+
+
+NETWORKS = {(64, 32, 10): 32}
+main()
+"""
+
+
+def probe(*change):
+    """The benchmark's program, with (old text, new text), without cuBLAS."""
+    text = PROBE.read_text()
+    for old, new in [*([change] if change else []), (PROBES_END, WITHOUT_CUBLAS)]:
+        assert text.count(old) == 1, f"the probe has {text.count(old)} times: {old}"
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
+def test_a_step_as_one_graph(simulated, ranks):
+    result = simulated(probe(), ranks, "--steps", "10", "--rounds", "2")
+    assert result.status == 0 and "same bits\nended: " in result.stdout, result.stderr
+
+
+GRAPHS_BUGS = {
+    "memory that others use too": ("(pool.malloc)", "()", "Arrays are not equal"),
+    "a graph that outlives its communicator": ("del graph, step", "Network.kept = graph", "a graph holds calls of"),
+    "cuBLAS by CuPy": (
+        "self._product(inputs[i], self._weights[2 * i], output)",
+        "output[...] = inputs[i] @ self._weights[2 * i]",
+        "NotImplementedError: calling cuBLAS API during stream capture",
+    ),
+    "a host that waits": (
+        "cp.subtract(self._outputs[-1]",
+        "float(self.rate)\n        cp.subtract(self._outputs[-1]",
+        "cudaErrorStreamCaptureUnsupported: ",
+    ),
+    "a host's array": (
+        "cp.subtract(self._outputs[-1]",
+        "cp.asarray(np.ones(3))\n        cp.subtract(self._outputs[-1]",
+        "cudaErrorStreamCaptureUnsupported: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "said"), GRAPHS_BUGS.values(), ids=GRAPHS_BUGS)
+def test_what_a_graph_must_not_do(simulated, old, new, said):
+    result = simulated(probe(old, new), 2, "--steps", "10", "--rounds", "2")
+    assert result.status != 0 and said in result.stderr, result.stderr
+
+
 # ---- programs
 
 

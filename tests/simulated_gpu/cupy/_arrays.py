@@ -50,7 +50,7 @@ class ndarray:
         shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
         dtype = check_dtype(dtype)
         size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        self.data = _memory.pool.malloc(size) if memptr is None else memptr
+        self.data = _memory.allocate(size) if memptr is None else memptr
         block = self.data.mem.block
         offset = self.data.ptr - block.ptr
         self.host = np.ndarray(shape, dtype, block.buffer, offset, strides, order)

@@ -182,9 +182,11 @@ class Lane:
         name: for messages.
         time: how many pieces of work it was given.
         clock: of its last piece.
+        captured: what it was given since it captures, a `Captured`; None where it does not.
     """
 
     def __init__(self, name):
+        self.captured = None
         self.number = next(_numbers)
         self.name = name
         self.time = 0
@@ -218,6 +220,9 @@ class History:
         Raises:
             SimulatedGpuError: an access before is not ordered with it, and one of the two writes.
         """
+        if lane.captured is not None:
+            lane.captured.append(lambda: self.access(lane, start, stop, writes))
+            return
         clock = lane.clock
         for stream, time in self._latest.items():
             if not is_known(clock, stream, time):

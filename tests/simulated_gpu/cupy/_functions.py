@@ -6,7 +6,7 @@ import numpy as np
 
 from ._arrays import ndarray
 from ._launch import from_dlpack, from_host, imported, is_exported, launch, launch_and_wait, operand, to_current_device
-from ._streams import state
+from ._streams import current_queue, state
 
 __all__ = ["from_dlpack"]
 
@@ -44,11 +44,11 @@ class ufunc:
         arrays = [one for one in args if isinstance(one, ndarray)]
         options = {"dtype": dtype} if dtype is not None else {}
         # A number stands for itself, so that dtypes come together as they do in NumPy.
-        is_array = [isinstance(one, ndarray) for one in args]
+        numbers = [None if isinstance(one, ndarray) else one for one in args]
 
         def compute(*hosts, **kwargs):
             given = iter(hosts)
-            values = [next(given) if one else arg for one, arg in zip(is_array, args, strict=True)]
+            values = [next(given) if one is None else one for one in numbers]
             return self._numpy(*values, casting=casting, **options, **kwargs)
 
         return launch(compute, *arrays, out=out)
@@ -98,8 +98,14 @@ def _typed(argument, value):
     return value
 
 
+def _check_cublas():
+    if current_queue().captured is not None:
+        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+
+
 def matmul(a, b, out=None, **refused):
     """CuPy's, which takes its own arrays only."""
+    _check_cublas()
     if refused:
         raise TypeError(f"the simulated GPU: cupy.matmul does not take {sorted(refused)}")
     return launch(np.matmul, _typed("a", a), _typed("b", b), out=out)
@@ -107,17 +113,20 @@ def matmul(a, b, out=None, **refused):
 
 def dot(a, b, out=None):
     """CuPy's."""
+    _check_cublas()
     return launch(np.dot, _typed("a", a), _typed("b", b), out=out)
 
 
 def einsum(subscripts, *operands):
     """CuPy's."""
+    _check_cublas()
     arrays = [operand(one) for one in operands]
     return launch(lambda *hosts: np.einsum(subscripts, *hosts), *arrays)
 
 
 def tensordot(a, b, axes=2):
     """CuPy's."""
+    _check_cublas()
     return launch(lambda x, y: np.tensordot(x, y, axes), _typed("a", a), _typed("b", b))
 
 

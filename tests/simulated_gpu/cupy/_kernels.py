@@ -116,12 +116,12 @@ class ElementwiseKernel:
             shapes = [one.shape for (raw, _, _), one in pairs if isinstance(one, ndarray) and not raw]
             shape = np.broadcast_shapes(*shapes) if size is None else (size,)
             args += [ndarray(shape, dtype) for dtype in dtypes[nin:]]
-        is_array = [isinstance(one, ndarray) for one in args]
+        numbers = [None if isinstance(one, ndarray) else one for one in args]
         outs = args[nin:]
 
         def compute(*hosts, out):
             each = iter((*hosts, out))
-            values = [next(each) if one else arg for one, arg in zip(is_array, args, strict=True)]
+            values = [next(each) if one is None else one for one in numbers]
             kernel(*values, size=size)
 
         arrays = [one for one in args if isinstance(one, ndarray)]

@@ -45,7 +45,8 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
         if not queue.is_free():  # what is wrong with the call shows here, and not later
             if not also_writes:
                 _tried(function, *map(_like, hosts), out=np.empty(out.shape, out.dtype))
-        queue.put(lambda: _quietly(function, *hosts, out=out.host))
+        target = out.host
+        queue.put(lambda: _quietly(function, *hosts, out=target))
         return out
     if queue.is_free():
         return _stored(queue, _quietly(function, *hosts))
@@ -55,11 +56,12 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
         return _stored(queue, _quietly(function, *hosts))
     made = _stored(queue, formed, copies=False)
     several = isinstance(made, tuple)
+    targets = [one.host for one in (made if several else [made])]  # the pool may have the arrays' memory back before
 
     def work():
         results = _quietly(function, *hosts)
-        for one, result in zip(made, results, strict=True) if several else [(made, results)]:
-            np.copyto(one.host, result, casting="unsafe")
+        for target, result in zip(targets, results if several else [results], strict=True):
+            np.copyto(target, result, casting="unsafe")
 
     queue.put(work)
     return made
@@ -103,6 +105,7 @@ def _stored(queue, results, copies=True):
 
 def from_host(value, dtype=None, order="K"):
     """A new array of what NumPy makes of a value. CuPy copies it to pinned memory of its own first."""
+    _streams.current_queue().refuse_capture()
     host = np.array(value, dtype=dtype, order=order, copy=True)
     check_dtype(host.dtype)
     if not host.flags.c_contiguous and not host.flags.f_contiguous:

@@ -1,7 +1,9 @@
 """Device memory: blocks with a history of who touched them, and the pool that hands freed ones out again at once."""
 
 import bisect
+import contextlib
 import os
+import threading
 
 import numpy as np
 
@@ -234,3 +236,19 @@ class MemoryPool:
 
 
 pool = MemoryPool()
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def using_allocator(allocator=None):
+    """CuPy's: this thread's new arrays take their memory there."""
+    before, _thread.allocator = getattr(_thread, "allocator", None), allocator
+    try:
+        yield
+    finally:
+        _thread.allocator = before
+
+
+def allocate(size):
+    """Memory for a new array."""
+    return (getattr(_thread, "allocator", None) or pool.malloc)(size)

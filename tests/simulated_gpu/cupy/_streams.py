@@ -8,7 +8,7 @@ import os
 import threading
 import time
 
-from . import _checker, _faults
+from . import _checker, _faults, _graphs
 
 PATIENCE = 0.002
 """Seconds that the host waits for NCCL when it puts work behind it, before it leaves the work for later."""
@@ -51,8 +51,20 @@ class Queue(_checker.Lane):
                     self._wait(other.marker())
         super().begin()
 
+    def refuse_capture(self):
+        """CUDA does not let a stream that captures wait, be waited for, or copy from or to the host.
+
+        Raises:
+            CUDARuntimeError: it captures.
+        """
+        if self.captured is not None:
+            from .cuda.runtime import CUDARuntimeError
+
+            raise CUDARuntimeError(900)
+
     def marker(self):
         """An object whose `done` says whether the work that is on the stream now is done; None where it is."""
+        self.refuse_capture()
         with lock:
             if not self.later:
                 return None
@@ -67,12 +79,16 @@ class Queue(_checker.Lane):
 
     def wait(self, clock, marker):
         """What comes after waits for work elsewhere."""
+        self.refuse_capture()
         self.begin()
         _checker.join(self.clock, clock)
         self._wait(marker)
 
     def put(self, work):
         """Does `work()` after what is on the stream. Returns whether it is done already."""
+        if self.captured is not None:
+            self.captured.append(lambda: self.put(work))
+            return False
         with lock:
             if self.later and not self._settles():
                 self._leave(work)
@@ -91,7 +107,7 @@ class Queue(_checker.Lane):
     def is_free(self):
         """Whether what is put on it now is done at once; it may wait for a moment to find out."""
         with lock:
-            return not self.later or self._settles()
+            return self.captured is None and (not self.later or self._settles())
 
     def _settles(self):
         end = time.monotonic() + PATIENCE
@@ -354,6 +370,23 @@ class Stream:
     def synchronize(self):
         """CuPy's."""
         self.queue.synchronize()
+
+    def begin_capture(self, mode=None):
+        """CuPy's."""
+        if self.queue.is_blocking:
+            raise AttributeError("the simulated GPU does not have captures of the null stream or of blocking ones")
+        self.queue.captured = _graphs.Captured()
+
+    def end_capture(self):
+        """CuPy's."""
+        queue = self.queue
+        graph = _graphs.Graph(queue, queue.captured)
+        queue.captured = None
+        return graph
+
+    def is_capturing(self):
+        """CuPy's."""
+        return self.queue.captured is not None
 
     def wait_event(self, event):
         """CuPy's."""

@@ -74,6 +74,7 @@ def to_device(target, source, queue, is_async):
         queue: on which.
         is_async: whether the host goes on meanwhile. Memory that is not pinned is read before it does.
     """
+    queue.refuse_capture()
     queue.begin()
     target.touch(queue, writes=True)
     memory, view = _pinned(source), target.host
@@ -89,6 +90,7 @@ def to_device(target, source, queue, is_async):
 
 def to_host(source, target, queue, is_async):
     """Copies device memory to a contiguous NumPy array, which is not pinned where the host waits for it anyway."""
+    queue.refuse_capture()
     queue.begin()
     source.touch(queue, writes=False)
     memory, view = _pinned(target), source.host

@@ -2,7 +2,7 @@
 
 import types
 
-from cupy import _kernels, _memory, _streams, _transfers
+from cupy import _graphs, _kernels, _memory, _streams, _transfers
 from cupy.cuda import nvtx as nvtx
 from cupy.cuda import runtime as runtime
 
@@ -14,6 +14,8 @@ get_elapsed_time = _streams.get_elapsed_time
 Memory = _memory.Memory
 MemoryPointer = _memory.MemoryPointer
 MemoryPool = _memory.MemoryPool
+using_allocator = _memory.using_allocator
+Graph = _graphs.Graph
 UnownedMemory = _memory.UnownedMemory
 alloc_pinned_memory = _transfers.alloc_pinned_memory
 memory = types.SimpleNamespace(OutOfMemoryError=_memory.OutOfMemoryError)

@@ -1,12 +1,13 @@
 """NCCL, as CuPy has it: operations are work on streams, which ends when all ranks have come to it."""
 
+import functools
 import os
 import sys
 import threading
 import time
 
 import numpy as np
-from cupy import _checker, _faults, _memory, _ring, _streams
+from cupy import _checker, _faults, _graphs, _memory, _ring, _streams
 
 available = True
 
@@ -98,6 +99,7 @@ class NcclCommunicator:
         self._rank, self._size = rank, ndev
         self._is_open, self._is_aborted = True, False
         self._under_way = 0
+        self._graphs = _graphs.Holders()
         _latest[:] = [self]
 
     def size(self):
@@ -151,6 +153,11 @@ class NcclCommunicator:
     def destroy(self):
         """CuPy's: it waits for what is under way, without end."""
         self._check_open()
+        if self._graphs:
+            raise _checker.report(
+                f"the simulated GPU: an NCCL communicator is destroyed at {_checker.shown(_checker.place())} while a "
+                "graph holds calls of it, and waits for ever; drop the graph first"
+            )
         while self._under_way:
             with _streams.lock:
                 _streams.progress()
@@ -203,6 +210,10 @@ class NcclCommunicator:
         queue = _streams.null_queue(self._device) if not stream else queue
         if queue is None:
             raise _checker.report("the simulated GPU: NCCL is called with a stream that is not there any more")
+        if queue.captured is not None:
+            queue.captured.append(functools.partial(self._put, stream, calls))
+            self._graphs.add(queue.captured)
+            return
         queue.begin()
         for call in calls:
             for memory, writes in ((call.source, False), (call.target, True)):
