@@ -256,7 +256,7 @@ def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
     _print_tagged(message)
     _end_well()
-    _guard.unlink_segments(os.getpid(), "/dev/shm/sm_segment.")  # Open MPI's, else its launcher's to unlink
+    _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)  # which it leaves to its launcher
     os._exit(1)
 
 

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 _LOOK_SECONDS = 0.2
 _FOLDER = "/dev/shm"
-_PREFIXES = ("mpich_shm_", "sm_segment.")  # of MPICH's and Open MPI's files there
+# How the names of their files there begin.
+MPICH = ("mpich_shm_",)
+OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
 
 
 class Step(NamedTuple):
@@ -57,19 +59,19 @@ def guarded(steps: Sequence[Step]) -> Iterator[None]:
             guard.communicate()
 
 
-def unlink_segments(process: int, prefix: str = "/dev/shm/mpich_shm_") -> None:
+def unlink_segments(process: int, prefixes: tuple[str, ...] = MPICH) -> None:
     """Unlinks MPI's own segments that this process has mapped, which a forced end would leave behind.
 
-    By default MPICH's. Call it only when every rank of the host has mapped them, or none will.
+    Call it only when every rank of the host has mapped them, or none will.
     """
-    _unlink(_segments(process, prefix))
+    _unlink(_segments(process, prefixes))
 
 
-def _segments(process: int, prefix: str = "/dev/shm/mpich_shm_") -> set[tuple[str, ...]]:
+def _segments(process: int, prefixes: tuple[str, ...] = MPICH) -> set[tuple[str, ...]]:
     """Inode and path of each segment that this process has mapped, and whether it is unlinked."""
     try:
         with open(f"/proc/{process}/maps") as maps:
-            return {tuple(line.split()[4:]) for line in maps if f" {prefix}" in line}
+            return {tuple(line.split()[4:]) for line in maps if any(f" {_FOLDER}/{one}" in line for one in prefixes)}
     except OSError:  # no /proc
         return set()
 
@@ -93,7 +95,8 @@ def unlink_orphans(since: float) -> None:
         device = os.stat(_FOLDER).st_dev
         for entry in os.scandir(_FOLDER):
             status = entry.stat(follow_symlinks=False)
-            if entry.name.startswith(_PREFIXES) and status.st_uid == os.getuid() and status.st_ctime >= since - 1:
+            is_own = entry.name.startswith(MPICH + OPEN_MPI) and status.st_uid == os.getuid()
+            if is_own and status.st_ctime >= since - 1:
                 paths[status.st_ino] = entry.path
     for process in filter(str.isdigit, os.listdir("/proc") if paths else []):
         with contextlib.suppress(OSError):

@@ -138,7 +138,7 @@ def _connect() -> World:
     if host_comm.rank == 0:  # by now every rank has mapped it
         _guard.unlink_segments(os.getpid())
     if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
-        _guard.unlink_segments(os.getpid(), "/dev/shm/sm_segment.")
+        _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
     if comm.size > 1:
         # Otherwise each rank's BLAS would take every core of the host, and the ranks would take turns.
         limit_blas_threads(share_of_cores([cores for _, cores in shares], host_comm.rank))

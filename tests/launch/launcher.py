@@ -51,8 +51,8 @@ class Launcher:
     def __init__(self, folder):
         self.folder = folder
         self.mpirun = ["mpirun"]
-        version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
-        self.open_mpi = "Open MPI" in version
+        self.version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+        self.open_mpi = "Open MPI" in self.version
         if self.open_mpi:
             self.mpirun += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
 

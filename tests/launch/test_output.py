@@ -159,6 +159,8 @@ def test_handled_and_logged_errors_and_those_of_c_are_shown(launch):
 
 
 def test_lines_arrive_whole(launch):
+    if "Open MPI) 4" in launch.version:
+        pytest.skip("mpirun of Open MPI 4 cuts what comes at once every 4 KiB, lines or not")
     program = """
     from hpcstrat import _output
     _output.install()

@@ -175,6 +175,7 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
         ):
             maps.write_text(line + "\n")
             _guard.unlink_segments(os.getpid())
+            _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
             assert os.path.exists(path)
         maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
         _guard.unlink_segments(os.getpid())
@@ -184,11 +185,12 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
             os.unlink(path)
 
 
-def test_segments_that_nobody_uses_are_unlinked():
+@pytest.mark.parametrize("prefix", ["mpich_shm_", "sm_segment.", "vader_segment."])
+def test_segments_that_nobody_uses_are_unlinked(prefix):
     import mmap
 
     before = time.time()
-    paths = [f"/dev/shm/mpich_shm_test_{os.getpid()}_{name}" for name in ("mapped", "open", "orphan", "other")]
+    paths = [f"/dev/shm/{prefix}test_{os.getpid()}_{name}" for name in ("mapped", "open", "orphan", "other")]
     mapped, held, _, other = files = [open(path, "w+b") for path in paths]
     try:
         mapped.truncate(mmap.PAGESIZE)
@@ -198,7 +200,7 @@ def test_segments_that_nobody_uses_are_unlinked():
                 file.close()
         _guard.unlink_orphans(before + 3600)
         assert [os.path.exists(path) for path in paths] == [True] * 4
-        os.rename(other.name, name := paths[-1].replace("mpich_shm_", "another_"))
+        os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
         paths[-1] = name
         _guard.unlink_orphans(before)
         assert [os.path.exists(path) for path in paths] == [True, True, False, True]
