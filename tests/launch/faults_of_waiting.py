@@ -165,7 +165,7 @@ STARTS = {
         if hs.rank() == 2: sys.exit()
         hs.CentralStorageStrategy()
         """,
-        [rf"{NOT_ALL}|exiting\nimproperly"],  # which Open MPI sees itself
+        [rf"{NOT_ALL}|exiting\simproperly"],  # which Open MPI sees itself
         begin="",
         env=SOON,
     ),

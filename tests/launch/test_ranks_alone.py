@@ -80,8 +80,9 @@ def test_ranks_end_with_their_launcher(launch, tmp_path, ranks, does, wrapper):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [*launch.mpirun, "-n", str(ranks), *wrapper, sys.executable, str(program), does]
+    env = dict(os.environ)  # Python's: an MPI that another test started here has put its own variables into C's
     with open(tmp_path / "stderr", "w") as stderr:
-        mpirun = subprocess.Popen(command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True)
+        mpirun = subprocess.Popen(command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True, env=env)
     with ended_by_itself(mpirun, tmp_path, ranks) as processes:
         launchers = [int(field(processes[0], "PPid"))]  # MPICH's proxy; Open MPI's mpirun itself, on one host
         if wrapper:
