@@ -389,7 +389,7 @@ def test_a_step_as_one_graph(simulated, ranks):
     assert result.status == 0 and "same bits\nended: " in result.stdout, result.stderr
 
 
-GRAPHS_BUGS = {
+GRAPH_BUGS = {
     "memory that others use too": ("(pool.malloc)", "()", "Arrays are not equal"),
     "a graph that outlives its communicator": ("del graph, step", "Network.kept = graph", "a graph holds calls of"),
     "cuBLAS by CuPy": (
@@ -410,7 +410,7 @@ GRAPHS_BUGS = {
 }
 
 
-@pytest.mark.parametrize(("old", "new", "said"), GRAPHS_BUGS.values(), ids=GRAPHS_BUGS)
+@pytest.mark.parametrize(("old", "new", "said"), GRAPH_BUGS.values(), ids=GRAPH_BUGS)
 def test_what_a_graph_must_not_do(simulated, old, new, said):
     result = simulated(probe(old, new), 2, "--steps", "10", "--rounds", "2")
     assert result.status != 0 and said in result.stderr, result.stderr

@@ -98,14 +98,14 @@ def _typed(argument, value):
     return value
 
 
-def _check_cublas():
+def _check_no_capture():
     if current_queue().captured is not None:
         raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
 
 
 def matmul(a, b, out=None, **refused):
     """CuPy's, which takes its own arrays only."""
-    _check_cublas()
+    _check_no_capture()
     if refused:
         raise TypeError(f"the simulated GPU: cupy.matmul does not take {sorted(refused)}")
     return launch(np.matmul, _typed("a", a), _typed("b", b), out=out)
@@ -113,20 +113,20 @@ def matmul(a, b, out=None, **refused):
 
 def dot(a, b, out=None):
     """CuPy's."""
-    _check_cublas()
+    _check_no_capture()
     return launch(np.dot, _typed("a", a), _typed("b", b), out=out)
 
 
 def einsum(subscripts, *operands):
     """CuPy's."""
-    _check_cublas()
+    _check_no_capture()
     arrays = [operand(one) for one in operands]
     return launch(lambda *hosts: np.einsum(subscripts, *hosts), *arrays)
 
 
 def tensordot(a, b, axes=2):
     """CuPy's."""
-    _check_cublas()
+    _check_no_capture()
     return launch(lambda x, y: np.tensordot(x, y, axes), _typed("a", a), _typed("b", b))
 
 
