@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import pytest
+from slow import thin
 
 # Not the user's settings: a test that wants one sets it.
 for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not name.startswith("HPCSTRAT_TEST_")]:
@@ -15,11 +16,24 @@ hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("h
 hypothesis.settings.load_profile("hpcstrat")
 
 
+def pytest_make_parametrize_id(val):
+    """A case is named by what it is about, so that one that fails says it."""
+    if isinstance(val, type):
+        return val.__name__
+    if callable(val):
+        name = getattr(val, "__name__", "<lambda>")
+        if name == "<lambda>":
+            raise pytest.UsageError(f"a parameter is {val}, which names nothing; give the case an id")
+        return name
+    return None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if "GPU" in (parameters.get("place"), parameters.get("gpus")):
             item.add_marker(pytest.mark.gpu)
+    thin(items)
 
 
 def pytest_report_header():

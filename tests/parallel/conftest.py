@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.mpi)
+            if not _fits(item, 2):
+                item.add_marker(pytest.mark.core)
     if config.getoption("--with-mpi"):
         from mpi4py import MPI
 
