@@ -62,7 +62,7 @@ def main():
         for batch in held_back:
             strategy.run(test, args=batch)
         found = float(accuracy.result())
-        print(f"epoch {int(epoch.numpy()):2}: accuracy {found:.4f}")
+        print(f"epoch {int(epoch.numpy()):2}: accuracy {found:.4f}", flush=True)
         if found > float(best.numpy()):
             best.assign(found)
             best_epoch.assign(epoch.numpy())

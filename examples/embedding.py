@@ -57,7 +57,7 @@ def main():
         loss.reset_state()
         for batch in batches:
             strategy.run(step, args=batch)
-        print(f"epoch {epoch}: mean squared error {loss.result():.4f}")
+        print(f"epoch {epoch}: mean squared error {loss.result():.4f}", flush=True)
 
 
 if __name__ == "__main__":

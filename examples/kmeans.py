@@ -71,7 +71,7 @@ def main():
         for batch in batches:
             strategy.run(assign, args=batch)
         totals.append(float(distance.result()))
-        print(f"iteration {iteration:2}: sum of squared distances {totals[-1]:.4f}")
+        print(f"iteration {iteration:2}: sum of squared distances {totals[-1]:.4f}", flush=True)
         if len(totals) > 1 and totals[-1] >= totals[-2] - 1e-9:
             break
         old = centres.numpy()

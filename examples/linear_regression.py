@@ -64,7 +64,7 @@ def main():
         loss.reset_state()
         for batch in batches:
             strategy.run(step, args=(batch,))
-        print(f"epoch {epoch}: mean squared error {loss.result():.6f}")
+        print(f"epoch {epoch}: mean squared error {loss.result():.6f}", flush=True)
     print(f"largest error of a weight: {np.abs(weights.numpy() - true_weights()).max():.4f}")
 
     hs.barrier()

@@ -66,7 +66,7 @@ def main():
             loss.reset_state()
             epoch.assign_add(1)
             checkpoint.save(options.checkpoint)  # so that an end without a warning costs an epoch at most
-            print(f"epoch {int(epoch)} is done")
+            print(f"epoch {int(epoch)} is done", flush=True)
 
     for number, value in enumerate(history.numpy(), start=1):
         print(f"epoch {number:2}: loss {value:.12f}")

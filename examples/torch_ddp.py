@@ -49,7 +49,7 @@ def main():
 
     for epoch in range(1, options.epochs + 1):
         losses = [strategy.run(step, args=(batch,)) for batch in batches]
-        print(f"epoch {epoch}: loss {sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}")
+        print(f"epoch {epoch}: loss {sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}", flush=True)
 
 
 if __name__ == "__main__":

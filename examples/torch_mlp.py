@@ -55,7 +55,7 @@ def main():
         loss.reset_state()
         for batch in batches:
             strategy.run(step, args=batch)
-        print(f"epoch {epoch}: loss {loss.result():.7f}")
+        print(f"epoch {epoch}: loss {loss.result():.7f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main():
         for batch in hs.progress(train_batches, desc=f"epoch {epoch}", total=len(train), leave=False):
             strategy.run(train_step, args=batch)
         history.append((loss.result(), accuracy.result()))
-        print("epoch {:2}: loss {:.6f}, accuracy {:.4f}".format(epoch, *history[-1]))
+        print("epoch {:2}: loss {:.6f}, accuracy {:.4f}".format(epoch, *history[-1]), flush=True)
 
     accuracy.reset_state()
     test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size), evenly)

@@ -131,6 +131,21 @@ def find_process() -> int | None:
     return None
 
 
+def is_on_terminal() -> bool:
+    """Whether the launcher's standard error, to which it passes on this process's, is a terminal."""
+    process = find_process()
+    if process is None:
+        return False
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            name, _, fields = file.read().rpartition(b")")
+        if name.endswith(b"(hydra_pmi_proxy"):  # stands between MPICH's `mpirun` and the ranks of a host
+            process = int(fields.split()[1])
+        return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
+    except OSError:  # it has ended, or is another user's
+        return False
+
+
 def is_there(process: int) -> bool:
     """Whether this process lives."""
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, overload
@@ -133,11 +135,23 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 
 
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
-    """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks."""
+    """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
+
+    The bar writes nothing where standard error, or that of `mpirun`, is not a terminal, so logs stay clean. Neither is
+    a notebook a terminal; `disable=False` shows the bar there.
+
+    Args:
+        iterable: what to iterate over.
+        **tqdm_arguments: those of `tqdm`.
+    """
     if not is_lead():
         return iterable
     from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
 
+    if "disable" not in tqdm_arguments:
+        # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores TQDM_DISABLE.
+        is_shown = not getattr(sys.stderr, "closed", True) and (sys.stderr.isatty() or _launcher.is_on_terminal())
+        tqdm_arguments["disable"] = bool(os.environ.get("TQDM_DISABLE")) or not is_shown
     return tqdm(iterable, **tqdm_arguments)
 
 
