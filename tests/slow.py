@@ -32,17 +32,29 @@ def thin(items):
 
 def _that_cover_all_pairs(cases):
     """Few of the cases, greedily chosen, the same in every process."""
-    columns = {tuple(case.callspec.indices.get(name, 0) for case in cases) for name in cases[0].callspec.indices}
-    columns = sorted(column for column in columns if len(set(column)) > 1)  # each parameter, or several that go together
+    columns = [column for column in _columns(cases) if len(set(column)) > 1]
     if len(columns) < 3:
         return cases
     pairs = {
-        case: {(a, column_a[i], b, column_b[i]) for (a, column_a), (b, column_b) in two}
-        for two in [list(itertools.combinations(enumerate(columns), 2))]
-        for i, case in enumerate(cases)
+        case: set(itertools.combinations(enumerate(values), 2))
+        for case, values in zip(cases, zip(*columns, strict=True), strict=True)
     }
     chosen, missing = [], set().union(*pairs.values())
     while missing:
         chosen.append(max(cases, key=lambda case: len(pairs[case] & missing)))
         missing -= pairs[chosen[-1]]
     return chosen
+
+
+def _columns(cases):
+    """The values of each parameter, or of those that one mark lists together, as numbers in the order they come in.
+
+    Not pytest's `callspec.indices`: those of the parameters that belong to no fixture count the cases.
+    """
+    marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
+    marks = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in marks]
+    alone = set(cases[0].callspec.params).difference(*marks)
+    for names in [*marks, *([name] for name in sorted(alone))]:
+        numbers = {}
+        values = [tuple(id(case.callspec.params[name]) for name in names) for case in cases]
+        yield [numbers.setdefault(value, len(numbers)) for value in values]

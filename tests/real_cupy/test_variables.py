@@ -9,10 +9,21 @@ from on_host import array, cupy, reaches_cuda, variable
 import hpcstrat as hs
 
 UNARY = [operator.neg, operator.pos, abs, np.exp, np.isnan, np.square, cupy.exp, cupy.square, cupy.asarray, cupy.array]
-UNARY += [np.add.reduce, np.add.accumulate, cupy.linalg.norm, lambda v: cupy.asarray(v, np.float64)]
-UNARY += [lambda v: v[0], lambda v: v[...], lambda v: v[None], lambda v: v[[1, 0]], lambda v: v[v > 1]]
-UNARY += [lambda v: cupy.where(v > 1, v, 0), lambda v: cupy.concatenate([v, v]), lambda v: cupy.from_dlpack(v)]
-UNARY += [lambda v: v.numpy(), lambda v: v.value(), lambda v: v.read_value(), repr, hs.asnumpy]
+UNARY += [np.add.reduce, np.add.accumulate, cupy.linalg.norm, repr, hs.asnumpy]
+WRITTEN_OUT = {
+    "cupy.asarray(v, float64)": lambda v: cupy.asarray(v, np.float64),
+    "v[0]": lambda v: v[0],
+    "v[...]": lambda v: v[...],
+    "v[None]": lambda v: v[None],
+    "v[[1, 0]]": lambda v: v[[1, 0]],
+    "v[v > 1]": lambda v: v[v > 1],
+    "cupy.where(v > 1, v, 0)": lambda v: cupy.where(v > 1, v, 0),
+    "cupy.concatenate([v, v])": lambda v: cupy.concatenate([v, v]),
+    "cupy.from_dlpack(v)": lambda v: cupy.from_dlpack(v),
+    "v.numpy()": lambda v: v.numpy(),
+    "v.value()": lambda v: v.value(),
+    "v.read_value()": lambda v: v.read_value(),
+}
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
 BINARY += [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, divmod]
 BINARY += [np.maximum, np.hypot, np.logaddexp, cupy.maximum, cupy.hypot]
@@ -32,7 +43,7 @@ def within(request):
     return lambda body: strategy.run(body)
 
 
-@pytest.mark.parametrize("function", UNARY, ids=name)
+@pytest.mark.parametrize("function", [*UNARY, *WRITTEN_OUT.values()], ids=[*map(name, UNARY), *WRITTEN_OUT])
 def test_unary(function, within):
     v = variable((2, 2))
     within(lambda: reaches_cuda(lambda: function(v)))

@@ -72,7 +72,7 @@ def test_when_it_is_full():
     assert heap.allocate(40, 1) == 60  # nothing was lost
 
 
-@hypothesis.settings(derandomize=True, deadline=None, max_examples=200, database=None)
+@hypothesis.settings(max_examples=2 * hypothesis.settings().max_examples)
 @hypothesis.given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.sampled_from([1, 2, 4, 8, 16])), max_size=60)
 )

@@ -18,106 +18,111 @@ from hpcstrat.cluster_resolver import (
 # What follows with a cluster in it is recorded from TensorFlow 2.15.1.
 FOUR = ("t02n13,t02n41,t02n43,t02n44", "1(x4)")
 TWO = ("n[1-2]", "2(x2)")
-SLURM = [  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, arguments, then TensorFlow's results
-    (
+SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, arguments, then TensorFlow's results
+    "the first of four": (
         *(0, 4, FOUR, "0", {}),
         {"worker": ["t02n13:8888", "t02n41:8888", "t02n43:8888", "t02n44:8888"]},
         *(("worker", 0), 1, "grpc://t02n13:8888", "grpc://t02n13:8888"),
     ),
-    (
+    "the last of four": (
         *(3, 4, FOUR, "0,1", {}),
         {"worker": ["t02n13:8888", "t02n41:8888", "t02n43:8888", "t02n44:8888"]},
         *(("worker", 3), 2, "grpc://t02n44:8888", "grpc://t02n13:8888"),
     ),
-    (
+    "jobs": (
         *(3, 4, FOUR, None),
         {"jobs": {"ps": 1, "worker": 3}, "tasks_per_node": 1, "gpus_per_node": 1, "gpus_per_task": 1},
         {"ps": ["t02n13:8888"], "worker": ["t02n41:8888", "t02n43:8888", "t02n44:8888"]},
         *(("worker", 2), 1, "grpc://t02n44:8888", "grpc://t02n41:8888"),
     ),
-    (
+    "tasks of unequal nodes": (
         *(1, 5, (FOUR[0], "2,1(x3)"), None),
         {"jobs": {"worker": 4, "ps": 1}, "gpus_per_node": 2, "gpus_per_task": 1, "auto_set_gpu": False},
         {"ps": ["t02n13:8888"], "worker": ["t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n44:8888"]},
         *(("worker", 0), 1, "grpc://t02n13:8889", "grpc://t02n13:8889"),
     ),
-    (
+    "ports and no protocol": (
         *(6, 7, ("n[1-4]", "2(x3),1"), "0,1,2,3", {"port_base": 5000, "rpc_layer": None}),
         {"worker": ["n1:5000", "n1:5001", "n2:5000", "n2:5001", "n3:5000", "n3:5001", "n4:5000"]},
         *(("worker", 6), 2, "n4:5000", "n1:5000"),
     ),
-    (
+    "nodes of three names": (
         *(4, 9, ("n[1-2],m5,o[3-4,6,7-9]", "1(x9)"), "0", {}),
         {"worker": [f"{node}:8888" for node in ("m5", "n1", "n2", "o3", "o4", "o6", "o7", "o8", "o9")]},
         *(("worker", 4), 1, "grpc://o4:8888", "grpc://m5:8888"),
     ),
-    (
+    "more GPUs than tasks": (
         *(4, 8, ("n[9-10]", "4(x2)"), "0,1,2,3,4,5,6,7", {}),
         {"worker": [f"{node}:{port}" for node in ("n10", "n9") for port in range(8888, 8892)]},
         *(("worker", 4), 2, "grpc://n9:8888", "grpc://n10:8888"),
     ),
-    (
+    "nodes out of order": (
         *(2, 4, ("b,a", "1,3"), None, {"gpus_per_node": 4}),
         {"worker": ["a:8888", "a:8889", "a:8890", "b:8888"]},
         *(("worker", 2), 1, "grpc://a:8890", "grpc://a:8888"),
     ),
-    (
+    "tasks of each node": (
         *(0, 4, TWO, None, {"tasks_per_node": {"n1": 1, "n2": 3}, "gpus_per_node": 6, "gpus_per_task": 2}),
         {"worker": ["n1:8888", "n2:8888", "n2:8889", "n2:8890"]},
         *(("worker", 0), 2, "grpc://n1:8888", "grpc://n1:8888"),
     ),
-    (
+    "three jobs": (
         *(3, 4, TWO, None, {"jobs": {"evaluator": 1, "chief": 1, "worker": 2}, "gpus_per_node": 2}),
         {"chief": ["n1:8888"], "evaluator": ["n1:8889"], "worker": ["n2:8888", "n2:8889"]},
         *(("worker", 1), 1, "grpc://n2:8889", "grpc://n2:8888"),
     ),
-    (
+    "one task": (
         *(0, 1, ("localhost", "1"), None, {"gpus_per_node": 8, "rpc_layer": "grpc+verbs"}),
         {"worker": ["localhost:8888"]},
         *(("worker", 0), 8, "grpc+verbs://localhost:8888", "grpc+verbs://localhost:8888"),
     ),
-]
+}
 WORKERS = '{"cluster": {"worker": ["a:1", "b:2"]}'
 OVERRIDES = {"task_type": "worker", "task_id": 0, "rpc_layer": "http", "environment": "google"}
-TF_CONFIG = [  # the variable, then TensorFlow's cluster, task, protocol, master(), master("worker", 1, "x")
-    (None, {}, (None, None), None, "", ""),
-    ("{}", {}, (None, None), None, "", ""),
-    (
+TF_CONFIG = {  # the variable, then TensorFlow's cluster, task, protocol, master(), master("worker", 1, "x")
+    "not set": (None, {}, (None, None), None, "", ""),
+    "empty": ("{}", {}, (None, None), None, "", ""),
+    "the first worker": (
         WORKERS + ', "task": {"type": "worker", "index": 0}}',
         *({"worker": ["a:1", "b:2"]}, ("worker", 0), None, "a:1", "x://b:2"),
     ),
-    (
+    "the only worker": (
         '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}',
         *({"worker": ["a:1"]}, ("worker", 0), None, "", ""),
     ),
-    (
+    "a server": (
         '{"cluster": {"ps": ["a:1", "b:2"], "worker": ["c:3", "d:4", "e:5"]},'
         ' "task": {"type": "ps", "index": "1"}, "rpc_layer": "grpc"}',
         {"ps": ["a:1", "b:2"], "worker": ["c:3", "d:4", "e:5"]},
         *(("ps", 1), "grpc", "grpc://b:2", "x://d:4"),
     ),
-    (
+    "a session's master": (
         '{"cluster": {"worker": {"1": "b:2", "3": "d:4"}}, "task": {"type": "worker", "index": 3},'
         ' "session_master": "sessionmaster:2222", "rpc_layer": "grpc"}',
         {"worker": {1: "b:2", 3: "d:4"}},
         *(("worker", 3), "grpc", "sessionmaster:2222", "sessionmaster:2222"),
     ),
-    (
+    "a sparse job": (
         '{"cluster": {"worker": {"1": "b:2"}}, "task": {"type": "worker", "index": 1}}',
         *({"worker": {1: "b:2"}}, ("worker", 1), None, "b:2", "x://b:2"),
     ),
-]
-SPECS = [  # the argument, then TensorFlow's as_dict(), repr() and job_tasks() of each job
-    (
+}
+SPECS = {  # the argument, then TensorFlow's as_dict(), repr() and job_tasks() of each job
+    "two jobs": (
         {"worker": ["a:1", "b:2"], "ps": ("c:3",)},
         {"worker": ["a:1", "b:2"], "ps": ["c:3"]},
         "ClusterSpec({'ps': ['c:3'], 'worker': ['a:1', 'b:2']})",
         [["a:1", "b:2"], ["c:3"]],
     ),
-    ({"w": {"2": "a", "0": "b"}}, {"w": {0: "b", 2: "a"}}, "ClusterSpec({'w': {0: 'b', 2: 'a'}})", [["b", None, "a"]]),
-    ({"w": []}, {"w": {}}, "ClusterSpec({'w': {}})", [[]]),  # where TensorFlow's job_tasks fails
-    ({}, {}, "ClusterSpec({})", []),
-]
+    "numbered tasks": (
+        {"w": {"2": "a", "0": "b"}},
+        {"w": {0: "b", 2: "a"}},
+        "ClusterSpec({'w': {0: 'b', 2: 'a'}})",
+        [["b", None, "a"]],
+    ),
+    "no tasks": ({"w": []}, {"w": {}}, "ClusterSpec({'w': {}})", [[]]),  # where TensorFlow's job_tasks fails
+    "no jobs": ({}, {}, "ClusterSpec({})", []),
+}
 NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it takes them
     ("t02n13,t02n41,t02n43,t02n44", "t02n13 t02n41 t02n43 t02n44"),
     ("n[1-2],m5,o[3-4,6,7-9]", "n1 n2 m5 o3 o4 o6 o7 o8 o9"),
@@ -168,7 +173,7 @@ def tf_config(monkeypatch):
 # ---- ClusterSpec
 
 
-@pytest.mark.parametrize(("cluster", "expected", "text", "tasks"), SPECS)
+@pytest.mark.parametrize(("cluster", "expected", "text", "tasks"), SPECS.values(), ids=SPECS)
 def test_a_spec_is_tensorflows(cluster, expected, text, tasks):
     spec = ClusterSpec(cluster)
     assert (spec.as_dict(), repr(spec), bool(spec), spec.jobs) == (expected, text, bool(cluster), list(cluster))
@@ -213,6 +218,15 @@ def test_the_address_of_a_task():
         ({1: ["a"]}, TypeError, "the name of a job is 1"),
         ({"w": {"x": "a"}}, ValueError, "a task of job 'w' has the number 'x'"),
         ({"w": {-1: "a"}}, ValueError, "has the number -1; it must be 0, 1"),
+    ],
+    ids=[
+        "None",
+        "a list",
+        "one address",
+        "a number for an address",
+        "a number for a job",
+        "no number",
+        "a number below 0",
     ],
 )
 def test_what_is_no_spec_is_an_error(cluster, error, message):
@@ -272,6 +286,7 @@ C = SimpleClusterResolver(ClusterSpec({"worker": {5: "z:1"}}))
             *(("worker", 1, "grpc", "e", {"GPU": 8}), ("grpc://ma", "a:1", "t://ma")),
         ),
     ],
+    ids=["A and B", "B and A", "A and C"],
 )
 def test_a_union_is_tensorflows(resolvers, cluster, facts, masters):
     union = UnionResolver(*resolvers)
@@ -298,7 +313,7 @@ def test_what_is_no_union_is_an_error():
 # ---- TFConfigClusterResolver
 
 
-@pytest.mark.parametrize(("text", "cluster", "task", "rpc_layer", "master", "other"), TF_CONFIG)
+@pytest.mark.parametrize(("text", "cluster", "task", "rpc_layer", "master", "other"), TF_CONFIG.values(), ids=TF_CONFIG)
 def test_tf_config_is_read_as_by_tensorflow(tf_config, text, cluster, task, rpc_layer, master, other):
     tf_config(text)
     resolver = TFConfigClusterResolver()
@@ -316,9 +331,10 @@ def test_tf_config_is_read_as_by_tensorflow(tf_config, text, cluster, task, rpc_
     [
         (WORKERS + ', "rpc_layer": "grpc"}', "http://a:1"),
         (WORKERS + ', "task": {"type": "worker", "index": 7}}', "http://a:1"),
-        (TF_CONFIG[4][0], "http://c:3"),
-        (TF_CONFIG[3][0], ""),
+        (TF_CONFIG["a server"][0], "http://c:3"),
+        (TF_CONFIG["the only worker"][0], ""),
     ],
+    ids=["no task", "no such task", "a server", "the only worker"],
 )
 def test_arguments_come_before_tf_config(tf_config, text, master):
     tf_config(text)
@@ -326,7 +342,7 @@ def test_arguments_come_before_tf_config(tf_config, text, master):
 
 
 def test_a_task_can_be_set(tf_config):
-    tf_config(TF_CONFIG[4][0])
+    tf_config(TF_CONFIG["a server"][0])
     resolver = TFConfigClusterResolver()
     resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 2, "x"
     assert (resolver.task_type, resolver.task_id, resolver.master()) == ("worker", 2, "x://e:5")
@@ -353,6 +369,7 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
         (WORKERS + ', "task": {"type": "worker", "index": "x"}}', "master", '"index" of its "task" is \'x\''),
         (WORKERS + ', "task": 3}', "master", 'TF_CONFIG: its "task" is 3'),
     ],
+    ids=["no JSON", "a list", "no task", "no such task", "no number", "a number for a task"],
 )
 def test_a_wrong_tf_config_is_an_error(tf_config, text, ask, message):
     tf_config(text)
@@ -364,7 +381,9 @@ def test_a_wrong_tf_config_is_an_error(tf_config, text, ask, message):
 
 
 @pytest.mark.parametrize(
-    ("rank", "tasks", "nodes", "gpus", "arguments", "cluster", "task", "accelerators", "master", "first"), SLURM
+    ("rank", "tasks", "nodes", "gpus", "arguments", "cluster", "task", "accelerators", "master", "first"),
+    SLURM.values(),
+    ids=SLURM,
 )
 def test_a_step_of_slurm_is_read_as_by_tensorflow(
     step, rank, tasks, nodes, gpus, arguments, cluster, task, accelerators, master, first
@@ -394,6 +413,7 @@ def test_the_task_of_a_step_can_be_set(step):
 @pytest.mark.parametrize(
     ("gpus", "arguments", "expected"),
     [("", {}, 0), ("3", {}, 1), ("0,1,2,3", {}, 2), ("-1", {}, 0), (None, {"gpus_per_node": 0}, 0)],
+    ids=["none", "one", "four", "none, by -1", "none, by an argument"],
 )
 def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
     step(0, 4, *TWO, gpus)
@@ -417,6 +437,11 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
         ({}, {"gpus_per_node": 1, "gpus_per_task": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
         ({}, {"gpus_per_node": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
     ],
+    ids=[
+        *("no rank", "no number of tasks", "no nodes", "no tasks of each node", "a rank that is no number"),
+        *("a rank too large", "half a list of nodes", "half a list of tasks", "tasks of fewer nodes", "too many tasks"),
+        *("no tasks", "too few GPUs", "too few GPUs of one each"),
+    ],
 )
 def test_a_wrong_step_is_an_error(step, monkeypatch, variables, arguments, message):
     step(0, 4, *TWO, "0,1")
@@ -428,7 +453,7 @@ def test_a_wrong_step_is_an_error(step, monkeypatch, variables, arguments, messa
         SlurmClusterResolver(**arguments)
 
 
-@pytest.mark.parametrize(("nodes", "expected"), NODES)
+@pytest.mark.parametrize(("nodes", "expected"), NODES, ids=[nodes or "none" for nodes, _ in NODES])
 def test_a_list_of_nodes_is_slurms(nodes, expected):
     assert expand_nodes(nodes) == expected.split()
 
@@ -440,13 +465,13 @@ def test_what_is_no_list_of_nodes_is_an_error(nodes):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "expected"), [("2", [2]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("0", [0])]
+    ("tasks", "expected"), [("2", [2]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("0", [0])], ids=str
 )
 def test_a_list_of_tasks_is_slurms(tasks, expected):
     assert expand_tasks(tasks) == expected
 
 
-@pytest.mark.parametrize("tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1"])
+@pytest.mark.parametrize("tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1"], ids=repr)
 def test_what_is_no_list_of_tasks_is_an_error(tasks):
     with pytest.raises(ValueError, match="is not a list of numbers of tasks"):
         expand_tasks(tasks)

@@ -1,5 +1,6 @@
 """Updates as loops in C, and everything that can keep the compiler from its work."""
 
+import itertools
 import os
 import stat
 
@@ -7,10 +8,18 @@ import numpy as np
 import pytest
 from internals import compiled, reduce_chunk
 from package_kernels import DTYPES, optimizers_of
+from slow import slow_but
 
 from hpcstrat import ReduceOp, optimizers
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
+LOOPS = [(dtype, name) for dtype in REAL for name in optimizers_of(dtype)]
+# The compiler starts for each loop. These have all operations with each dtype, and all numbers of slots, and options.
+QUICK_LOOPS = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
+QUICK_LOOPS += [
+    (np.dtype(np.float32), name)
+    for name in ("SGD", "RMSprop, centered, with momentum", "clipped values", "averages that overwrite", "norms")
+]
 has_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
 RULE = optimizers.SGD(0.5).update_rule(0.5, 1)
 
@@ -25,26 +34,17 @@ def home(tmp_path, monkeypatch):
     compiled._loops.clear()
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A folder for those that need not compile anew."""
-    return os.fspath(tmp_path_factory.mktemp("cache"))
-
-
 def libraries(folder):
     return sorted(path.name for path in folder.glob("*.so")) if folder.exists() else []
 
 
 @has_compiler
-@pytest.mark.parametrize("messages", [1, 3])
-@pytest.mark.parametrize("name", optimizers_of(REAL[0]))
-@pytest.mark.parametrize("dtype", REAL, ids=str)
-def test_a_loop_gives_the_bits_of_the_operations(shared, monkeypatch, dtype, name, messages):
-    monkeypatch.setenv("XDG_CACHE_HOME", shared)
+@pytest.mark.parametrize(("dtype", "name"), slow_but(QUICK_LOOPS, LOOPS), ids=str)
+def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
     optimizer, random = optimizers_of(dtype)[name], np.random.default_rng(7)
     sizes = (1, 5000, 31, 4096, 8)
     with np.errstate(all="ignore"):
-        for step in (1, 5):
+        for step, messages in itertools.product((1, 5), (1, 2, 3)):
             rule = optimizer.update_rule(0.1, step)
             loop = compiled.loop(rule, dtype)
             assert loop is not None

@@ -104,6 +104,7 @@ class Column:
         (hs.data, "TFRecordDataset", "np.save"),
         (hs.data, "experimental", "hpcstrat.data"),
     ],
+    ids=lambda value: "a dataset" if isinstance(value, Dataset) else getattr(value, "__name__", None),
 )
 def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
     assert not hasattr(owner, name)
@@ -111,7 +112,7 @@ def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
         getattr(owner, name)
 
 
-@pytest.mark.parametrize("owner", [Dataset.range(3), Dataset, hs.data])
+@pytest.mark.parametrize("owner", [Dataset.range(3), Dataset, hs.data], ids=["a dataset", "the class", "the module"])
 def test_an_unknown_name_is_an_ordinary_error(owner):
     name = "misspelt"
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
@@ -164,7 +165,7 @@ def test_generators():
     assert free.cardinality() == -2
 
 
-@pytest.mark.parametrize("signature", [None, TensorSpec((2,), np.float32)])
+@pytest.mark.parametrize("signature", [None, TensorSpec((2,), np.float32)], ids=["free", "with a signature"])
 def test_a_generator_may_fill_the_same_array_again(signature):
     def filled():
         array = np.zeros(2, np.float32)
@@ -176,7 +177,11 @@ def test_a_generator_may_fill_the_same_array_again(signature):
     assert items(dataset.batch(3)) == [[[0, 0], [1, 1], [2, 2]]]
 
 
-@pytest.mark.parametrize("wrong", [np.zeros(3), np.zeros((2, 2)), (np.zeros(2),), "text"])
+@pytest.mark.parametrize(
+    "wrong",
+    [np.zeros(3), np.zeros((2, 2)), (np.zeros(2),), "text"],
+    ids=["another length", "another rank", "a tuple", "text"],
+)
 def test_a_generator_is_held_to_its_signature(wrong):
     dataset = Dataset.from_generator(lambda: iter([wrong]), output_signature=TensorSpec((2,), np.float32))
     with pytest.raises(ValueError, match="from_generator: what the generator yielded is not like TensorSpec"):
@@ -312,6 +317,7 @@ def test_wrong_arguments():
 @pytest.mark.parametrize(
     ("odd", "text"),
     [(np.arange(2), "the same shape and dtype"), (1.5, "the same shape and dtype"), ((1, 2), "the same structure")],
+    ids=["shape", "dtype", "structure"],
 )
 def test_elements_of_a_batch_must_be_alike(odd, text):
     with pytest.raises(ValueError, match=text):

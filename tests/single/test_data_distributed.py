@@ -95,9 +95,15 @@ PIPELINES = {
 }
 
 
+FEW = hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
+
+
 @pytest.mark.parametrize("pipeline", PIPELINES)
-@hypothesis.settings(max_examples=25)
+@FEW
 @hypothesis.given(size=st.integers(1, 5), n=st.integers(0, 25), b=st.integers(1, 12))
+@hypothesis.example(size=2, n=25, b=4)
+@hypothesis.example(size=3, n=24, b=8)
+@hypothesis.example(size=5, n=19, b=3)
 def test_the_parts_of_all_ranks_are_the_batches(pipeline, size, n, b):
     make = functools.partial(PIPELINES[pipeline], n, b)
     expected = [shares(batch.tolist(), b, size) for batch in make()]
@@ -111,8 +117,9 @@ def test_batches_of_several_sizes_are_split_evenly(size):
     assert lists(found) == [shares(batch, len(batch), size) for batch in batches]
 
 
-@hypothesis.settings(max_examples=25)
+@FEW
 @hypothesis.given(size=st.integers(1, 5), n=st.integers(0, 20), b=st.integers(1, 5), user_code=st.booleans())
+@hypothesis.example(size=3, n=20, b=3, user_code=True)
 def test_from_function_deals_the_elements_in_turn(size, n, b, user_code):
     def make(context):
         assert context == InputContext(1, 0, size)
@@ -325,6 +332,7 @@ def test_unbatched_datasets_are_refused_where_there_is_something_to_split():
             r"generator can be iterated over only once; pass the generator function itself \(`f`, not `f\(\)`\)",
         ),
     ],
+    ids=["array", "tuple", "dict", "text", "number", "generator"],
 )
 def test_what_is_no_dataset_is_refused(wrong, text):
     rank = Rank(0, threading.Barrier(1), [None])
@@ -356,6 +364,7 @@ def test_a_distributed_dataset_takes_no_more():
         (InputOptions(experimental_place_dataset_on_device=True), ValueError, "leave it False"),
         ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
     ],
+    ids=["per replica", "on the device", "a dict"],
 )
 def test_options_that_do_not_go(options, error, text):
     rank = Rank(0, threading.Barrier(1), [None])

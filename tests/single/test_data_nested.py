@@ -31,7 +31,7 @@ def windows(values, size, shift, stride, drop):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 @hypothesis.given(
     n=st.integers(0, 20), size=st.integers(1, 6), shift=st.integers(1, 7), stride=st.integers(1, 4), drop=st.booleans()
 )
@@ -104,7 +104,7 @@ def interleaved(lists, cycle, block):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 @hypothesis.given(sizes=st.lists(st.integers(0, 5), max_size=8), cycle=st.integers(1, 5), block=st.integers(1, 4))
 def test_datasets_take_turns(kind, sizes, cycle, block):
     def numbers(index):
@@ -294,6 +294,7 @@ def test_padding_of_nests_and_dtypes():
         ((2, None, "x"), TypeError, "padding_values has 'x'"),
         ((2, None, np.uint64(2**63)), TypeError, "padding_values has"),
     ],
+    ids=["too small", "of two dimensions", "two shapes", "two values", "a fraction", "text", "too large a number"],
 )
 def test_padding_that_does_not_go(arguments, error, text):
     with pytest.raises(error, match=f"Dataset.padded_batch: .*{text}"):

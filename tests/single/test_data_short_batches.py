@@ -33,7 +33,7 @@ def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **
     return texts
 
 
-@hypothesis.settings(max_examples=50)
+@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 @hypothesis.given(size=st.integers(2, 5), n=st.integers(0, 25), b=st.integers(1, 12), mapped=st.booleans())
 def test_batches_are_split_evenly_where_it_is_asked(size, n, b, mapped):
     def make():
@@ -137,6 +137,7 @@ def test_where_warnings_are_errors_all_ranks_raise():
         (dict(action="ignore"), False),
         (dict(action="always"), False),
     ],
+    ids=["error", "this error", "another module's", "another category's", "another text's", "ignore", "always"],
 )
 def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
     """As the filters have it; else they say nothing."""

@@ -21,7 +21,10 @@ def input_threads():
 @pytest.fixture(autouse=True)
 def no_thread_stays():
     yield
-    gc.collect()
+    for thread in input_threads():
+        thread.join(0.1)
+    if input_threads():
+        gc.collect()
     for thread in input_threads():
         thread.join(SECONDS)
     assert not input_threads()
@@ -129,11 +132,12 @@ def test_elements_are_prepared_ahead_of_their_use(size):
 
 
 def test_no_more_are_prepared_than_asked_for():
-    made = []
-    iterator = iter(Dataset.range(10).map(lambda x: made.append(x) or x).prefetch(2))
+    made, are_ready = [], threading.Event()
+    iterator = iter(Dataset.range(10).map(lambda x: made.append(x) or (x == 2 and are_ready.set()) or x).prefetch(2))
     assert next(iterator) == 0
+    assert are_ready.wait(SECONDS)
     for thread in input_threads():
-        thread.join(0.2)
+        thread.join(0.05)  # in which it could prepare many more
     assert len(made) <= 1 + 2 + 1
     assert not items(Dataset.range(3).prefetch(0).skip(3)) and made == sorted(made)
 

@@ -28,6 +28,7 @@ def test_every_form_of_a_device(kind, number):
         *("//GPU:0", "device:GPU:0/", "/device:GPU:0:1", "/job:worker/device:GPU:0", "/job:localhost/replica:1/GPU:0"),
         *(None, 0, b"GPU:0", ["GPU:0"], ("GPU", 0)),
     ],
+    ids=repr,
 )
 def test_what_is_no_device(wrong):
     with pytest.raises(ValueError, match=r"^call: .* is not a device; write 'CPU:0', 'GPU:1'"):

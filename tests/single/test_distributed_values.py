@@ -17,11 +17,18 @@ BINARY = [
     *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
 ]
 IN_PLACE = [operator.iadd, operator.isub, operator.imul, operator.itruediv]
-ARRAY_FUNCTIONS = [
-    *(np.asarray, np.array, np.sin, np.mean, np.sum, np.shape, np.isnan, np.size, np.argmax),
-    *(lambda x: np.add(np.ones(2), x), lambda x: np.where(x, 1, 2), lambda x: np.concatenate([np.ones(2), x])),
-    *(lambda x: np.add.reduce(x), lambda x: np.asarray([x, x]), lambda x: np.ones(2).sum(out=x)),
-]
+ARRAY_FUNCTIONS = {
+    **{
+        f"np.{fn.__name__}": fn
+        for fn in (np.asarray, np.array, np.sin, np.mean, np.sum, np.shape, np.isnan, np.size, np.argmax)
+    },
+    "np.add": lambda x: np.add(np.ones(2), x),
+    "np.where": lambda x: np.where(x, 1, 2),
+    "np.concatenate": lambda x: np.concatenate([np.ones(2), x]),
+    "np.add.reduce": np.add.reduce,
+    "np.asarray of two": lambda x: np.asarray([x, x]),
+    "out=": lambda x: np.ones(2).sum(out=x),
+}
 UNARY = {
     "bool": bool,
     "not": operator.not_,
@@ -51,7 +58,7 @@ UNARY = {
     "max": max,
     "max of two": lambda x: max(x, 3),
     "a list's index": [1, 2].__getitem__,
-    **{f"array function {i}": fn for i, fn in enumerate(ARRAY_FUNCTIONS)},
+    **ARRAY_FUNCTIONS,
 }
 OTHERS = [None, True, 2, 2.5, 1j, "text", [1], (1,), np.float32(3), np.int64(2), np.ones(3), np.array(1.0), np.ones(0)]
 
@@ -123,26 +130,29 @@ def test_identity_counts_in_sets_dicts_and_lists(value):
     assert value in [value] and hash(value) == object.__hash__(value)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickled])
 def test_copies(value, copied):
     other = copied(value)
     assert type(other) is type(value) and other is not value and repr(other) == repr(value)
 
 
-@pytest.mark.parametrize(
-    "call, wrong",
-    {
-        "asnumpy": hs.asnumpy,
-        "Dataset": hs.data.Dataset.from_tensors,
-        "Mean.update_state": lambda value: hs.metrics.Mean().update_state(value),
-        "ReplicaContext.all_reduce": lambda value: replica_context().all_reduce("SUM", value),
-        "ReplicaContext.all_gather": lambda value: replica_context().all_gather(value, 0),
-    }.items(),
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_calls_that_take_arrays_name_themselves(value, call, wrong):
+CALLS = {
+    "asnumpy": hs.asnumpy,
+    "Dataset": hs.data.Dataset.from_tensors,
+    "Mean.update_state": lambda value: hs.metrics.Mean().update_state(value),
+    "ReplicaContext.all_reduce": lambda value: replica_context().all_reduce("SUM", value),
+    "ReplicaContext.all_gather": lambda value: replica_context().all_gather(value, 0),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_take_arrays_name_themselves(value, call):
     with pytest.raises(TypeError, match=rf"^{call}: this is one value a replica; reduce it first: "):
-        wrong(value)
+        CALLS[call](value)
 
 
 def replica_context() -> Any:

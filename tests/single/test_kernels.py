@@ -10,8 +10,12 @@ import pytest
 from internals import _add_both, _gpu, accumulator, layout_of, packing, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
+from slow import slow_but
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
+    pytest.mark.xdist_group("kernels"),  # in one process, which compiles once
+]
 
 SIZES = (0, 1, 1009)
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-310, -1e-41, 1e-6, 6e4, -3e38, 1e300)
@@ -74,7 +78,8 @@ def cupy():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             for combination in combinations_of(dtype):
                 rows.combine_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype), combination)
-        _add_both()(np.array(1.0), 2, np.zeros(2))
+        for dtype in TOTALS:
+            _add_both()(np.zeros((), dtype), 2, np.zeros(2))
         wanted, Kernel.wanted = Kernel.wanted, None
         compile_together(wanted)
         yield module
@@ -165,7 +170,10 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("alignment", [1, 256])
-@pytest.mark.parametrize("dtype", ["bool", "float16", "float32", "int64", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    "dtype",
+    slow_but(["bool", "float32", "complex128"], ["bool", "float16", "float32", "int64", "complex64", "complex128"]),
+)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     random = np.random.default_rng(1)
@@ -216,8 +224,11 @@ def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
 # ---- metrics
 
 
+TOTALS = ["float32", "float64", "int64"]
+
+
 @pytest.mark.parametrize("count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+@pytest.mark.parametrize("dtype", TOTALS)
 def test_a_total_and_a_count_are_added(cupy, dtype, count):
     sums = np.array([0.5, 1])
     _add_both()(np.array(-3, dtype), count, sums)

@@ -3,19 +3,35 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels_on_host import CompilationError, ElementwiseKernel, RawKernel, is_available
+from kernels_on_host import CompilationError, ElementwiseKernel, RawKernel, compile_together, is_available
 
-pytestmark = pytest.mark.skipif(not is_available(), reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
+    pytest.mark.xdist_group("kernels_on_host"),  # in one process, which compiles once
+]
 
-FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
-OTHERS = [np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64, np.complex64, np.complex128]
+SHORT_FLOATS = [np.float16, ml_dtypes.bfloat16]
+DTYPES = [*SHORT_FLOATS, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64]
+DTYPES += [np.complex64, np.complex128]
+TO_FLOAT = ElementwiseKernel("T x", "float32 y", "y = (float)x")
+FROM_FLOAT = ElementwiseKernel("float32 x", "T y", "y = (T)x")
+ADD = ElementwiseKernel("T x, float64 number", "T total, T last", "total += (T)(number) * x; last = x")
 
 
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_16_bit_floats_are_rounded_as_numpy_does(dtype):
+@pytest.fixture(scope="module")
+def compiled():
+    """By one run of the compiler: one for each would take a third of a second."""
+    wanted = [(ADD, ADD.dtypes([dtype, None, dtype, dtype])) for dtype in map(np.dtype, DTYPES)]
+    for dtype in map(np.dtype, SHORT_FLOATS):
+        wanted += [(TO_FLOAT, TO_FLOAT.dtypes([dtype, None])), (FROM_FLOAT, FROM_FLOAT.dtypes([None, dtype]))]
+    compile_together(wanted)
+
+
+@pytest.mark.parametrize("dtype", SHORT_FLOATS)
+def test_16_bit_floats_are_rounded_as_numpy_does(compiled, dtype):
     all_of_them = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     exact = np.zeros(1 << 16, np.float32)
-    ElementwiseKernel("T x", "float32 y", "y = (float)x")(all_of_them, exact)
+    TO_FLOAT(all_of_them, exact)
     expected = all_of_them.astype(np.float32)
     assert np.array_equal(exact, expected, equal_nan=True)
     finite = expected[np.isfinite(expected)]
@@ -23,19 +39,18 @@ def test_16_bit_floats_are_rounded_as_numpy_does(dtype):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
     wide = np.concatenate([finite, between, bits[np.isfinite(bits)]])
     short = np.zeros(wide.size, dtype)
-    ElementwiseKernel("float32 x", "T y", "y = (T)x")(wide, short)
+    FROM_FLOAT(wide, short)
     with np.errstate(over="ignore"):
         assert short.tobytes() == wide.astype(dtype).tobytes()
 
 
-@pytest.mark.parametrize("dtype", FLOATS + OTHERS)
-def test_elementwise_kernels_take_every_dtype_and_layout(dtype):
-    kernel = ElementwiseKernel("T x, float64 number", "T total, T last", "total += (T)(number) * x; last = x")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elementwise_kernels_take_every_dtype_and_layout(compiled, dtype):
     x = np.arange(12).astype(dtype).reshape(3, 4)
     total, last = np.ones((4, 3), dtype), np.zeros((4, 3), dtype)
-    kernel(x.T, 2.0, total, last)
+    ADD(x.T, 2.0, total, last)
     assert np.array_equal(total.T, 2 * x + np.ones((), dtype)) and np.array_equal(last.T, x)
-    kernel(x[0, 1], 1.0, total[::2], last[::2])
+    ADD(x[0, 1], 1.0, total[::2], last[::2])
     assert last[::2].tolist() == np.ones((2, 3), dtype).tolist() and np.array_equal(last[1::2], x.T[1::2])
 
 

@@ -61,6 +61,8 @@ def test_what_begins_with_a_call(text):
     assert begins_with_a_call(text)
 
 
-@pytest.mark.parametrize("text", ["", "axis is 3", "Strategy.reduction: no", "rank 0 is late", "Strategy._merge: no"])
+@pytest.mark.parametrize(
+    "text", ["", "axis is 3", "Strategy.reduction: no", "rank 0 is late", "Strategy._merge: no"], ids=repr
+)
 def test_what_does_not(text):
     assert not begins_with_a_call(text)

@@ -43,14 +43,18 @@ def test_leaves_in_a_fixed_order():
     assert _nest.flatten({"c": nest["c"], "a": nest["a"], "b": 1})[1] == structure
 
 
-@pytest.mark.parametrize("leaf", [None, 1, 2.5, "text", b"bytes", np.ones(2), {1, 2}, object(), range(3), len])
+@pytest.mark.parametrize(
+    "leaf",
+    [None, 1, 2.5, "text", b"bytes", np.ones(2), {1, 2}, object(), range(3), len],
+    ids=lambda leaf: type(leaf).__name__,
+)
 def test_what_is_no_nest_is_a_leaf(leaf):
     leaves, structure = _nest.flatten(leaf)
     assert len(leaves) == 1 and leaves[0] is leaf
     assert _nest.unflatten(structure, ["new"]) == "new"
 
 
-@pytest.mark.parametrize("empty", [[], {}, (), [[], {}], {"a": ()}])
+@pytest.mark.parametrize("empty", [[], {}, (), [[], {}], {"a": ()}], ids=str)
 def test_empty_nests(empty):
     leaves, structure = _nest.flatten(empty)
     assert leaves == []
@@ -206,7 +210,7 @@ def test_structures_of_subclasses_of_dict():
         ({"a, NoneIsLeaf": 1, "b": 2}, "{'a, NoneIsLeaf': *, 'b': *}"),
         ({1: 2, "1": 3}, "{1: *, '1': *}"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_structures_in_words(nest, text):
     assert _nest.describe(_nest.flatten(nest)[1]) == text

@@ -13,14 +13,14 @@ def travelled(obj, room=0):
     return found
 
 
-@pytest.mark.parametrize("obj", [None, 0, "text", {"a": [1, (2.5, b"c")]}, {1, 2}, ValueError("v").args, []])
+@pytest.mark.parametrize("obj", [None, 0, "text", {"a": [1, (2.5, b"c")]}, {1, 2}, ValueError("v").args, []], ids=str)
 def test_plain_objects(obj):
     assert travelled(obj) == obj
     assert travelled(obj, room=100) == obj
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.float64, np.complex64, bool, ">i4", "U5", "M8[s]"])
-@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (2, 3, 4)])
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (2, 3, 4)], ids=str)
 def test_arrays(dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype("i8").astype(dtype)
     for given in (array, np.asfortranarray(array), array[..., ::-1] if array.ndim else array, array.T):

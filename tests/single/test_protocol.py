@@ -112,6 +112,7 @@ class Mute(Exception):
         (Nameless("bad"), RuntimeError, "Nameless: bad"),
         (Mute(), RuntimeError, "Mute()"),
     ],
+    ids=["a text", "none", "one's own class, none", "one's own class, a text", "no text can be made"],
 )
 def test_what_other_ranks_raise_is_never_without_a_text(error, cls, text):
     with pytest.raises(cls) as caught:

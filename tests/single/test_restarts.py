@@ -3,11 +3,19 @@
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
-from internals import Contents, SnapshotMemory, _job_memory, restarts
+from internals import Contents, SnapshotMemory, _guard, _job_memory, restarts
 
 KILLED, SEGFAULT = 9, 139
+SECONDS = 60  # until what never comes is a failure
+
+
+@pytest.fixture(autouse=True)
+def no_segments_of_others(monkeypatch, tmp_path):
+    """Whoever restarts unlinks what nobody uses: here not the files of tests that run at the same time."""
+    monkeypatch.setattr(_guard, "_FOLDER", os.fspath(tmp_path))
 
 
 class Starter:
@@ -147,8 +155,9 @@ def test_the_newest_snapshot_is_told(capfd):
     assert capfd.readouterr().err.endswith("; the newest snapshot is of step 5\n")
 
 
-def test_what_the_ranks_leave_is_ended(tmp_path):
+def test_what_the_ranks_leave_is_ended(monkeypatch):
     """A process that ignores everything, and the one that died."""
+    monkeypatch.setattr(restarts, "_GRACE_SECONDS", 0.1)
     left = []
 
     class Leaves(Starter):
@@ -157,38 +166,52 @@ def test_what_the_ranks_leave_is_ended(tmp_path):
                 ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
                 left.append(subprocess.Popen([sys.executable, "-c", ignore], env={**os.environ, **environment}))
             else:
-                assert left[0].wait(1) == -9
+                assert left[0].wait(SECONDS) == -KILLED
             return super().start(ranks, environment)
 
     assert run(Leaves((NOTHING, KILLED), (NOTHING, 0))) == 0
 
 
-def test_the_rank_that_dies_first_is_named(capfd):
+def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
+    """Rank 1, which dies when the watch has seen all; the others end when it has seen them alive after that."""
     program = """if True:
-    import os, sys, time
+    import os, sys
     from hpcstrat import _job_memory
     rank = int(sys.argv[1])
     memory = _job_memory.find()
     memory.note_rank(rank)
-    while len(memory.processes(3)) < 3:
-        time.sleep(0.01)
+    sys.stdin.read()
     if rank == 1:
-        time.sleep(0.5)
         os._exit(9)
-    time.sleep(2)
     if rank == 2:
         memory.note_failure(rank, "ConnectionError: rank 1 is gone")
     """
+    seen, alive = threading.Semaphore(0), threading.Semaphore(0)
+
+    def counted(function, calls):
+        def call(*arguments):
+            found = function(*arguments)
+            calls.release()
+            return found
+
+        return call
+
+    monkeypatch.setattr(os, "pidfd_open", counted(os.pidfd_open, seen))
+    monkeypatch.setattr(restarts, "_has_closed_files", counted(restarts._has_closed_files, alive))
 
     class Starts(Starter):
         def start(self, ranks, environment):
             if len(self.starts) == 2:
-                environment = {**os.environ, **environment}
-                children = [
-                    subprocess.Popen([sys.executable, "-c", program, str(rank)], env=environment) for rank in range(3)
+                variables = {**os.environ, **environment}
+                first, second, third = children = [
+                    subprocess.Popen([sys.executable, "-c", program, f"{rank}"], stdin=subprocess.PIPE, env=variables)
+                    for rank in range(3)
                 ]
+                assert all(seen.acquire(timeout=SECONDS) for _ in children)
+                second.communicate()
+                assert all(alive.acquire(timeout=SECONDS) for _ in (first, third))
                 for child in children:
-                    child.wait()
+                    child.communicate()
             return self.starts.pop(0)[1]
 
     assert run(Starts((NOTHING, KILLED), (NOTHING, 0)), ranks=3) == 0

@@ -90,6 +90,7 @@ def test_none(host):
 @pytest.mark.parametrize(
     ("error", "missing"),
     [(ModuleNotFoundError("mpi4py"), "mpi4py"), (RuntimeError("cannot load"), "an MPI library that mpi4py can load")],
+    ids=["no mpi4py", "no library"],
 )
 def test_no_mpi(host, monkeypatch, error, missing):
     host("MPICH", "MPICH")

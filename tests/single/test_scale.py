@@ -12,6 +12,8 @@ BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 STEPS = ["flat", "unsharded", "sharded"]
 EVEN = [(ranks,) * hosts for hosts in (1, 2, 3, 4, 8) for ranks in (1, 2, 3, 4)]
 UNEVEN = [(1, 2), (3, 1), (1, 3, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1)]
+QUICK = [(1,), (3,), (1,) * 2, (4,) * 2, (1,) * 3, (3,) * 3, (2,) * 4, (1,) * 8, *UNEVEN]
+GROUPS = [pytest.param(groups, marks=() if groups in QUICK else pytest.mark.slow) for groups in (*EVEN, *UNEVEN)]
 
 
 @pytest.fixture
@@ -42,7 +44,7 @@ def sum_in_order(parts):
     return total
 
 
-@pytest.mark.parametrize("groups", [*EVEN, *UNEVEN], ids=str)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_the_library_sends_what_the_formula_says(modules, name, groups):
     recorded_ranks, formulas, simulation = modules
@@ -97,7 +99,9 @@ def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
         assert np.array_equal(value, stepped(sum_in_order(gradients)))  # whole numbers: in any order
 
 
-@pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2), (2, 3, 1), (4,) * 8], ids=str)
+@pytest.mark.parametrize(
+    "groups", [(1, 1, 1), (3, 2), (2, 3, 1), pytest.param((4,) * 8, marks=pytest.mark.slow)], ids=str
+)
 def test_a_variable_leaves_its_host_once(modules, groups):
     """The first rank's value goes to all of them when it is made."""
     recorded_ranks, _, simulation = modules

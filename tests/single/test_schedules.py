@@ -15,19 +15,19 @@ def close(schedule, expected):
         assert schedule(step) == pytest.approx(expected(step), rel=1e-12), step
 
 
+DECAYS = {
+    "ExponentialDecay": lambda steps: schedules.ExponentialDecay(0.1, steps, 0.9),
+    "InverseTimeDecay": lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
+    "PolynomialDecay": lambda steps: schedules.PolynomialDecay(0.1, steps),
+    "CosineDecay": lambda steps: schedules.CosineDecay(0.1, steps),
+}
+
+
 @pytest.mark.parametrize("steps", [0, -1])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda steps: schedules.ExponentialDecay(0.1, steps, 0.9),
-        lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
-        lambda steps: schedules.PolynomialDecay(0.1, steps),
-        lambda steps: schedules.CosineDecay(0.1, steps),
-    ],
-)
-def test_decay_steps_must_be_positive(make, steps):
-    with pytest.raises(ValueError, match=rf"Decay: decay_steps is {steps}; it must be a positive number"):
-        make(steps)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_decay_steps_must_be_positive(decay, steps):
+    with pytest.raises(ValueError, match=rf"^{decay}: decay_steps is {steps}; it must be a positive number"):
+        DECAYS[decay](steps)
 
 
 def test_exponential_decay():
@@ -89,7 +89,7 @@ def test_schedules_of_different_kinds_differ():
     assert SCHEDULES[0] != SCHEDULES[1]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
 def test_a_schedule_is_one_leaf(schedule):
     assert _nest.flatten({"rate": schedule})[0] == [schedule]
     assert _nest.flatten(schedule)[0] == [schedule]

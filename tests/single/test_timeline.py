@@ -357,6 +357,10 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
         ([rank_with(0, other=0.3)], [8], ["the program's own lines between the steps"]),
         ([rank_with(0, update=0.3)], [8], ["use larger batches, or an optimizer with fewer slots"]),
     ],
+    ids=[
+        *("nothing", "one rank", "too few cores", "work that varies", "communication and input", "a few long steps"),
+        *("checkpoints", "the program", "updates"),
+    ],
 )
 def test_advice_names_what_dominates(ranks, cores, says):
     found = advise(ranks, cores)

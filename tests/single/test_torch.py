@@ -19,10 +19,11 @@ def test_it_is_imported_when_it_is_named():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize(
-    "call", [lambda: hs.torch.seed(0), lambda: hs.torch.load(__file__), lambda: hs.torch.save({}, "unused")]
-)
+CALLS = {"seed": (0,), "load": (__file__,), "save": ({}, "unused")}
+
+
+@pytest.mark.parametrize("call", CALLS)
 def test_without_pytorch(monkeypatch, call):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"^(seed|load|save) needs PyTorch, which cannot be imported .*; install it"):
-        call()
+    with pytest.raises(ImportError, match=rf"^{call} needs PyTorch, which cannot be imported .*; install it"):
+        getattr(hs.torch, call)(*CALLS[call])

@@ -11,7 +11,11 @@ def test_operations_by_name(op):
     assert op.value == op.name
 
 
-@pytest.mark.parametrize("wrong", ["", "ADD", None, 0, b"SUM", hs.VariableAggregation.SUM])
+@pytest.mark.parametrize(
+    "wrong",
+    ["", "ADD", None, 0, b"SUM", hs.VariableAggregation.SUM],
+    ids=["empty", "ADD", "None", "0", "bytes", "another enumeration"],
+)
 def test_what_is_no_operation(wrong):
     with pytest.raises(ValueError, match=r"^some_call: reduce_op is .*; it must be one of ReduceOp.SUM, ReduceOp.MEAN"):
         hs.ReduceOp.parse(wrong, "some_call")

@@ -72,10 +72,11 @@ def test_a_rank_that_does_not_come():
 @pytest.mark.parametrize(
     "statuses",
     [
-        [status(7, False), status(7, False)],  # all compute
+        [status(7, False), status(7, False)],
         [None, None],
-        [status(7, False), status(6, False)],  # one is ahead, and waits for nobody
+        [status(7, False), status(6, False)],
     ],
+    ids=["all compute", "nobody has begun", "one is ahead and waits for nobody"],
 )
 def test_nobody_waits(statuses):
     assert diagnoses(statuses, 700) == {}
@@ -172,7 +173,11 @@ def test_notes_travel_whole():
     assert channels[1].publish(status(5, False))[0] == first
 
 
-@pytest.mark.parametrize("text", ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000])
+@pytest.mark.parametrize(
+    "text",
+    ["重み" * 300, "\0" * 700, '"' * 700, "\U0001f600" * 500, "\udcff" * 500, "a" * 9000],
+    ids=["Japanese", "zeros", "quotes", "emoji", "surrogates", "long"],
+)
 def test_a_note_of_any_text_fits(text):
     slots = np.zeros((2, SLOT), np.uint8)
     channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
@@ -243,7 +248,7 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     assert "the watchdog goes on after an error of its own, OSError: Stale file handle" in said[0]
 
 
-@pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]])
+@pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]], ids=str)
 def test_an_extension_ends_with_its_block(watch, monkeypatch, seconds):
     one = watch(Alone())
     monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watchdog=one))
@@ -266,7 +271,7 @@ def test_no_working_folder(monkeypatch, tmp_path):
     assert found[0].startswith(f"{__file__}:")
 
 
-@pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j])
+@pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j], ids=str)
 def test_a_wrong_extension_of_the_timeout(seconds):
     with pytest.raises(ValueError, match=r"extend_timeout: seconds is .*; it must be a number from 0 up"):
         _program.extend_timeout(seconds)

@@ -1,13 +1,16 @@
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 
 import pytest
 from internals import Launcher, _failure, _guard, _launcher, _mpi, _world
+from slow import slow_but
 
 
 @pytest.fixture
@@ -131,6 +134,7 @@ def test_mpi_finalised_already(mpi, monkeypatch):
         (ImportError("libmpi.so.12: cannot open shared object file"), "an MPI library that mpi4py can load is missing"),
         (RuntimeError("cannot load MPI library"), "an MPI library that mpi4py can load is missing"),
     ],
+    ids=["no mpi4py", "no library", "another library"],
 )
 def test_without_mpi(monkeypatch, error, missing, capfd):
     def importing(name, *arguments, **options):
@@ -155,10 +159,18 @@ def test_without_mpi(monkeypatch, error, missing, capfd):
             _world._connect()
 
 
-def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
+@pytest.fixture
+def shared_memory(monkeypatch):
+    """A folder in place of /dev/shm: what other tests and jobs unlink there, or make, does not count."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
+        monkeypatch.setattr(_guard, "_FOLDER", folder)
+        yield folder
+
+
+def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path):
     import builtins
 
-    path = "/dev/shm/mpich_shm_of_no_job"
+    path = f"{shared_memory}/mpich_shm_of_no_job"
     with open(path, "w") as file:
         inode = os.stat(path).st_ino
         assert file
@@ -167,77 +179,74 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
     monkeypatch.setattr(
         builtins, "open", lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest)
     )
-    try:
-        for line in (
-            f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
-            f"7f-80 rw-s 00000000 00:1b {inode}      {path} (deleted)",
-            f"7f-80 rw-s 00000000 00:1b {inode}      /dev/shm/ucx_shm_posix_1",
-        ):
-            maps.write_text(line + "\n")
-            _guard.unlink_segments(os.getpid())
-            _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
-            assert os.path.exists(path)
-        maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
+    for line in (
+        f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
+        f"7f-80 rw-s 00000000 00:1b {inode}      {path} (deleted)",
+        f"7f-80 rw-s 00000000 00:1b {inode}      {shared_memory}/ucx_shm_posix_1",
+    ):
+        maps.write_text(line + "\n")
         _guard.unlink_segments(os.getpid())
-        assert not os.path.exists(path)
-    finally:
-        if os.path.exists(path):
-            os.unlink(path)
+        _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
+        assert os.path.exists(path)
+    maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
+    _guard.unlink_segments(os.getpid())
+    assert not os.path.exists(path)
 
 
 @pytest.mark.parametrize("prefix", ["mpich_shm_", "sm_segment.", "vader_segment."])
-def test_segments_that_nobody_uses_are_unlinked(prefix):
+def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     import mmap
 
+    libc = ctypes.CDLL(None)  # a mapping of `mmap.mmap` keeps its file open
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.mmap.restype = ctypes.c_void_p
     before = time.time()
-    paths = [f"/dev/shm/{prefix}test_{os.getpid()}_{name}" for name in ("mapped", "open", "orphan", "other")]
+    paths = [f"{shared_memory}/{prefix}{name}" for name in ("mapped", "open", "orphan", "other")]
     mapped, held, _, other = files = [open(path, "w+b") for path in paths]
-    try:
-        mapped.truncate(mmap.PAGESIZE)
-        mapping = mmap.mmap(mapped.fileno(), mmap.PAGESIZE)
-        for file in files:
-            if file is not held:
-                file.close()
-        _guard.unlink_orphans(before + 3600)
-        assert [os.path.exists(path) for path in paths] == [True] * 4
-        os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
-        paths[-1] = name
-        _guard.unlink_orphans(before)
-        assert [os.path.exists(path) for path in paths] == [True, True, False, True]
-        mapping.close()
-        held.close()
-        _guard.unlink_orphans(before)
-        assert [os.path.exists(path) for path in paths] == [False, False, False, True]
-    finally:
-        for path in paths:
-            if os.path.exists(path):
-                os.unlink(path)
+    mapped.truncate(mmap.PAGESIZE)
+    address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, mapped.fileno(), 0)
+    for file in files:
+        if file is not held:
+            file.close()
+    _guard.unlink_orphans(before + 3600)
+    assert [os.path.exists(path) for path in paths] == [True] * 4
+    os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
+    paths[-1] = name
+    _guard.unlink_orphans(before)
+    assert [os.path.exists(path) for path in paths] == [True, True, False, True]
+    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
+    held.close()
+    _guard.unlink_orphans(before)
+    assert [os.path.exists(path) for path in paths] == [False, False, False, True]
 
 
-def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none():
+@pytest.mark.parametrize("run", slow_but([1], [1, 2, 3]))
+def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
     """Sooner than its guard looks next."""
     program = """if True:
-    import mmap, os, signal, sys, time
+    import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat import _guard
 
-    with _guard.guarded([_guard.Step(600.0, "", False)]):
-        time.sleep(0.5)  # the guard runs
+    block = _guard.guarded([_guard.Step(600.0, "", False)])
+    with block:
+        pipe = block.gen.gi_frame.f_locals["guard"].stdin
+        while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do
+            time.sleep(0.001)
         with open(sys.argv[1], "w+b") as file:
             file.truncate(mmap.PAGESIZE)
             mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    for number in range(3):
-        path = f"/dev/shm/mpich_shm_test_{os.getpid()}_{number}"
-        try:
-            assert subprocess.run([sys.executable, "-c", program, path]).returncode == -9
-            deadline = time.monotonic() + 20
-            while os.path.exists(path) and time.monotonic() < deadline:
-                time.sleep(0.02)
-            assert not os.path.exists(path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+    path = f"/dev/shm/mpich_shm_test_{os.getpid()}_{run}"
+    try:
+        assert subprocess.run([sys.executable, "-c", program, path]).returncode == -9
+        deadline = time.monotonic() + 20
+        while os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not os.path.exists(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
 
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):

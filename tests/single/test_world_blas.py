@@ -3,22 +3,22 @@ import pytest
 from internals import _world
 from threadpoolctl import threadpool_info, threadpool_limits
 
+SHARES = {  # the cores that each rank may run on, and how many of them it takes
+    "one rank": ([0b1111], [4]),
+    "two ranks": ([0b1111] * 2, [2, 2]),
+    "three on four cores": ([0b1111] * 3, [1, 1, 1]),
+    "four on two cores": ([0b11] * 4, [1, 1, 1, 1]),
+    "two cores of their own": ([0b0011, 0b1100], [2, 2]),
+    "a core of their own": ([0b01, 0b10], [1, 1]),
+    "one where the other runs, and beyond": ([0b1111_1111, 0b1111], [6, 2]),
+    "many cores": ([(1 << 192) - 1] * 3, [64, 64, 64]),
+    "1/3 + 1/3 + 1/3": ([0b111] * 3, [1, 1, 1]),
+}
 
-@pytest.mark.parametrize(
-    ("masks", "shares"),
-    [
-        ([0b1111], [4]),
-        ([0b1111] * 2, [2, 2]),
-        ([0b1111] * 3, [1, 1, 1]),
-        ([0b11] * 4, [1, 1, 1, 1]),
-        ([0b0011, 0b1100], [2, 2]),  # bound to cores of their own
-        ([0b01, 0b10], [1, 1]),
-        ([0b1111_1111, 0b1111], [6, 2]),  # one rank may run where the other does, and beyond
-        ([(1 << 192) - 1] * 3, [64, 64, 64]),
-        ([0b111] * 3, [1, 1, 1]),  # 1/3 + 1/3 + 1/3
-    ],
-)
-def test_share(masks, shares):
+
+@pytest.mark.parametrize("case", SHARES)
+def test_share(case):
+    masks, shares = SHARES[case]
     assert [_world.share_of_cores(masks, rank) for rank in range(len(masks))] == shares
 
 

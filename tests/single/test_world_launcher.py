@@ -60,6 +60,11 @@ def environment(monkeypatch):
         ({"PMI_SIZE": "2"}, Launcher("a PMI launcher", 0, 2, None, None)),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, Launcher("mpirun of Open MPI", 0, 2, None, None)),
     ],
+    ids=[
+        *("none", "Open MPI", "MPICH", "MPICH, Intel MPI installed", "Intel MPI", "srun", "srun, a node of one"),
+        *("srun, no such node", "srun, PMI", "srun, PMIx", "PMI", "prterun", "PMIx", "PMI, the size alone"),
+        "Open MPI, the size alone",
+    ],
 )
 def test_launchers(environment, variables, expected):
     environment(variables)
@@ -70,17 +75,18 @@ def test_launchers(environment, variables, expected):
     "variables",
     [
         BATCH_SCRIPT,
-        STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},  # the batch script's own step
+        STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
         {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "1"},
         {"PMI_SIZE": "many", "OMPI_COMM_WORLD_SIZE": ""},
     ],
+    ids=["a batch script", "the step of a batch script", "no step", "no numbers"],
 )
 def test_what_is_no_launch(environment, variables):
     environment(variables)
     assert find() is None
 
 
-@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA])
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
 def test_an_mpirun_comes_before_the_srun_that_started_its_daemons(environment, variables):
     environment(variables)
     expected = find()
