@@ -41,7 +41,7 @@ class Env:
     def enter(self):
         self.context = hs.get_replica_context()
 
-    def here(self, value):
+    def here(self, value) -> Any:
         """`value` with its arrays on this rank's device, where that has their dtype."""
         if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
             return self.place.xp.asarray(value)

@@ -116,9 +116,16 @@ def name_of(argument):
 
 
 every_case = pytest.mark.parametrize(("optimizer", "rule", "options"), CASES, ids=name_of)
-some_cases = pytest.mark.parametrize(
-    ("optimizer", "rule", "options"), slow_but([CASES[at] for at in (3, 6, 8, 11, 16, 18)], CASES), ids=name_of
-)
+
+
+def cases(*quick):
+    """All cases, of which all but some are slow."""
+    return pytest.mark.parametrize(
+        ("optimizer", "rule", "options"), slow_but([CASES[at] for at in quick], CASES), ids=name_of
+    )
+
+
+some_cases, few_cases = cases(3, 6, 8, 11, 16, 18), cases(6, 16, 18)
 every_strategy = pytest.mark.parametrize("strategy", strategies_for(MPI.COMM_WORLD.size), ids=name_of, indirect=True)
 
 
@@ -220,6 +227,7 @@ def every(dtype):
 # ---- the tests
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("strategy", [hs.CentralStorageStrategy], indirect=True)
 def test_the_batches_are_uneven_and_some_empty(strategy):
     dataset = hs.data.Dataset.from_tensor_slices(data("float32")).batch(BATCH)
@@ -231,6 +239,7 @@ def test_the_batches_are_uneven_and_some_empty(strategy):
     assert strategy.num_replicas_in_sync == 1 or sizes[-1][-1] == 0
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @every_case
 @every_strategy
@@ -242,14 +251,14 @@ def test_replicas_equal_one_replica(strategy, optimizer, rule, options, dtype):
         assert np.all(found[name] != value)
 
 
-@some_cases
+@few_cases
 @every_strategy
 def test_a_second_run_gives_the_same_bits(strategy, optimizer, rule, options):
     first, second = (train(strategy, optimizer(0.05, **options), every("float32"), "float32") for _ in range(2))
     assert bits(first) == bits(second)
 
 
-@some_cases
+@few_cases
 @every_strategy
 def test_variables_may_be_made_in_another_order_than_they_are_passed(strategy, optimizer, rule, options):
     wanted = expected(rule, 0.05, options, every("float64"), "float64")
@@ -259,7 +268,8 @@ def test_variables_may_be_made_in_another_order_than_they_are_passed(strategy, o
             assert_close(found, wanted, TOLERANCE["float64"])
 
 
-@some_cases
+@pytest.mark.core
+@few_cases
 @every_strategy
 def test_variables_of_different_dtypes_in_one_call(strategy, optimizer, rule, options):
     for odd_one, dtype, other in (
@@ -274,7 +284,8 @@ def test_variables_of_different_dtypes_in_one_call(strategy, optimizer, rule, op
         assert_close(found, expected(rule, 0.05, options, dtypes, dtype), TOLERANCE["float32"])
 
 
-@some_cases
+@pytest.mark.core
+@few_cases
 @every_strategy
 def test_the_ranks_share_the_work_of_many_elements(strategy, optimizer, rule, options):
     """More than fit in one chunk of an update, on gradients that differ by rank; those of some ranks are 0."""
@@ -307,6 +318,7 @@ def gradient(rank, step, count, like):
     return part * 0 if count > 1 and rank == step % count else part
 
 
+@pytest.mark.core
 @some_cases
 @every_strategy
 def test_rows_of_a_table(strategy, optimizer, rule, options):
@@ -337,6 +349,7 @@ def test_rows_of_a_table(strategy, optimizer, rule, options):
     assert_same_on_all_ranks(found)
 
 
+@pytest.mark.core
 @every_strategy
 def test_reducing_in_the_cross_replica_context_is_the_same(strategy, place):
     """Gradients that `reduce` has summed, applied outside of `run`, give the bits of gradients applied inside.

@@ -77,7 +77,9 @@ class Env:
 
 
 @pytest.mark.parametrize("name", INTO)
-@pytest.mark.parametrize("value", [MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)], ids=["a", "no", "none"])
+@pytest.mark.parametrize(
+    "value", [MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)], ids=["masked", "no mask", "nothing masked"]
+)
 def test_masked_arrays_are_refused(strategy, name, value):
     """By their class: one in which nothing is masked today has a mask tomorrow."""
     env = Env(strategy)
@@ -101,6 +103,7 @@ def test_a_masked_array_on_one_rank_is_refused_on_all(strategy, name):
     assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
 
 
+@pytest.mark.core
 def test_masked_arrays_travel_as_objects(strategy):
     """Where nothing is computed with them they stay what they are."""
     found = strategy.run(lambda: np.ma.array([RANK, 7], mask=[False, True]))
@@ -121,8 +124,8 @@ SWAPPED = [np.dtype(kind).newbyteorder("S") for kind in ("i4", "i8", "u4", "u8",
 REAL = [dtype for dtype in SWAPPED if dtype.kind != "c"]
 
 
-@pytest.mark.parametrize("dtype", SWAPPED, ids=str)
-@pytest.mark.parametrize("axis", [None, 0, 1, (0, 1), ()])
+@pytest.mark.parametrize("dtype", SWAPPED, ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("axis", [None, 0, 1, (0, 1), ()], ids=str)
 def test_reductions_of_the_other_byte_order(strategy, dtype, axis):
     """As those of this one, bit for bit."""
     parts = [((np.arange(6).reshape(2, 3) + 1) * (rank + 1)).astype(dtype) for rank in range(N)]
@@ -136,7 +139,7 @@ def test_reductions_of_the_other_byte_order(strategy, dtype, axis):
             assert np.array_equal(found, strategy.reduce(op, usual[0], axis)) and found.dtype.isnative
 
 
-@pytest.mark.parametrize("dtype", REAL, ids=str)
+@pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: dtype.name)
 def test_the_other_byte_order_elsewhere(strategy, dtype):
     env = Env(strategy)
     ones = np.ones(2, dtype)
@@ -161,8 +164,9 @@ def test_the_other_byte_order_elsewhere(strategy, dtype):
 # ---- integers of 8 bits
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-@pytest.mark.parametrize("axis", [0, (0,), (0, 1), -1])
+@pytest.mark.parametrize("axis", [0, (0,), (0, 1), -1], ids=str)
 def test_sums_of_8_bits_along_an_axis_have_64(strategy, dtype, axis):
     """Three pixels are beyond their range. Elementwise the dtype stays, and along an axis that of wider ones."""
     part = np.full((300, 3), 100 + RANK % 2, dtype)

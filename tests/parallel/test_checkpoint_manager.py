@@ -16,7 +16,7 @@ RANK, N = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 MEMORY = "the snapshot in memory"
 
 
-@pytest.fixture(scope="module", params=STRATEGIES, ids=lambda made: made.__name__)
+@pytest.fixture(scope="module", params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -88,21 +88,23 @@ def damage(path, at=None):
     MPI.COMM_WORLD.Barrier()
 
 
-@pytest.mark.parametrize(
-    "every, snapshot_every, steps, restored",
-    [
-        (None, 1, 7, 7),
-        (None, 2, 7, 6),
-        (4, 2, 7, 6),
-        (3, 2, 7, 6),
-        (3, 5, 7, 6),
-        (5, 3, 5, 5),
-        (4, None, 7, 4),
-        (None, 8, 7, None),
-        (None, None, 7, None),
-    ],
-)
-def test_the_newest_is_restored(strategy, path, memory, every, snapshot_every, steps, restored):
+NEWEST = {  # steps between files and between snapshots, steps taken, step restored
+    "a snapshot of each step": (None, 1, 7, 7),
+    "a snapshot of every second step": (None, 2, 7, 6),
+    "a file and a newer snapshot": (4, 2, 7, 6),
+    "a file and a snapshot of the same step": (3, 2, 7, 6),
+    "a snapshot and a newer file": (3, 5, 7, 6),
+    "a file of the last step": (5, 3, 5, 5),
+    "files only": (4, None, 7, 4),
+    "too early for a snapshot": (None, 8, 7, None),
+    "neither": (None, None, 7, None),
+}
+CORE = ("a file and a newer snapshot", "a snapshot and a newer file")
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in NEWEST])
+def test_the_newest_is_restored(strategy, path, memory, case):
+    every, snapshot_every, steps, restored = NEWEST[case]
     expected = states(strategy, path, 12)
     options = {"every": every, "snapshot_every": snapshot_every}
     first = Program(strategy, path, **options)
@@ -164,6 +166,7 @@ def test_a_damaged_file_does_not_hide_a_snapshot(strategy, path, memory):
     assert program.state() == expected[5]
 
 
+@pytest.mark.core
 def test_without_the_launcher_there_is_the_file(strategy, path):
     expected = states(strategy, path, 7)
     program = Program(strategy, path, every=3, keep=2)
@@ -228,6 +231,7 @@ def test_one_manager_at_a_time_takes_snapshots(strategy, path, memory):
         assert manager.restore_or_initialize() == MEMORY
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("rank", range(N))
 def test_a_signal_saves_the_step_and_ends(strategy, path, memory, rank):
     expected = states(strategy, path, 3)

@@ -5,6 +5,8 @@ from mpi4py import MPI
 
 from hpcstrat.cluster_resolver import MPIClusterResolver
 
+pytestmark = pytest.mark.core
+
 
 def host_of_each_rank():
     """By its first rank, asked of MPI itself."""

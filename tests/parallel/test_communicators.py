@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from internals import MpiCommunicator, SharedMemoryCommunicator, SoloCommunicator, _world, call_named, connect, slice_of
+from slow import slow_but
 from transports import (
     COMM,
     DEVICE,
@@ -30,6 +31,8 @@ from transports import (
 )
 
 from hpcstrat import asnumpy
+
+pytestmark = pytest.mark.core
 
 
 def pytest_generate_tests(metafunc):
@@ -63,12 +66,16 @@ def test_connect_gives_the_transport_of_one_host():
 # ---- all_reduce
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(
+    "name", slow_but(["int8", "uint64", "float16", "bfloat16", "float32", "complex64", "bool"], OPERATIONS)
+)
 def test_all_reduce_of_every_dtype(communicator, place, name):
     if not has(place.xp, kind(name)):
         pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
-    for shape, op in itertools.product([(3, 5), (33_333,)], OPERATIONS[name]):
-        parts = [values(shape, kind(name), rank) for rank in range(communicator.size)]
+    everyones = [
+        [values(shape, kind(name), rank) for rank in range(communicator.size)] for shape in [(3, 5), (33_333,)]
+    ]
+    for parts, op in itertools.product(everyones, OPERATIONS[name]):
         (found,) = communicator.all_reduce([place.xp.asarray(parts[communicator.rank])], op)
         if op is MEAN and name.startswith("complex"):  # CuPy divides complex numbers by another formula
             np.testing.assert_allclose(asnumpy(found), reduced(parts, op), 4 * np.finfo(name).eps)
@@ -86,16 +93,12 @@ def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place):
         parts = [np.random.default_rng([size, rank]).standard_normal(size, np.float32) for rank in range(n)]
         expected = functools.reduce(np.add, parts)
         mine = place.xp.asarray(parts[ordered.rank])
-        results = [ordered.all_reduce([mine], SUM)[0] for _ in range(2)]
-        for found in results:
-            assert found.tobytes() == expected.tobytes(), size
-        (mean,) = ordered.all_reduce([mine], MEAN)
-        assert mean.tobytes() == (expected / np.float32(n)).tobytes(), size
-        if n > 1:
-            assert len(set(map(tuple, digests([*results, mean])))) == 1, size
+        assert ordered.all_reduce([mine], SUM)[0].tobytes() == expected.tobytes(), size
+        if size not in EDGES:
+            assert ordered.all_reduce([mine], MEAN)[0].tobytes() == (expected / np.float32(n)).tobytes(), size
 
 
-@pytest.mark.parametrize("name", ["float32", "float64"])
+@pytest.mark.parametrize("name", slow_but(["float64"], ["float32", "float64"]))
 def test_sums_are_near_and_the_same_on_every_rank(communicator, place, name):
     """In whatever order the transport adds up."""
     for size in (5, 1000, 123_457):
@@ -146,7 +149,7 @@ def layouts(xp, numbers):
         yield frozen
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (20, 30, 40)])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (20, 30, 40)], ids=str)
 def test_any_layout(communicator, place, shape):
     parts = [values(shape, np.dtype(np.float64), rank) for rank in range(communicator.size)]
     for i, array in enumerate(layouts(place.xp, parts[communicator.rank])):
@@ -411,10 +414,10 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
         mine = place.xp.full(size, float(step * 10 + communicator.rank))
         if step % 3 == 0:
             (found,) = communicator.all_gather([mine], 0)
-            assert found.tolist() == [step * 10 + rank for rank in range(n) for _ in range(size)]
+            assert (found.reshape(n, size) == step * 10 + place.xp.arange(n)[:, None]).all()
         else:
             (found,) = communicator.all_reduce([mine], SUM)
-            assert set(found.tolist()) == {step * 10 * n + n * (n - 1) / 2}
+            assert found.shape == (size,) and (found == step * 10 * n + n * (n - 1) / 2).all()
 
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])

@@ -77,6 +77,7 @@ def test_objects_are_not_gathered_as_arrays(communicator, place):
     works(communicator, place)
 
 
+@pytest.mark.core
 def test_axes_that_are_not_there(communicator, place):
     for axis in (1, -2):
         with pytest.raises(ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"):
@@ -138,7 +139,9 @@ DISAGREEMENTS = {
 
 
 @several_ranks
-@pytest.mark.parametrize("case", DISAGREEMENTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.core] * (case in ("shape", "verb"))) for case in DISAGREEMENTS]
+)
 def test_ranks_that_disagree(group, place, case):
     call, text, facts = DISAGREEMENTS[case]
     for odd in range(group.size):
@@ -152,6 +155,7 @@ def test_ranks_that_disagree(group, place, case):
         works(group, place)
 
 
+@pytest.mark.core
 @several_ranks
 def test_every_rank_makes_another_call(group, place):
     with pytest.raises(ReplicaMismatchError) as caught:
@@ -161,6 +165,7 @@ def test_every_rank_makes_another_call(group, place):
     works(group, place)
 
 
+@pytest.mark.core
 @several_ranks
 def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
     xp = place.xp
@@ -216,6 +221,7 @@ def test_what_fails_on_one_rank_fails_on_all(group, place, error):
     works(group, place)
 
 
+@pytest.mark.core
 @several_ranks
 def test_what_fails_on_several_ranks(group, place):
     for first in range(group.size):
@@ -229,6 +235,7 @@ def test_what_fails_on_several_ranks(group, place):
     works(group, place)
 
 
+@pytest.mark.core
 @several_ranks
 def test_a_joint_block_around_another_and_around_a_call(group, place):
     with pytest.raises(ValueError, match="inner"):

@@ -27,6 +27,8 @@ from transports import (
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.core
+
 N = COMM.size
 RANK = COMM.rank
 several = pytest.mark.mpi(min_size=2)  # one rank has nothing to do for NCCL

@@ -6,6 +6,7 @@ import pytest
 from internals import compiled
 from lamb import LAMB
 from mpi4py import MPI
+from slow import slow_but
 
 import hpcstrat as hs
 
@@ -102,7 +103,7 @@ def test_any_gradients(strategy, loops, gradients):
     check(strategy, loops, OPTIMIZERS["Adam"], FLOATS, gradients)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(["Adam", "LAMB"], OPTIMIZERS))
 def test_any_dtypes(strategy, loops, name):
     check(strategy, loops, OPTIMIZERS[name], ["float64", "float32", "float16", "float64", ml_dtypes.bfloat16], plain)
 

@@ -61,6 +61,7 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
     """With several ranks each would be alone, and get its own value for the sum."""
@@ -83,6 +84,7 @@ def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
     assert hs.get_strategy().run(call)  # one replica, which was asked for
 
 
+@pytest.mark.core
 def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
     default = hs.get_strategy()
     outside = facts()
@@ -124,6 +126,7 @@ def test_the_default_strategy_is_not_entered_within_another(strategy):
         default.scope().__enter__()
 
 
+@pytest.mark.core
 def test_how_libraries_ask_where_they_are(strategy):
     """The two ways in which code on top of strategies sums, whatever context it is called in."""
 
@@ -184,6 +187,7 @@ def test_a_scope_is_not_left_inside_a_creator_scope_of_it(strategy):
     assert facts() == outside
 
 
+@pytest.mark.core
 def test_in_a_replica(strategy, place):
     def replica():
         context = replica_context()
@@ -216,6 +220,7 @@ def test_an_exception_of_all_replicas_can_be_caught(strategy):
     assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
 
 
+@pytest.mark.core
 def test_facts_of_strategies(strategy, place):
     assert strategy.num_replicas_in_sync == N
     assert strategy.cluster_resolver is None
@@ -284,6 +289,7 @@ def test_blocks_of_other_streams_in_a_replica(strategy, place):
         cuda.Stream.null.use()
 
 
+@pytest.mark.core
 @on_gpus
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind
 @pytest.mark.parametrize("made", STRATEGIES)
@@ -325,6 +331,7 @@ def test_replicas_of_both_kinds(place, made):
 # ---- merge_call
 
 
+@pytest.mark.core
 def test_merge_call(strategy):
     def merge(given, value, nest, *, keyword):
         assert given is strategy
@@ -350,6 +357,7 @@ def test_merge_call(strategy):
     assert strategy.experimental_local_results(strategy.run(replica)) == tuple(range(N))
 
 
+@pytest.mark.core
 def test_merge_call_hands_variables_on_as_they_are(strategy, place):
     with strategy.scope():
         v = hs.Variable(place.xp.zeros(3))
@@ -367,6 +375,7 @@ def test_merge_call_hands_variables_on_as_they_are(strategy, place):
     assert v.numpy().tolist() == [1, 1, 1]
 
 
+@pytest.mark.core
 def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
     def merge(strategy):
         raise ValueError("in merge")
@@ -381,6 +390,7 @@ def test_an_exception_in_merge_call_leaves_the_context_right(strategy):
     assert strategy.experimental_local_results(strategy.run(replica)) == (N,) * N
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one replica cannot differ from another
 def test_merge_calls_that_differ(strategy):
     def replica():
@@ -395,6 +405,7 @@ def test_merge_calls_that_differ(strategy):
 # ---- communication in a replica
 
 
+@pytest.mark.core
 def test_all_reduce_of_a_nest(strategy, place):
     xp = place.xp
 
@@ -417,6 +428,7 @@ def test_all_reduce_of_a_nest(strategy, place):
         assert mean.tolist() == [[(N - 1) / 2] * 3] * 2 and mean.dtype == np.float32
 
 
+@pytest.mark.core
 def test_all_gather_of_a_nest(strategy, place):
     xp = place.xp
 
@@ -431,6 +443,7 @@ def test_all_gather_of_a_nest(strategy, place):
         assert columns["x"].tolist() == [[1.0] * (N * (N - 1) // 2)]
 
 
+@pytest.mark.core
 def test_all_reduce_of_slices(strategy, place):
     def replica(op):
         slices = hs.IndexedSlices(place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (10, 3))
@@ -447,6 +460,7 @@ def test_all_reduce_of_slices(strategy, place):
             assert found.shape == (10, 3)
 
 
+@pytest.mark.core
 def test_a_variable_is_reduced_as_its_array(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
@@ -455,6 +469,7 @@ def test_a_variable_is_reduced_as_its_array(strategy):
         assert one.tolist() == [0, N, 2 * N]
 
 
+@pytest.mark.core
 def test_random_generators_are_each_replicas_own(strategy, place):
     def replica(seed):
         numbers = replica_context().random_generator(seed).random(4)
@@ -469,6 +484,7 @@ def test_random_generators_are_each_replicas_own(strategy, place):
 # ---- another way into a context
 
 
+@pytest.mark.core
 def test_experimental_set_strategy(strategy, place):
     outside = facts()
     hs.experimental_set_strategy(strategy)
@@ -502,6 +518,7 @@ def test_a_thread_starts_outside_and_may_take_a_context_along(strategy):
 # ---- life
 
 
+@pytest.mark.core
 def test_close(strategy):
     with strategy.scope():
         v = hs.Variable([1.0, 2.0])
@@ -510,6 +527,7 @@ def test_close(strategy):
     assert v.numpy().tolist() == [1, 2]
 
 
+@pytest.mark.core
 def test_as_a_context_manager(place):
     with place.make(hs.CentralStorageStrategy) as strategy:
         before = strategy._group.communicator.number
@@ -547,6 +565,7 @@ def test_many_strategies_one_communicator(place):
         one.close()
 
 
+@pytest.mark.core
 def test_the_repr_tells_the_replicas_and_where_they_are(place):
     short = ", ".join(dict.fromkeys(place.devices))
     replicas = f"{N} replica{'s' if N > 1 else ''}"

@@ -16,6 +16,7 @@ RANK = COMM.rank
 SUM = N * (N + 1) // 2  # of what the replicas give: rank r gives r + 1 parts
 
 pytestmark = [
+    pytest.mark.core,
     pytest.mark.parametrize("place", ["GPU"], indirect=True),
     pytest.mark.filterwarnings("ignore:.*goes through host memory instead of NCCL"),
 ]

@@ -9,12 +9,14 @@ from strategies import strategies_for
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.core
+
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 
 
-@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -47,6 +47,7 @@ def test_facts(strategy, place):
     assert extended.variable_created_in_scope(w)
 
 
+@pytest.mark.core
 def test_call_for_each_replica(strategy):
     found = strategy.extended.call_for_each_replica(lambda x, y: x + y + RANK, (1,), {"y": 2})
     assert strategy.experimental_local_results(found) == tuple(3 + rank for rank in range(N))
@@ -55,6 +56,7 @@ def test_call_for_each_replica(strategy):
 # ---- reduce_to and friends
 
 
+@pytest.mark.core
 def test_reduce_to(strategy, xp):
     value = strategy.run(lambda: xp.full(3, RANK + 1.0))
     v = hs.Variable(np.zeros(3))
@@ -85,6 +87,7 @@ def test_batch_reduce_to_is_one_message(strategy, xp):
     assert strategy.extended.batch_reduce_to("SUM", []) == []
 
 
+@pytest.mark.core
 def test_slices_into_themselves(strategy, xp):
     """A value is a destination of its own sum, with one replica too."""
     value = strategy.run(lambda: hs.IndexedSlices(xp.full((1, 1), RANK + 1.0), xp.array([RANK]), (5, 1)))
@@ -97,6 +100,7 @@ def test_slices_into_themselves(strategy, xp):
             assert slices.values.ravel().tolist() == [(rank + 1) / scale for rank in range(N)]
 
 
+@pytest.mark.core
 def test_broadcast_to(strategy, xp):
     found = strategy.extended.broadcast_to({"a": xp.full(3, RANK + 5), "n": None}, CPU)
     assert found["a"].tolist() == [5, 5, 5] and found["n"] is None
@@ -109,6 +113,7 @@ def test_broadcast_to(strategy, xp):
 # ---- update
 
 
+@pytest.mark.core
 def test_update_runs_where_the_variable_lives(strategy, xp):
     v = hs.Variable(np.zeros(3))
     ran = []
@@ -130,6 +135,7 @@ def test_update_runs_where_the_variable_lives(strategy, xp):
     assert grouped == [(1,), {"a": (2,)}]
 
 
+@pytest.mark.core
 def test_update_takes_what_reduce_to_gives(strategy, xp):
     v = hs.Variable(np.zeros(2))
     gradient = strategy.run(lambda: xp.full(2, float(RANK)))
@@ -164,6 +170,7 @@ def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
     assert v.numpy().tolist() == [0, 0, 0]
 
 
+@pytest.mark.core
 def test_an_updates_result_that_cannot_travel(strategy):
     v = hs.Variable(np.zeros(3))
     if where_updates_run(strategy) == [0] and N > 1:
@@ -269,6 +276,7 @@ def test_update_non_slot(strategy, xp):
         strategy.extended.update_non_slot(devices, lambda: {}["gone"])
 
 
+@pytest.mark.core
 def test_updates_within_merge_call(strategy, xp):
     v = hs.Variable(np.zeros(2))
 

@@ -251,7 +251,7 @@ def test_a_tensor_over_a_variable_is_copied_on_its_way_out(strategy, synchroniza
 
 
 @pytest.mark.parametrize("form", ["list", "dict", "nest"])
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
 def test_a_loader_is_shared_out(strategy, form, shuffle):
     def make():
         generator = torch.Generator().manual_seed(5)

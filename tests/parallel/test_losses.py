@@ -4,6 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from slow import slow_but
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -24,6 +26,7 @@ CASES = {
     "Huber's": (losses.huber, LABELS),
     "Huber's of delta 3": (lambda labels, x: losses.huber(labels, x, delta=3.0), LABELS),
 }
+on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
 
 
 def quotients(loss, labels, x, step=1e-5):
@@ -37,7 +40,7 @@ def quotients(loss, labels, x, step=1e-5):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["any labels", "sigmoid", "Huber's of delta 3"], CASES))
 def test_gradient(xp, case):
     loss, labels = CASES[case]
     found, gradient = loss(xp.asarray(labels), xp.asarray(LOGITS))
@@ -63,7 +66,10 @@ def test_values(xp):
     assert gradient.tolist() == [-1, -1, 0.5, 1, 1]
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
+SHORT = [np.float16, ml_dtypes.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", slow_but(SHORT, [np.float64, np.float32, *SHORT]))
 @pytest.mark.parametrize("case", CASES)
 def test_dtypes(xp, case, dtype):
     loss, labels = CASES[case]
@@ -99,7 +105,7 @@ def test_a_class_that_is_masked_out_counts_only_if_it_is_right(xp):
     assert losses.softmax_cross_entropy(xp.array([1]), x)[0].tolist() == [np.inf]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["class indices", "one-hot", "squared"], CASES))
 def test_no_examples(xp, case):
     loss, labels = CASES[case]
     found, gradient = loss(xp.asarray(labels[:0]), xp.asarray(LOGITS[:0]))
@@ -107,6 +113,7 @@ def test_no_examples(xp, case):
     assert found.shape[0] == 0
 
 
+@pytest.mark.core
 def test_replicas_take_the_step_of_the_whole_batch(strategy, xp):
     """Losses and gradients divided by the size of the global batch add up; the last of several replicas has no part."""
     random = np.random.default_rng(9)
@@ -156,6 +163,7 @@ WEIGHTED = [
 ]
 
 
+@on_one_strategy
 @pytest.mark.parametrize(("shape", "weights"), WEIGHTED, ids=str)
 def test_weights_never_repeat_losses(strategy, xp, shape, weights):
     """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
@@ -168,6 +176,7 @@ def test_weights_never_repeat_losses(strategy, xp, shape, weights):
     assert float(strategy.reduce("SUM", found, None)) == (own * of_each).sum() * N * (N + 1) / 2 / 4
 
 
+@on_one_strategy
 @pytest.mark.parametrize("weights", [(2,), (1, 3), (3, 3), (3, 1, 1)], ids=str)
 def test_weights_that_do_not_fit(strategy, xp, weights):
     def step():
@@ -199,6 +208,19 @@ def test_weights_that_do_not_fit(strategy, xp, weights):
         (lambda: losses.squared_error([1.0], [1j]), TypeError, "predictions is of dtype complex128"),
         (lambda: losses.huber([1.0], [1.0], delta=0), ValueError, "huber: delta is 0; it must be positive"),
         (lambda: losses.huber([1.0], [1.0, 2.0]), ValueError, r"huber: labels has shape \(1,\) and predictions \(2,\)"),
+    ],
+    ids=[
+        "softmax_cross_entropy of int logits",
+        "softmax_cross_entropy of float classes",
+        "softmax_cross_entropy of more labels",
+        "softmax_cross_entropy of a number",
+        "softmax_cross_entropy of no classes",
+        "sigmoid_cross_entropy of fewer dimensions",
+        "squared_error of text",
+        "squared_error of complex labels",
+        "squared_error of complex predictions",
+        "huber of delta 0",
+        "huber of more predictions",
     ],
 )
 def test_what_is_refused(call, kind, says):

@@ -5,12 +5,15 @@ import re
 import numpy as np
 import pytest
 from mpi4py import MPI
+from slow import slow_but
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
+on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
 
 
 def make(strategy, kind, *args):
@@ -47,6 +50,7 @@ def test_names():
     assert hs.metrics.ConfusionMatrix(2).name == "confusion_matrix"
 
 
+@pytest.mark.core
 def test_mean_and_sum(strategy, xp):
     mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum, "total")
     for _ in range(2):
@@ -72,6 +76,7 @@ def test_results_in_a_replica_are_of_all_replicas(strategy, xp):
         assert one == pytest.approx(everything().mean(), rel=1e-15)
 
 
+@pytest.mark.core
 def test_update_state_never_communicates(strategy):
     mean = make(strategy, hs.metrics.Mean)
 
@@ -132,6 +137,7 @@ def test_accuracy(strategy, xp):
     assert accuracy.result() == (right + 3 * N) / (4 * N + 4 * N)
 
 
+@on_one_strategy
 @pytest.mark.parametrize("dtype", [np.float64, np.float16, np.uint8, np.int8, bool])
 def test_squared_errors_of_any_dtype(strategy, xp, dtype):
     """In their own dtype 0 - 1 is 255 and 100 * 100 is 16 for 8 bits; 300 squared is inf for 16."""
@@ -142,6 +148,7 @@ def test_squared_errors_of_any_dtype(strategy, xp, dtype):
     assert metric.result() == 2 * largest**2 / 3
 
 
+@on_one_strategy
 @pytest.mark.parametrize("kind", [hs.metrics.Accuracy, hs.metrics.MeanSquaredError])
 def test_shapes_that_differ(strategy, xp, kind):
     metric = make(strategy, kind)
@@ -187,6 +194,7 @@ def test_a_call_updates_and_returns_the_result(strategy, xp):
         assert all(one == mean.result() == (step + 2) / 2 for one in strategy.experimental_local_results(found))
 
 
+@on_one_strategy
 def test_a_function_makes_a_metric(strategy, xp):
     def error(y_true, y_pred, power):
         return abs(y_true - y_pred) ** power
@@ -200,7 +208,7 @@ def test_a_function_makes_a_metric(strategy, xp):
     assert cubed.result() == sum(3 * rank**3 for rank in range(N)) / (4 * N)
 
 
-@pytest.mark.parametrize("in_replica", [True, False])
+@pytest.mark.parametrize("in_replica", [True, False], ids=["in a replica", "across replicas"])
 def test_totals_are_merged(strategy, xp, in_replica):
     first, second, third = (make(strategy, hs.metrics.Mean) for _ in range(3))
 
@@ -221,6 +229,7 @@ def test_totals_are_merged(strategy, xp, in_replica):
     assert third.result() == 0
 
 
+@on_one_strategy
 def test_only_metrics_of_the_same_kind_are_merged(strategy):
     mean, other = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Mean)
     strategy.run(lambda: other.update_state(1.0))
@@ -238,6 +247,7 @@ def test_only_metrics_of_the_same_kind_are_merged(strategy):
 # ---- losses
 
 
+@pytest.mark.core
 def test_the_average_loss_of_the_global_batch(strategy, xp):
     """Uneven parts with the global batch size told: their sum is the mean of all."""
     losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
@@ -252,12 +262,14 @@ def test_the_average_loss_of_the_global_batch(strategy, xp):
     assert float(strategy.reduce("SUM", found, None)) == pytest.approx(6, rel=1e-15)
 
 
+@on_one_strategy
 def test_the_repr_is_the_name(strategy):
     with strategy.scope():
         metrics = [hs.metrics.Mean("loss"), hs.metrics.Accuracy()]
     assert repr(metrics) == "[Mean(name='loss'), Accuracy(name='accuracy')]"
 
 
+@on_one_strategy
 @pytest.mark.parametrize(
     "kind, args, says",
     [

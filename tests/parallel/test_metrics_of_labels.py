@@ -7,6 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from slow import slow_but
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -16,6 +18,7 @@ N = COMM.size
 RANK = COMM.rank
 CLASSES = 4
 THRESHOLDS = [0.75, 0.25]
+on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
 
 
 def data(rank, step):
@@ -160,6 +163,9 @@ CASES = {
     ),
     "AUC": (lambda: metrics.AUC(thresholds=THRESHOLDS), of_chances, area),
 }
+# The conformance kit compares all of them, in float32, with TensorFlow's.
+KINDS = ["SparseTopK", "CategoricalAccuracy", "RootMeanSquaredError", "MeanIoU but for a class", "Recall", "AUC"]
+"""One of each way to compute."""
 
 
 def rows_of(pair, is_weighted):
@@ -172,8 +178,9 @@ def rows_of(pair, is_weighted):
             )
 
 
-@pytest.mark.parametrize("is_weighted", [False, True], ids=["unweighted", "weighted"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.core
+@pytest.mark.parametrize("is_weighted", slow_but([True], [False, True]), ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("case", slow_but(KINDS, CASES))
 def test_metric(strategy, xp, case, is_weighted):
     make, pair, expected = CASES[case]
     with strategy.scope():
@@ -191,7 +198,8 @@ def test_metric(strategy, xp, case, is_weighted):
     assert not np.any(metric.result())
 
 
-@pytest.mark.parametrize("case", CASES)
+@on_one_strategy
+@pytest.mark.parametrize("case", slow_but(KINDS, CASES))
 def test_values_of_the_host_and_of_the_device_add_up(strategy, xp, case):
     make, pair, _ = CASES[case]
     with strategy.scope():
@@ -210,8 +218,9 @@ def test_values_of_the_host_and_of_the_device_add_up(strategy, xp, case):
     np.testing.assert_allclose(metric.result(), other.result(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@on_one_strategy
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("case", slow_but([*KINDS, "SparseCategoricalAccuracy", "MeanAbsoluteError"], CASES))
 def test_dtypes(strategy, xp, case, dtype):
     make, pair, expected = CASES[case]
     with strategy.scope():
@@ -224,6 +233,7 @@ def test_dtypes(strategy, xp, case, dtype):
     np.testing.assert_allclose(metric.result(), expected(rows), rtol=1e-12)
 
 
+@on_one_strategy
 def test_scores_that_are_not_finite(strategy, xp):
     """As `tf.math.in_top_k`: such a prediction is wrong, and so is one of a label that is no class."""
     with strategy.scope():
@@ -233,6 +243,7 @@ def test_scores_that_are_not_finite(strategy, xp):
     assert metric.result() == 1 / 5
 
 
+@on_one_strategy
 def test_logits(strategy, xp):
     logits = np.array([-300.0, -2.0, -1.0, 0.5, 1.0, 300.0])
     labels = np.array([0, 0, 1, 0, 1, 1])
@@ -247,6 +258,7 @@ def test_logits(strategy, xp):
     assert of_logits.result() == pytest.approx(of_chances.result(), rel=1e-12) == pytest.approx(8 / 9, rel=1e-2)
 
 
+@on_one_strategy
 @pytest.mark.parametrize(
     "make, true, predicted, says",
     [
@@ -290,6 +302,7 @@ def test_an_ignored_class_of_weight(strategy, xp):
     assert metric.result().tolist() == [[0, 0], [2 * N, 0]]
 
 
+@on_one_strategy
 @pytest.mark.parametrize(
     "make, arguments, says",
     [
@@ -300,6 +313,15 @@ def test_an_ignored_class_of_weight(strategy, xp):
         (metrics.Precision, ([0, 1], [[1.0]]), r"y_true has shape \(2,\) and y_pred \(1, 1\); they must be equal"),
         (metrics.Precision, ([0, 1], [0.0, 1.0], [1.0, 1.0, 1.0]), r"sample_weight has shape \(3,\) and the values"),
         (metrics.MeanAbsoluteError, ([0, 1], [0.0, 1.0], np.ones((2, 2))), "sample_weight has shape"),
+    ],
+    ids=[
+        "fewer class indices",
+        "scores without classes",
+        "class indices for one-hot labels",
+        "no classes",
+        "one more dimension",
+        "more weights",
+        "weights of two dimensions",
     ],
 )
 def test_shapes_that_do_not_fit(strategy, xp, make, arguments, says):
@@ -321,6 +343,16 @@ def test_shapes_that_do_not_fit(strategy, xp, make, arguments, says):
         (lambda: metrics.AUC(summation_method="x"), "AUC: summation_method is 'x'; it must be one of"),  # type: ignore
         (lambda: metrics.MeanIoU(0), "MeanIoU: num_classes is 0; it must be at least 1"),
         (lambda: metrics.TopKCategoricalAccuracy(0), "TopKCategoricalAccuracy: k is 0; it must be at least 1"),
+    ],
+    ids=[
+        "Precision(1.5)",
+        "Recall([])",
+        "AUC(1)",
+        "AUC(thresholds=[0.5, 2])",
+        "AUC(curve='roc')",
+        "AUC(summation_method='x')",
+        "MeanIoU(0)",
+        "TopKCategoricalAccuracy(0)",
     ],
 )
 def test_options_that_are_refused(make, says):

@@ -58,6 +58,7 @@ def start(place):
         (22907, True, True, "1", "several ranks share a GPU, which takes NCCL 2.30.0 or later, but this is 2.29.7"),
         (23007, True, True, "", "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
     ],
+    ids=["a shared GPU", "a GPU each", "no NCCL", "too old", "too old to share", "not enabled to share"],
 )
 def test_why_it_cannot_be_used(place, nccl, monkeypatch, version, available, shared, enabled, reason):
     nccl(version, available)

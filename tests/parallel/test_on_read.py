@@ -6,6 +6,8 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.core
+
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
@@ -25,7 +27,7 @@ def brought_together(aggregation, parts):
     return sum(parts) / (1 if aggregation == "SUM" else N)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_replicas_write_their_own(strategy, xp, shape, aggregation):
     v = make(strategy, xp.full(shape, 2.0), aggregation)
@@ -98,7 +100,7 @@ def test_views_of_a_replica_are_copied_on_the_way_out(strategy, xp):
             assert found.tolist() == [3 + 2 * rank] * 4
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_assign_across_replicas_reads_back(strategy, xp, shape, aggregation):
     v = make(strategy, np.zeros(shape), aggregation)

@@ -53,11 +53,13 @@ def close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.core
 def test_values_are_clipped_after_the_sum_over_replicas(strategy):
     v, _ = trained(strategy, clipvalue=0.3)
     close(v.numpy(), by_hand(lambda g, _: np.clip(g, -0.3, 0.3))[-1])
 
 
+@pytest.mark.core
 def test_each_gradient_is_clipped_to_a_norm_of_its_own(strategy):
     with strategy.scope():
         small, large, optimizer = hs.Variable(START), hs.Variable(START), hs.optimizers.SGD(0.5, clipnorm=2.0)
@@ -84,6 +86,24 @@ def test_rows_are_clipped_likewise(strategy):
     close(v.numpy(), START - 0.5 * total * min(1, 0.5 / np.linalg.norm(total)))
 
 
+def test_the_norm_of_all_gradients_is_that_of_arrays_and_rows(strategy):
+    with strategy.scope():
+        v, table, optimizer = hs.Variable(START), hs.Variable(START), hs.optimizers.SGD(0.5, global_clipnorm=1.0)
+    rows = np.array([2, 0])
+
+    def step():
+        gradient = strategy.xp.asarray(own(0)[0])
+        optimizer.apply_gradients([(gradient, v), (hs.IndexedSlices(gradient[:2], strategy.xp.asarray(rows)), table)])
+
+    strategy.run(step)
+    total, of_table = own(0)[1], np.zeros_like(START)
+    of_table[rows] = total[:2]
+    norm = np.sqrt((total**2).sum() + (of_table**2).sum())
+    assert norm > 1
+    close(v.numpy(), START - 0.5 * total / norm)
+    close(table.numpy(), START - 0.5 * of_table / norm)
+
+
 def test_weights_decay_by_the_learning_rate(strategy):
     v, _ = trained(strategy, weight_decay=0.1)
     close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
@@ -97,6 +117,7 @@ def test_a_decay_can_be_set_later(strategy):
     close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("frequency", [None, 3])
 def test_moving_averages(strategy, frequency):
     v, optimizer = trained(strategy, 7, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency)
@@ -126,6 +147,7 @@ def test_averages_are_in_checkpoints(strategy, mpi_tmp_path):
     assert np.array_equal(v.numpy(), other.numpy())
 
 
+@pytest.mark.core
 def test_gradients_of_several_calls(strategy):
     """Dense ones and rows, of a variable that not every call has."""
     with strategy.scope():
@@ -149,6 +171,21 @@ def test_gradients_of_several_calls(strategy):
     close(table.numpy(), expected)
 
 
+def test_gradients_that_are_added_up_stay_the_programs(strategy):
+    """One array, which the program fills anew in each call."""
+    v, optimizer = model(strategy, gradient_accumulation_steps=2)
+    gradient = strategy.xp.zeros(START.shape)
+
+    def replica(step):
+        gradient[...] = strategy.xp.asarray(own(step)[0])
+        optimizer.apply_gradients([(gradient, v)])
+        assert (hs.asnumpy(gradient) == own(step)[0]).all()
+
+    for step in range(4):
+        strategy.run(replica, args=(step,))
+    close(v.numpy(), START - 0.5 * sum(own(step)[1] for step in range(4)) / 2)
+
+
 def test_what_is_added_up_is_copied_but_not_saved(strategy, mpi_tmp_path):
     v, optimizer = trained(strategy, 1, gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"Checkpoint\.save: optimizer has the gradients of 1 of 2 calls"):
@@ -160,6 +197,7 @@ def test_what_is_added_up_is_copied_but_not_saved(strategy, mpi_tmp_path):
     hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
 
 
+@pytest.mark.core
 def test_minimize_applies_the_gradients_of_a_function(strategy):
     v, optimizer = model(strategy)
 
@@ -179,6 +217,7 @@ def test_minimize_applies_the_gradients_of_a_function(strategy):
         (lambda: 3.0, TypeError, r"SGD\.minimize: loss\(\) returned float"),
         (lambda: (3.0, []), ValueError, r"SGD\.minimize: 0 gradients for 1 variables"),
     ],
+    ids=["a number", "a function of a number", "no gradient"],
 )
 def test_minimize_refuses_what_is_no_loss_with_gradients(strategy, loss, error, message):
     v, optimizer = model(strategy)
@@ -247,6 +286,17 @@ optimizers: Any = hs.optimizers  # for what no type checker would pass
         (lambda: optimizers.SGD(ema_overwrite_frequency=2), ValueError, "pass use_ema=True too"),
         (lambda: optimizers.SGD(gradient_accumulation_steps=0), ValueError, "steps is 0; it must be an int of at"),
         (lambda: Overriding(0.1, use_ema=True), ValueError, "Overriding: use_ema changes the formula, and update_rule"),
+    ],
+    ids=[
+        "SGD(clip=1)",
+        "Lion(beta_1=0)",
+        "Adam(clipnorm=0)",
+        "SGD(clipnorm=1, clipvalue=1)",
+        "SGD(weight_decay='a')",
+        "SGD(ema_momentum=2)",
+        "SGD(ema_overwrite_frequency=2)",
+        "SGD(gradient_accumulation_steps=0)",
+        "update_rule and use_ema",
     ],
 )
 def test_wrong_options(make, error, message):

@@ -36,6 +36,7 @@ def rows(xp):
     return hs.IndexedSlices(xp.ones((2, 2)), xp.array([1, 3]), (4, 2))
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank's learning rate is everyone's
 @pytest.mark.parametrize("gradient", [dense, rows])
 def test_learning_rates_that_differ_are_refused(strategy, gradient):
@@ -58,6 +59,7 @@ def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
         assert stepped(strategy, gradient, rate).numpy()[1].tolist() == [1 - expected * N] * 2
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
 def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     """However many others there are, and whatever is in them: one is infinite, and one is not a number."""
@@ -94,6 +96,7 @@ def made(seed):
     return [hs.Variable(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_gradients_in_buffers_do_the_same(place, kind):
     with place.make(kind) as strategy, strategy.scope():
@@ -137,6 +140,7 @@ def test_buffers_are_made_once(place):
             optimizer.gradient_buffers([variables[0], variables[0]])
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_buffers_for_different_variables(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
@@ -146,6 +150,7 @@ def test_buffers_for_different_variables(place):
         assert len(optimizer.gradient_buffers(variables)) == len(variables)
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_one_rank_passes_its_buffers_and_another_does_not(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
@@ -168,7 +173,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.core if layout == "transposed" else ()) for layout in LAYOUTS]
+)
 def test_large_gradients_of_every_layout(strategy, layout):
     xp = strategy.xp
 
@@ -188,6 +195,7 @@ def test_large_gradients_of_every_layout(strategy, layout):
         assert np.array_equal(variable.numpy(), 7 - 2 * sum(gradient(shape, rank) for rank in range(N)))
 
 
+@pytest.mark.core
 def test_gradients_that_are_other_variables_values(strategy):
     numbers = np.arange(120_000).reshape(300, 400) % 97
     with strategy.scope():
@@ -209,6 +217,7 @@ def test_no_variable_at_all_is_no_step(strategy):
     assert optimizer.iterations == 0
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_variables_on_one_rank_only_are_a_mismatch(strategy):
     with strategy.scope():

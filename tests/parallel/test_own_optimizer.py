@@ -55,6 +55,7 @@ def test_its_repr_and_its_name(strategy):
     assert optimizer.name == "Adadelta"
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank's constants are everyone's
 def test_constants_that_differ_are_named(strategy):
     w, optimizer = model(strategy)
@@ -64,6 +65,7 @@ def test_constants_that_differ_are_named(strategy):
     np.testing.assert_array_equal(w.numpy(), np.ones((4, 3)))
 
 
+@pytest.mark.core
 def test_rows_of_a_table(strategy):
     """A sparse step changes its rows as a dense one does, and no other row."""
     w, optimizer = model(strategy)
@@ -118,6 +120,7 @@ def check_steps(strategy, dtype):
     np.testing.assert_allclose(w.numpy(), value, rtol=1e-4)
 
 
+@pytest.mark.core
 def test_norms_are_those_of_whole_variables(strategy, tmp_path):
     """Whatever parts of them the ranks update: against the formula on whole arrays, in float64."""
     path = MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))

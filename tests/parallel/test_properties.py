@@ -16,9 +16,9 @@ from strategies import STRATEGIES
 import hpcstrat as hs
 from hpcstrat.data import Dataset
 
-COMM = MPI.COMM_WORLD
-
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+
+COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 DTYPES = [np.int8, np.int32, np.int64, np.uint8, np.float32, np.float64]
@@ -34,7 +34,7 @@ NESTS = st.recursive(
 )
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]])
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

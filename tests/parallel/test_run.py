@@ -12,6 +12,8 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.core
+
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
@@ -309,7 +311,7 @@ def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
 
 
 @pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's
-@pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]])
+@pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]], ids=["another key", "one more key", "a list"])
 def test_local_results_of_nests_that_differ(strategy, odd):
     value = strategy.run(lambda: odd if RANK == N - 1 else {"a": 1})
     with pytest.raises(hs.ReplicaMismatchError, match="Strategy.experimental_local_results"):

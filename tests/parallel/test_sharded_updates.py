@@ -1,6 +1,7 @@
 """Updates that are split over the replicas give the unsplit ones' results, with a part of the slots on each."""
 
 import copy
+import itertools
 import os
 import resource
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 from internals import state_of_optimizer
 from lamb import LAMB
 from mpi4py import MPI
+from slow import slow_but
 from strategies import ShardedMirroredStrategy
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint
+
+pytestmark = pytest.mark.core
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
@@ -40,7 +44,7 @@ class Model:
         self.strategy = strategy
         random = np.random.default_rng(1)
         with strategy.scope():
-            values = [random.normal(size=shape).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            values = [(random.random(shape) - 0.5).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
             self.variables = [hs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
             self.optimizer = optimizer()
         self.checkpoint = Checkpoint(model=self.variables, optimizer=self.optimizer)
@@ -53,7 +57,7 @@ class Model:
     def step(self, step, only):
         """One step with gradients that depend on the step and the rank."""
         random = np.random.default_rng((step, RANK))
-        gradients = [self.strategy.xp.asarray(random.normal(size=v.shape).astype(v.dtype)) for v in self.variables]
+        gradients = [self.strategy.xp.asarray((random.random(v.shape) - 0.5).astype(v.dtype)) for v in self.variables]
         self.optimizer.apply_gradients(list(zip(gradients, self.variables, strict=True))[only])
 
     def values(self):
@@ -231,8 +235,11 @@ def test_each_rank_has_its_share_of_the_slots(place):
 # ---- checkpoints
 
 
-@pytest.mark.parametrize("saves", [hs.MirroredStrategy, ShardedMirroredStrategy])
-@pytest.mark.parametrize("restores", [hs.MirroredStrategy, ShardedMirroredStrategy])
+KINDS = [hs.MirroredStrategy, ShardedMirroredStrategy]
+BOTH_WAYS = [(ShardedMirroredStrategy, hs.MirroredStrategy), (hs.MirroredStrategy, ShardedMirroredStrategy)]
+
+
+@pytest.mark.parametrize(("saves", "restores"), slow_but(BOTH_WAYS, itertools.product(KINDS, KINDS)))
 def test_checkpoints_fit_both_ways_round(place, path, saves, restores):
     with place.make(saves) as one, place.make(restores) as other:
         saved = Model(one, OPTIMIZERS["averages"]).train(1, only=slice(2)).train(2, first=1)
@@ -243,7 +250,7 @@ def test_checkpoints_fit_both_ways_round(place, path, saves, restores):
         check_equal(restored.train(2, first=3).values(), saved.train(2, first=3).values(), place)
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", slow_but([False], [True, False]), ids=["blocking", "in the background"])
 def test_a_checkpoint_is_the_same_file_split_or_not(both, place, path, blocking):
     for name, strategy in zip(("unsplit", "split"), both, strict=True):
         model = Model(strategy, OPTIMIZERS["Adam"], [(1500, 900), (2,)], ["float32", "float64"]).train(1)
@@ -265,15 +272,15 @@ def test_what_cannot_be_written_is_an_error_everywhere(place, path):
         assert model.checkpoint.restore(f"{path}.other") == ((), ())
 
 
-@pytest.mark.parametrize("limit", [1 << 20, 8 << 20, 13 << 20])
-def test_a_disk_that_fills_between_parts_of_slots_is_an_error_everywhere(place, path, limit):
+@pytest.mark.parametrize("mib", slow_but([8], [1, 8, 13]), ids="after {} MiB".format)
+def test_a_disk_that_fills_between_parts_of_slots_is_an_error_everywhere(place, path, mib):
     with place.make(ShardedMirroredStrategy) as strategy:
         model = Model(strategy, OPTIMIZERS["Adam"], [(1500, 900)], ["float32"]).train(1)
         model.checkpoint.save(path)
         before, after = model.values(), model.train(1, first=1).values()
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if RANK == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (mib << 20, hard))
         try:
             with pytest.raises(OSError, match="File too large; nothing was saved"):
                 model.checkpoint.save(path)

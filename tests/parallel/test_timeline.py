@@ -5,6 +5,8 @@ import time
 import pytest
 from internals import GpuSpans, Span, _gpu, connect, start
 
+pytestmark = pytest.mark.core
+
 
 def test_the_bounds_of_a_difference_hold_it():
     """The ranks here are on one host and share a clock: the difference is 0."""

@@ -8,6 +8,7 @@ import tempfile
 import numpy as np
 import pytest
 from mpi4py import MPI
+from slow import slow_but
 
 import hpcstrat as hs
 
@@ -93,7 +94,7 @@ def train(module, model, optimizer, reduce, steps=8):
     return losses
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", slow_but(["SGD"], OPTIMIZERS))
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
     torch.manual_seed(RANK)  # as programs have it that set no seed: replicas begin differently
@@ -156,6 +157,7 @@ def test_parameters_that_some_or_all_replicas_leave_unused(strategy, ddp, op):
             assert one.grad is None or torch.allclose(one.grad, other.grad)
 
 
+@pytest.mark.core
 def test_a_sum_of_uneven_parts_is_the_gradient_of_the_whole_batch(strategy):
     parts = [torch.arange(2.0 * (rank + 1)).reshape(-1, 2).double() + rank for rank in range(N)]
     module = torch.nn.Linear(2, 1).double()
@@ -409,6 +411,7 @@ def test_modules_that_were_not_broadcast(strategy):
     check_that_it_works(strategy)
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)
 def test_modules_that_differ_between_ranks(strategy):
     module = torch.nn.Linear(2, 1 + RANK % 2)
@@ -427,6 +430,7 @@ def test_modules_that_differ_between_ranks(strategy):
     check_that_it_works(strategy)
 
 
+@pytest.mark.core
 def test_an_error_of_one_rank_is_that_of_all(strategy):
     module = torch.nn.Embedding(4, 2, sparse=RANK == N - 1)
     hs.torch.broadcast(module)

@@ -48,6 +48,7 @@ def test_a_copy_within_a_replica(strategy):
     assert (v.numpy().tolist(), made[0].numpy().tolist()) == ([1, 2], [2, 4])
 
 
+@pytest.mark.core
 def test_each_replica_keeps_its_own_value(strategy):
     with strategy.scope():
         v = hs.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
@@ -77,6 +78,7 @@ class Model:
     loss: Any = field(default_factory=hs.metrics.Sum)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_copy_of_a_model_trains_as_the_model_does(strategy, xp, kind):
     def step(model, scale):

@@ -18,7 +18,7 @@ on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 on_gpus = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 
-@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -47,6 +47,7 @@ def replica_context() -> Any:
     return hs.get_replica_context()
 
 
+@pytest.mark.core
 def test_reads_across_replicas_are_snapshots(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.arange(4.0))
@@ -58,6 +59,7 @@ def test_reads_across_replicas_are_snapshots(strategy, xp):
         assert kept.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.core
 @pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # by NumPy 2.5, which still does it
 def test_reads_in_a_replica_are_the_array_itself(strategy, xp):
     with strategy.scope():
@@ -103,6 +105,7 @@ def test_reads_in_a_replica_are_read_only(strategy):
     strategy.run(replica)
 
 
+@pytest.mark.core
 def test_a_view_that_leaves_run_is_copied(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.arange(6.0).reshape(2, 3))
@@ -135,6 +138,7 @@ class Wrapped:
         return Wrapped(self.array.copy())
 
 
+@pytest.mark.core
 @on_the_cpu
 def test_what_holds_a_view_leaves_run_with_a_copy(strategy):
     with strategy.scope():
@@ -165,6 +169,7 @@ def test_what_holds_a_view_leaves_run_with_a_copy(strategy):
     assert left["plain"] is kept["plain"]
 
 
+@pytest.mark.core
 def test_a_view_that_goes_into_merge_call_is_copied(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
@@ -458,6 +463,7 @@ def test_equality_is_of_elements_and_hash_of_the_object(strategy):
     assert {v: 1, w: 2}[w] == 2
 
 
+@pytest.mark.core
 def test_no_read_communicates(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.arange(6.0).reshape(2, 3), aggregation="SUM")
@@ -517,6 +523,7 @@ def test_updates_of_every_kind_are_known(checked):
                 second(checked, v)
 
 
+@pytest.mark.core
 @on_the_cpu
 @pytest.mark.mpi(min_size=2)  # only values of several ranks are compared
 @pytest.mark.parametrize("odd", sorted({0, N - 1}))

@@ -4,19 +4,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import strategies_for
+from slow import slow_but
+from strategies import STRATEGIES, strategies_for
 
 import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 EXTREMES = {"min": np.minimum, "max": np.maximum}
 
 
-@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True)
+
+
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -48,7 +51,7 @@ def one_by_one(verb, value, indices, values):
 
 
 @pytest.mark.parametrize("verb", [*OPERATIONS, *EXTREMES, "update"])
-@pytest.mark.parametrize("shape", [(4, 3), (700, 3)])
+@pytest.mark.parametrize("shape", [(4, 3), (700, 3)], ids=str)
 def test_one_value_for_all_replicas(strategy, xp, verb, shape):
     initial = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     indices, values = rows_of(0, 2 * len(initial), len(initial))
@@ -58,10 +61,20 @@ def test_one_value_for_all_replicas(strategy, xp, verb, shape):
     np.testing.assert_allclose(v.numpy(), initial, rtol=1e-12)
 
 
-@pytest.mark.parametrize("count", [lambda rank: 7, lambda rank: 3 * rank, lambda rank: 0, lambda rank: 900 - 2 * rank])
+COUNTS = {
+    "7 each": lambda rank: 7,
+    "rising from 0": lambda rank: 3 * rank,
+    "none": lambda rank: 0,
+    "falling from 900": lambda rank: 900 - 2 * rank,
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("rows", COUNTS)
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("verb", OPERATIONS)
-def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, count):
+def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, rows):
+    count = COUNTS[rows]
     expected = np.arange(1.0, 61.0).reshape(20, 3)
     v = variable(strategy, xp.asarray(expected), aggregation=aggregation)
 
@@ -88,8 +101,9 @@ def test_of_the_first_replica(strategy, xp, verb):
     assert v.numpy().tolist() == expected.tolist()
 
 
+@on_one_strategy
 @pytest.mark.parametrize(
-    "dtype", [np.int8, np.int64, np.uint16, np.float16, BFLOAT16, np.float32, np.complex64], ids=str
+    "dtype", [np.int8, np.int64, np.uint16, np.float16, ml_dtypes.bfloat16, np.float32, np.complex64]
 )
 def test_dtypes(strategy, dtype):
     dtype = np.dtype(dtype)
@@ -122,6 +136,7 @@ def test_values_of_other_dtypes_and_shapes(strategy, xp):
     assert v.dtype == np.float32
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nd(strategy, xp, depth):
     shape = (2, 3, 5)
@@ -208,6 +223,7 @@ def test_outside_of_every_scope():
     assert v.numpy().tolist() == [RANK + 1, RANK]
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank agrees with itself
 @pytest.mark.parametrize("odd", sorted({0, N - 1}))
 class TestRanksThatDiffer:

@@ -2,24 +2,28 @@
 
 import functools
 import inspect
+import time
 
 import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 from slow import slow_but
-from strategies import strategies_for
+from strategies import STRATEGIES, strategies_for
 
 import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16 = ml_dtypes.bfloat16
 SHAPES = [(), (3,), (5, 9), (7, 7), (70, 130), (400_003,)]  # in a record, in a mailbox, in many chunks of every rank
 
 
-@pytest.fixture(params=strategies_for(N), ids=lambda one: one.__name__)
+on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True)
+
+
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -38,40 +42,42 @@ def same_everywhere(array):
 # ---- making them
 
 
-@pytest.mark.parametrize(
-    ("initial", "dtype", "expected"),
-    [
-        (1.5, None, np.float32),
-        (2, None, np.int32),
-        (True, None, np.bool_),
-        (1 + 2j, None, np.complex128),
-        ([1.0, 2.0], None, np.float32),
-        ([[1, 2], [3, 4]], None, np.int32),
-        ([1, 2.5], None, np.float32),
-        ([], None, np.float32),
-        ((), None, np.float32),
-        (np.float64(1.5), None, np.float64),
-        (np.int8(3), None, np.int8),
-        (np.arange(3), None, np.int64),
-        (np.arange(3.0), None, np.float64),
-        (np.ones((2, 3), np.float16), None, np.float16),
-        (np.ones(2, BFLOAT16), None, BFLOAT16),
-        (np.arange(3, dtype=">i4"), None, np.int32),
-        (np.arange(6.0).reshape(2, 3).T, None, np.float64),
-        (np.arange(6.0)[::-2], None, np.float64),
-        (np.broadcast_to(np.float32(3), (4, 5)), None, np.float32),
-        (1.5, np.float64, np.float64),
-        (1.5, BFLOAT16, BFLOAT16),
-        (1, np.float32, np.float32),
-        (2**40, np.int64, np.int64),
-        (255, "uint8", np.uint8),
-        (np.arange(3.0), np.float32, np.float32),
-        (np.arange(3), np.int8, np.int8),
-        (lambda: [1.0, 2.0], None, np.float32),
-        (lambda: np.arange(3), None, np.int64),
-    ],
-)
-def test_the_dtype_and_the_value(strategy, xp, initial, dtype, expected):
+INITIAL = {
+    "float": (1.5, None, np.float32),
+    "int": (2, None, np.int32),
+    "bool": (True, None, np.bool_),
+    "complex": (1 + 2j, None, np.complex128),
+    "list of floats": ([1.0, 2.0], None, np.float32),
+    "list of ints": ([[1, 2], [3, 4]], None, np.int32),
+    "list of both": ([1, 2.5], None, np.float32),
+    "empty list": ([], None, np.float32),
+    "empty tuple": ((), None, np.float32),
+    "float64": (np.float64(1.5), None, np.float64),
+    "int8": (np.int8(3), None, np.int8),
+    "array of int64": (np.arange(3), None, np.int64),
+    "array of float64": (np.arange(3.0), None, np.float64),
+    "array of float16": (np.ones((2, 3), np.float16), None, np.float16),
+    "array of bfloat16": (np.ones(2, BFLOAT16), None, BFLOAT16),
+    "big-endian": (np.arange(3, dtype=">i4"), None, np.int32),
+    "transposed": (np.arange(6.0).reshape(2, 3).T, None, np.float64),
+    "backwards": (np.arange(6.0)[::-2], None, np.float64),
+    "broadcast": (np.broadcast_to(np.float32(3), (4, 5)), None, np.float32),
+    "float as float64": (1.5, np.float64, np.float64),
+    "float as bfloat16": (1.5, BFLOAT16, BFLOAT16),
+    "int as float32": (1, np.float32, np.float32),
+    "int as int64": (2**40, np.int64, np.int64),
+    "int as uint8": (255, "uint8", np.uint8),
+    "array as float32": (np.arange(3.0), np.float32, np.float32),
+    "array as int8": (np.arange(3), np.int8, np.int8),
+    "function of a list": (lambda: [1.0, 2.0], None, np.float32),
+    "function of an array": (lambda: np.arange(3), None, np.int64),
+}
+
+
+@on_one_strategy
+@pytest.mark.parametrize("case", INITIAL)
+def test_the_dtype_and_the_value(strategy, xp, case):
+    initial, dtype, expected = INITIAL[case]
     with strategy.scope():
         v = hs.Variable(initial, dtype=dtype)
     given = np.asarray(initial() if callable(initial) else initial)
@@ -82,6 +88,7 @@ def test_the_dtype_and_the_value(strategy, xp, initial, dtype, expected):
     assert v.numpy().tolist() == given.astype(expected).tolist()
 
 
+@pytest.mark.core
 def test_the_parameter_ranks_value_counts(strategy, xp):
     with strategy.scope():
         small = hs.Variable(xp.full(3, RANK + 7.0))
@@ -90,6 +97,7 @@ def test_the_parameter_ranks_value_counts(strategy, xp):
     assert (large.numpy() == 8).all()
 
 
+@pytest.mark.core
 def test_facts(strategy, place):
     with strategy.scope():
         plain = hs.Variable(1.0)
@@ -133,6 +141,7 @@ def test_mirrors_are_synchronized(strategy):
             assert v.synchronization is hs.VariableSynchronization.NONE
 
 
+@pytest.mark.core
 def test_names_that_end_in_the_replicas_number(strategy):
     made = []
 
@@ -146,6 +155,7 @@ def test_names_that_end_in_the_replicas_number(strategy):
     assert [v.name for v in made] == ["foo_0", "layer_1", "Variable"]
 
 
+@pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank has no other's name
 def test_other_names_that_differ_are_a_mismatch(strategy):
     with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*'w_1'(.|\n)*rank 1: .*'w_2'"):
@@ -221,7 +231,31 @@ def aggregated(aggregation, parts):
     return total if aggregation == "SUM" else (total / len(parts)).astype(parts[0].dtype)
 
 
-@pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
+WRITES = {
+    "assign_add": lambda strategy, v, ones: v.assign_add(ones),
+    "assign_add in a replica": lambda strategy, v, ones: strategy.run(v.assign_add, (ones / N,)),
+    "scatter_add": lambda strategy, v, ones: v.scatter_add(hs.IndexedSlices(ones, np.arange(len(ones)))),
+    "update": lambda strategy, v, ones: strategy.extended.update(v, lambda v: v.assign(v.value() + 1)),
+    "apply_gradients": lambda strategy, v, ones: strategy.run(
+        lambda: hs.optimizers.SGD(1.0).apply_gradients([(-ones / N, v)])
+    ),
+}
+
+
+@pytest.mark.core
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_waits_for_a_rank_that_still_reads(strategy, write):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(20_000), aggregation="SUM")
+    for late in range(N):
+        if late == RANK:
+            time.sleep(0.01)  # in which the others go as far as they may
+        np.testing.assert_allclose(v.numpy(), late)
+        WRITES[write](strategy, v, strategy.xp.ones(20_000))
+
+
+@pytest.mark.parametrize("verb", [pytest.param("assign_add", marks=pytest.mark.core), "assign", "assign_sub"])
 @pytest.mark.parametrize("aggregation", slow_but(["SUM"], ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]))
 def test_writes_in_the_cross_replica_context_happen_once(strategy, xp, verb, aggregation):
     for shape in SHAPES:
@@ -236,20 +270,23 @@ def test_writes_in_the_cross_replica_context_happen_once(strategy, xp, verb, agg
             assert same_everywhere(v.numpy())
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
-@pytest.mark.parametrize(
-    ("aggregation", "dtype"),
-    [
-        *[(aggregation, dtype) for aggregation in ("SUM", "ONLY_FIRST_REPLICA") for dtype in (np.int32, np.uint8)],
-        *[
-            (aggregation, dtype)
-            for aggregation in ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
-            for dtype in (np.float32, np.float64, BFLOAT16, np.complex64)
-        ],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, BFLOAT16, np.complex64])
 def test_writes_in_a_replica_context_are_aggregated(strategy, place, verb, aggregation, dtype):
+    check_writes(strategy, place, verb, aggregation, dtype)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
+@pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+def test_writes_of_integers_in_a_replica_context_are_aggregated(strategy, place, verb, aggregation, dtype):
+    check_writes(strategy, place, verb, aggregation, dtype)
+
+
+def check_writes(strategy, place, verb, aggregation, dtype):
     shapes = SHAPES if dtype is np.float32 else SHAPES[::2]
     for shape in shapes:
         before = numbers(shape, dtype, 9)
@@ -274,6 +311,7 @@ def test_writes_in_a_replica_context_are_aggregated(strategy, place, verb, aggre
             assert hs.asnumpy(one).tobytes() == v.numpy().tobytes()
 
 
+@pytest.mark.core
 def test_large_sums_are_in_rank_order_on_the_cpu(strategy, place):
     """And in NCCL's own order on GPUs, the same on all ranks."""
     parts = [np.random.default_rng(rank).standard_normal(200_001).astype(np.float32) for rank in range(N)]
@@ -296,6 +334,7 @@ def test_half_precision_sums_are_rounded_once(strategy):
     assert (v.numpy() == 60_000).all()
 
 
+@pytest.mark.core
 def test_a_bool_takes_the_first_replicas(strategy):
     with strategy.scope():
         v = hs.Variable([True, False], aggregation="ONLY_FIRST_REPLICA")
@@ -327,6 +366,7 @@ def test_values_are_cast_to_the_dtype(strategy, xp):
     assert v.dtype == np.float32
 
 
+@pytest.mark.core
 def test_what_replicas_count_is_summed_whether_it_agrees_or_not(strategy, xp):
     with strategy.scope():
         hits = hs.Variable(0, aggregation="SUM")
@@ -343,6 +383,7 @@ def test_what_replicas_count_is_summed_whether_it_agrees_or_not(strategy, xp):
     assert losses.numpy() == 0.5 * 6 * (N + N * (N - 1) // 2)
 
 
+@pytest.mark.core
 def test_a_number_is_summed_of_whatever_type_it_is(strategy, xp):
     with strategy.scope():
         v = hs.Variable(0.0, aggregation="SUM")
@@ -373,7 +414,8 @@ def test_the_variable_is_returned_unless_it_is_not_asked_for(strategy):
     assert v.numpy().tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("shape", [(6,), (300, 300)])
+@pytest.mark.core
+@pytest.mark.parametrize("shape", [(6,), (300, 300)], ids=str)
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 def test_a_value_may_overlap_storage(strategy, shape, aggregation):
     factor = N if aggregation == "SUM" else 1
@@ -412,6 +454,7 @@ def test_updates_overlap_in_an_update_and_across(strategy):
         assert v.numpy().tolist() == [0, 2, 4, 6, 8]
 
 
+@pytest.mark.core
 def test_reads_between_writes_see_them(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.zeros(1000), aggregation="SUM")
@@ -445,6 +488,7 @@ def test_arrays_of_any_layout_are_written(strategy, xp):
             assert np.array_equal(v.numpy(), foreign)
 
 
+@pytest.mark.core
 def test_an_overflow_is_inf_on_every_rank(strategy, xp):
     """Warnings are errors here, and one rank alone has the element that overflows."""
     with strategy.scope():
@@ -472,6 +516,7 @@ def test_a_write_of_a_plain_variable_in_the_scope_is_local(strategy):
     assert v.numpy().tolist() == [RANK + 1] * 2
 
 
+@pytest.mark.core
 def test_many_variables_at_once(strategy, xp):
     """More than what is kept of messages, and of sizes that alternate between record and mailbox."""
     shapes = [(1 + 37 * i % 90,) for i in range(30)]

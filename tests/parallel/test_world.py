@@ -7,6 +7,8 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
+pytestmark = pytest.mark.core
+
 COMM = MPI.COMM_WORLD
 
 

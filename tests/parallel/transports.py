@@ -105,9 +105,8 @@ def reduced(parts, op):
     dtype = parts[0].dtype
     exact = [part.astype(np.complex128 if dtype.kind == "c" else np.float64) for part in parts]
     if op is MIN or op is MAX:
-        pick = min if op is MIN else max
-        flat = [pick(column) for column in zip(*(part.ravel().tolist() for part in exact), strict=True)]
-        return np.array(flat).reshape(parts[0].shape).astype(dtype)
+        pick = np.min if op is MIN else np.max
+        return pick(exact, axis=0).astype(dtype)
     total = np.sum(exact, axis=0)
     if op is SUM:
         return total.astype(dtype)
