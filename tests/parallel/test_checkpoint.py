@@ -142,6 +142,33 @@ def test_training_goes_on_as_if_nothing_had_been(strategy, path):
     assert undisturbed.state() == other.state()
 
 
+OPTIMIZERS = [
+    one
+    for one in vars(hs.optimizers).values()
+    if isinstance(one, type) and issubclass(one, hs.optimizers.Optimizer) and one is not hs.optimizers.Optimizer
+]
+
+
+@some_strategy
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_back_to_the_step_of_the_file(strategy, path, optimizer):
+    with strategy.scope():
+        v, made = hs.Variable([1.0, -2.0, 3.0]), optimizer(0.1)
+    checkpoint = Checkpoint(v=v, optimizer=made)
+
+    def values_of_steps():
+        for _ in range(3):
+            strategy.run(lambda: made.apply_gradients([(strategy.xp.cos(v) + RANK, v)]))
+            yield v.numpy().tolist()
+
+    before = list(values_of_steps())
+    checkpoint.save(path)
+    after = list(values_of_steps())
+    checkpoint.restore(path)
+    assert v.numpy().tolist() == before[-1]
+    assert list(values_of_steps()) == after
+
+
 def test_slots_that_there_were_not_yet_begin_anew(strategy, path):
     program = Program(strategy)
     program.checkpoint.save(path)

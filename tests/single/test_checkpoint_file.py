@@ -484,3 +484,23 @@ def states_of_whole(folder):
         with contextlib.suppress(ValueError):
             found[path.name] = int(read(path)[0]["i"])
     return found
+
+
+def test_the_file_is_synced_before_its_rename_and_the_folder_after(monkeypatch, tmp_path):
+    """Else a power cut may leave an empty file, or the older one after `save` has returned."""
+    done, path = [], tmp_path / "file"
+    fsync, replace = os.fsync, os.replace
+
+    def note_sync(descriptor):
+        synced = os.readlink(f"/proc/self/fd/{descriptor}")
+        done.append("sync of the folder" if synced == str(tmp_path) else "sync of the file")
+        fsync(descriptor)
+
+    def note_rename(source, target):
+        done.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_rename)
+    write(path, numbered(1), keep=1)
+    assert done == ["sync of the file", "rename", "sync of the folder"]
