@@ -53,10 +53,19 @@ RANK_0_FIRST = """
 import hpcstrat._failure
 hpcstrat._failure._LEAD_DELAY = 30
 """
+# The watchdog reads them when the ranks have connected; until then a busy machine may keep one of them for long.
+LIMITS = """
+from hpcstrat._communicators import connection
+
+def connect_host(world, connect_host=connection.connect_host):
+    found = connect_host(world)
+    os.environ.update(HPCSTRAT_STALL_SECONDS="{}", HPCSTRAT_TIMEOUT_SECONDS="{}")
+    return found
+
+connection.connect_host = connect_host
+"""
 ANY = "any"
 WAIT = "\nhs.barrier()\nprint('went on')\n"
-SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
-"""For ranks that wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,9 @@ class Fault:
         status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was a fault.
         ranks: how many there are; the program calls the last of them `last`.
         begin: the lines before.
-        env: more variables. Without time-outs among them the job must end long before any.
+        env: more variables.
+        limits: seconds that the ranks may wait for each other until the report, and until the end. Where there are
+            none, and no time-out in `env`, the job must end long before any.
         hosts: whether the ranks stand for several hosts.
         left: a pattern of what MPI itself leaves in /dev/shm.
     """
@@ -84,13 +95,15 @@ class Fault:
     ranks: int = 3
     begin: str = BEGIN
     env: Mapping[str, str] = field(default_factory=dict)
+    limits: tuple[float, float] | None = None
     hosts: bool = False
     left: str = ""
 
     @property
     def source(self):
         first = RANK_0_FIRST if r"\[rank 0\]" in self.first else ""
-        return HELPERS + first + self.begin + textwrap.dedent(self.program)
+        limits = LIMITS.format(*self.limits) if self.limits else ""
+        return HELPERS + first + limits + self.begin + textwrap.dedent(self.program)
 
 
 HERE = r"\S*program_\w+\.py:\d+ in "
@@ -100,15 +113,14 @@ CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\
 LEFT = "left the program before the others"
 
 
-def stalled(program, waiting, missing, env=SOON, **others):
+def stalled(program, waiting, missing, limits=(0.4, 1.2), **others):
     """A fault after which some ranks wait for another: a report comes first, and later the end."""
-    return Fault(program, [ENDED, waiting, missing], STALLED, env=env, **others)
+    return Fault(program, [ENDED, waiting, missing], STALLED, limits=limits, **others)
 
 
 def silenced(program, waiting, missing, **others):
     """The same with a rank that does not answer, which is known after two seconds."""
-    env = {"HPCSTRAT_STALL_SECONDS": "3", "HPCSTRAT_TIMEOUT_SECONDS": "4"}
-    return stalled(program, waiting, missing, env=env, **others)
+    return stalled(program, waiting, missing, limits=(1, 3), **others)
 
 
 def waits(ranks, call, function="<module>"):

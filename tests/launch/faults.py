@@ -2,7 +2,7 @@
 
 import textwrap
 
-from fault import SOON, WAIT, Fault
+from fault import WAIT, Fault
 from faults_of_broken_calls import BROKEN, CAUGHT, TWICE
 from faults_of_errors import ENDS, ERRORS, MISMATCHES
 from faults_of_the_start import EARLY
@@ -15,17 +15,16 @@ def harmless(program, *prints, **others):
     return Fault(textwrap.dedent(program) + WAIT, prints=[*prints, r"went on\n\Z"], status=0, ranks=2, **others)
 
 
-SHORT = {"HPCSTRAT_STALL_SECONDS": "3", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
-
 HARMLESS = {
     "an extended time-out": harmless(
-        "with hs.extend_timeout(60):\n    if last: time.sleep(4)\n    hs.barrier()", env=SOON
+        "with hs.extend_timeout(60):\n    if last: time.sleep(4)\n    hs.barrier()", limits=(1, 3)
     ),
     "an extended time-out of the late rank alone": harmless(
-        "if last:\n    with hs.extend_timeout(60): time.sleep(4); hs.barrier()\nelse: hs.barrier()", env=SOON
+        "if last:\n    with hs.extend_timeout(60): time.sleep(4); hs.barrier()\nelse: hs.barrier()", limits=(1, 3)
     ),
-    "long work without a call": harmless("time.sleep(4)", env=SHORT),
-    "waits that are each shorter": harmless("if last: time.sleep(0.5)\nhs.barrier()\n" * 8, env=SHORT),
+    "a function of rank 0 alone that takes long": harmless("hs.on_lead(time.sleep, 3)", limits=(0.5, 1.5)),
+    "long work without a call": harmless("time.sleep(4)", limits=(3, 3)),
+    "waits that are each shorter": harmless("if last: time.sleep(0.5)\nhs.barrier()\n" * 8, limits=(3, 3)),
     "time-outs extended by odd lengths": harmless(
         """
         extend = hs.extend_timeout
@@ -33,7 +32,7 @@ HARMLESS = {
             if last: time.sleep(4)
             hs.barrier()
         """,
-        env=SOON,
+        limits=(1, 3),
     ),
     "a working folder that goes, and long names that are not ASCII": harmless(
         """
@@ -57,7 +56,7 @@ HARMLESS = {
             os._exit(0)
         for _ in range(20 * last): time.sleep(0.1)
         """,
-        env={"HPCSTRAT_STALL_SECONDS": "4", "HPCSTRAT_TIMEOUT_SECONDS": "5"},
+        limits=(4, 5),
     ),
     "a forked child that dies": harmless(
         """
@@ -134,5 +133,19 @@ HARMLESS = {
 
 KINDS = [STALLS, STARTS, EARLY, ENDS, ERRORS, MISMATCHES, BROKEN, CAUGHT, TWICE, ON_HOSTS, HARMLESS]
 FAULTS = {name: fault for kind in KINDS for name, fault in kind.items()}
-QUICK = [name for kind in KINDS for name in list(kind)[:3]]
-"""Some of each kind, for the runs that are not to take long."""
+QUICK = [
+    "a time-out extended too little",
+    "a loop before the first strategy",
+    "early: an exception",
+    "SIGKILL of rank 0",
+    "sys.exit(3)",
+    "an exception while the others compute",
+    "another call",
+    "an update interrupted, CentralStorageStrategy",
+    "caught by one rank: want of memory",
+    "two threads at once, and nobody looks",
+    "hosts: C code that holds Python",
+    "a forked child that computes",
+    "a function of rank 0 alone that takes long",
+]
+"""Of each kind those that tell most; the others are slow."""

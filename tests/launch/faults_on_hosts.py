@@ -7,7 +7,6 @@ from fault import (
     BARRIER,
     BEGIN_ON_HOSTS,
     LEFT,
-    SOON,
     WAIT,
     Fault,
     missing,
@@ -44,7 +43,7 @@ ON_HOSTS = {
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
         [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
-        env=SOON,
+        limits=(1, 3),
     ),
     "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
     "hosts: SIGKILL of rank 0": ended(

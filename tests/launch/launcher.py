@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import uuid
 from dataclasses import dataclass
@@ -97,17 +98,16 @@ class Launcher:
                 cwd=self.folder,
                 start_new_session=True,
             )
-            status = None
-            while status is None and time.monotonic() - begin < timeout:
+            end = threading.Thread(target=process.wait, daemon=True)  # a wait with a limit looks every 50 ms only
+            end.start()
+            while end.is_alive() and time.monotonic() - begin < timeout:
                 job.look()
-                try:
-                    status = process.wait(_LOOK_SECONDS)
-                except subprocess.TimeoutExpired:
-                    continue
+                end.join(_LOOK_SECONDS)
             seconds = time.monotonic() - begin
+            status = None if end.is_alive() else process.returncode
             leftovers = job.leftovers(0 if status is None else _SETTLE_SECONDS)
             job.kill()
-            process.wait()
+            end.join()
             stdout.seek(0)
             stderr.seek(0)
             output, errors = (file.read().decode(errors="replace") for file in (stdout, stderr))
@@ -154,17 +154,16 @@ class _Job:
             self.files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
     def leftovers(self, patience):
-        """What is still there of the job when it has had some seconds to go."""
+        """What is still there of the job when its processes have had some seconds to go: they take the files away."""
         deadline = time.monotonic() + patience
         while True:
-            found = [
+            running = [
                 f"process {process}: {_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
                 for process in self.processes()
                 if _runs(process)
             ]
-            found += [path for path in sorted(self.files) if os.path.exists(path)]
-            if not found or time.monotonic() > deadline:
-                return found
+            if not running or time.monotonic() > deadline:
+                return running + [path for path in sorted(self.files) if os.path.exists(path)]
             time.sleep(_LOOK_SECONDS)
 
     def kill(self):

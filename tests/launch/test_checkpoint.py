@@ -67,7 +67,22 @@ def well(result):
     return result.stdout
 
 
-def test_any_number_of_ranks_restores(launch, tmp_path):
+OTHERS = [
+    *(("CentralStorageStrategy", ranks) for ranks in (1, 2, 3, 4)),
+    ("MirroredStrategy", 3),
+    ("ShardedMirroredStrategy", 3),
+    ("OneDeviceStrategy", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "others"),
+    [
+        pytest.param(2, [("ShardedMirroredStrategy", 3), ("OneDeviceStrategy", None)], id="of 2 ranks on 3 and 1"),
+        pytest.param(4, OTHERS, id="of 4 ranks on all", marks=pytest.mark.slow),
+    ],
+)
+def test_any_number_of_ranks_restores(launch, tmp_path, saved_on, others):
     save = (
         TRAIN
         + """
@@ -87,15 +102,10 @@ def test_any_number_of_ranks_restores(launch, tmp_path):
     train()
     """
     )
-    first = well(launch(save, 4, "CentralStorageStrategy", tmp_path / "saved")).splitlines()
+    first = well(launch(save, saved_on, "CentralStorageStrategy", tmp_path / "saved")).splitlines()
     arrays, facts = read(tmp_path / "saved")
     assert facts["batches"]["taken"] == 24 and facts["optimizer"]["iterations"] == 10
-    for name, ranks in [
-        *(("CentralStorageStrategy", ranks) for ranks in (1, 2, 3, 4)),
-        ("MirroredStrategy", 3),
-        ("ShardedMirroredStrategy", 3),
-        ("OneDeviceStrategy", None),
-    ]:
+    for name, ranks in others:
         at, end = well(launch(again, ranks, name, tmp_path / "saved", tmp_path / "again")).splitlines()
         assert at.split()[:2] == first[0].split()[:2]
         assert numbers(at)[1] == numbers(first[0])[1]
@@ -103,7 +113,7 @@ def test_any_number_of_ranks_restores(launch, tmp_path):
         loss, again_loss = arrays["loss"], again_arrays.pop("loss")
         assert again_facts == facts
         assert again_arrays | {"loss": loss} == arrays
-        if ranks == 4:
+        if ranks == saved_on:
             assert again_loss == loss
             assert end == first[1]
         for found, expected in zip(numbers(end), numbers(first[1]), strict=True):
@@ -111,7 +121,8 @@ def test_any_number_of_ranks_restores(launch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "ranks, how", slow_but([(3, "SIGTERM")], list(itertools.product([1, 3], ["SIGTERM", "SIGUSR1", "many"])))
+    "ranks, how",
+    slow_but([(2, "SIGTERM")], [(2, "SIGTERM"), *itertools.product([1, 3], ["SIGTERM", "SIGUSR1", "many"])]),
 )
 def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks):
     program = (
@@ -120,20 +131,22 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
     if os.path.exists(path):
         checkpoint.restore(path)
         print("goes on after", optimizer.iterations)
-    how = more[0]
+    how, at = more
     with hs.checkpoint.PreemptionHandler(checkpoint, path) as handler:
         pids = hs.broadcast_object(os.getpid()), os.getpid()
+        rages = threading.Event()
 
         def storm():
             while True:
                 os.kill(pids[0], signal.SIGTERM)
                 os.kill(pids[1], signal.SIGUSR1)
+                rages.set()
 
         def boundary():
-            if hs.rank() == hs.size() - 1 and optimizer.iterations in (4, 10):
+            if hs.rank() == hs.size() - 1 and optimizer.iterations == int(at):
                 if how == "many":
                     threading.Thread(target=storm, daemon=True).start()
-                    time.sleep(0.01)
+                    rages.wait()
                 elif how:
                     os.kill(os.getpid(), getattr(signal, how))
             handler.check()
@@ -141,11 +154,11 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
         train(boundary)
     """
     )
-    name = "CentralStorageStrategy" if ranks == 3 else "MirroredStrategy"
-    undisturbed = well(launch(program, ranks, name, tmp_path / "not there", ""))
+    name = "MirroredStrategy" if ranks == 1 else "CentralStorageStrategy"
+    undisturbed = well(launch(program, ranks, name, tmp_path / "not there", "", "0"))
     begun = r"hpcstrat: received SIG\w+; the checkpoint \S*/saved is saved, and the job exits with status 75\n"
-    for steps in (4, 10) if how != "many" else (4,):
-        result = launch(program, ranks, name, tmp_path / "saved", how)
+    for steps in (10,) if ranks == 2 else (4,) if how == "many" else (4, 10):
+        result = launch(program, ranks, name, tmp_path / "saved", how, str(steps))
         assert result.status == 75
         assert re.search(begun, result.stderr)
         assert "Traceback" not in result.stderr
@@ -154,7 +167,7 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
             assert read(tmp_path / "saved")[1]["optimizer"]["iterations"] == steps
     if how == "many":  # the first of which may come after a further step
         assert 4 <= read(tmp_path / "saved")[1]["optimizer"]["iterations"] < 21
-    resumed = well(launch(program, ranks, name, tmp_path / "saved", "")).splitlines()
+    resumed = well(launch(program, ranks, name, tmp_path / "saved", "", "0")).splitlines()
     assert resumed[0].startswith("goes on after")
     assert resumed[-1] == undisturbed.splitlines()[-1]
 
@@ -288,14 +301,17 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("disk", ["slow", "full"])
+@pytest.mark.parametrize(
+    "disk, rank", slow_but([("slow", 0), ("full", 1)], itertools.product(["slow", "full"], [0, 1]))
+)
 def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk, rank):
     """Whose ranks then wait in the end of MPI, for longer than they would elsewhere."""
     program = """
-    import errno, os, sys, time
+    import atexit, errno, os, sys, threading, time
     import numpy as np
     import hpcstrat as hs
+    from hpcstrat._communicators.connection import connect
+    from hpcstrat._watchdog.stall_detector import StallDetector
 
     path, disk = sys.argv[1:3]
     strategy = hs.CentralStorageStrategy()
@@ -303,21 +319,28 @@ def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_pat
         v = hs.Variable(np.arange(8.0))
     checkpoint = hs.checkpoint.Checkpoint(v=v)
     checkpoint.save(path)
-    pwrite = os.pwrite
+    pwrite, ends = os.pwrite, threading.Event()
 
     def late(*args):
-        time.sleep(2.5)
+        os.pwrite = pwrite
+        ends.wait()
         if disk == "full":
             raise OSError(errno.ENOSPC, "No space left on device")
+        time.sleep(2.2)
         return pwrite(*args)
+
+    def end():
+        # Not before: ranks may be this far apart on a machine that does other work too.
+        connect().watchdog._detector = StallDetector(1, 600)
+        ends.set()
 
     if hs.rank() == int(sys.argv[3]):
         os.pwrite = late
     v.assign(-np.arange(8.0))
     checkpoint.save(path, blocking=False)
+    atexit.register(end)
     """
-    seconds = {"HPCSTRAT_STALL_SECONDS": "0.5", "HPCSTRAT_TIMEOUT_SECONDS": "1"}
-    result = launch(program, 2, tmp_path / "saved", disk, str(rank), env=seconds)
+    result = launch(program, 2, tmp_path / "saved", disk, str(rank))
     arrays, _ = read(tmp_path / "saved")
     if disk == "slow":
         assert well(result) == ""
@@ -329,6 +352,7 @@ def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_pat
     assert [path.name for path in tmp_path.iterdir() if "saved" in path.name] == ["saved"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_killed_in_saving(launch, tmp_path, victim):
     program = """
@@ -354,9 +378,12 @@ def test_a_rank_that_is_killed_in_saving(launch, tmp_path, victim):
     assert values.size == 1 << 20 and (values == values[0]).all()
 
 
-@pytest.mark.parametrize("blocking", [True, False])
-@pytest.mark.parametrize("victim, moment", [(0, "pwrite"), (1, "pwrite"), (1, "fsync"), (0, "replace")])
-def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, victim, moment, blocking):
+MOMENTS = [(3, 0, "pwrite"), (3, 1, "pwrite"), (3, 1, "fsync"), (3, 0, "replace")]
+
+
+@pytest.mark.parametrize("blocking", slow_but([False], [True, False]), ids={True: "blocking", False: "background"}.get)
+@pytest.mark.parametrize("ranks, victim, moment", slow_but([(2, 1, "fsync")], [(2, 1, "fsync"), *MOMENTS]))
+def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, ranks, victim, moment, blocking):
     program = """
     import os, signal, sys
     import numpy as np
@@ -382,7 +409,7 @@ def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, victim, m
     checkpoint.sync()
     """
     folder = tmp_path / "checkpoints"
-    arguments = (program, 3, folder / "saved", str(victim), moment, str(blocking))
+    arguments = (program, ranks, folder / "saved", str(victim), moment, str(blocking))
     result = launch(*arguments)
     assert result.status != 0
     assert result.leftovers == []
@@ -390,7 +417,7 @@ def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, victim, m
     assert well(launch(*arguments)) == "['saved']\n"  # what was left is gone
 
 
-@pytest.mark.parametrize("ranks, full", [(1, 0), (3, 0), (3, 2)])
+@pytest.mark.parametrize("ranks, full", slow_but([(2, 1)], [(2, 1), (1, 0), (3, 0), (3, 2)]))
 def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, ranks, full):
     program = """
     import os, resource, sys
@@ -426,7 +453,7 @@ def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, 
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("name", [kind.__name__ for kind in STRATEGIES])
+@pytest.mark.parametrize("name", slow_but(["MirroredStrategy"], [kind.__name__ for kind in STRATEGIES]))
 def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     program = """
     import re, sys
@@ -439,7 +466,7 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
 
     strategy = getattr(hs, sys.argv[1])()
     with strategy.scope():
-        v = hs.Variable(np.broadcast_to(np.float32(5), 1 << 24))  # 64 MiB
+        v = hs.Variable(np.broadcast_to(np.float32(5), 1 << 22))  # 16 MiB
         optimizer = hs.optimizers.SGD(0.0, momentum=0.5)
     buffers = optimizer.gradient_buffers([v])
     strategy.run(lambda: optimizer.apply_gradients([(buffers[0], v)]))
@@ -452,12 +479,13 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
             file.write("5")  # the peak begins anew
         before = resident("VmRSS")
         call(sys.argv[2])
-        assert resident("VmHWM") - before < 24, (before, resident("VmHWM"))
+        assert resident("VmHWM") - before < 12, (before, resident("VmHWM"))
     assert v[-1] == 5
     """
     assert well(launch(program, 2, name, tmp_path / "saved")) == ""
 
 
+@pytest.mark.slow
 def test_an_error_in_saving_ends_the_job(launch, tmp_path):
     result = launch(TRAIN + "    checkpoint.save(path)\n", 2, "CentralStorageStrategy", "/proc/nothing/saved")
     assert result.status != 0
@@ -465,6 +493,7 @@ def test_an_error_in_saving_ends_the_job(launch, tmp_path):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_save_ends_the_job(launch, tmp_path):
     program = TRAIN + "    if hs.rank() == 0: checkpoint.save(path)\n"
     result = launch(program, 2, "CentralStorageStrategy", tmp_path / "saved")

@@ -35,6 +35,7 @@ def test_a_worker_is_a_host(launch):
     assert result.stdout.splitlines() == [f"({host}, '{name}', {{'GPU': 0}}, {cluster})" for host in (0, 1, 0)]
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all(launch):
     result = launch(FAILING, 2)
     assert result.status != 0

@@ -12,6 +12,7 @@ import time
 import uuid
 
 import pytest
+from slow import slow_but
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 PROGRAMS = ["bind-gpu", "share-gpu", "ci-multi-gpu"]
@@ -50,7 +51,7 @@ case ${1-} in
     ;;
 daemon)
     trap '' INT TERM HUP
-    while [ -n "${DEAF-}" ] || [ ! -e "$folder/quit" ]; do sleep 0.05; done
+    while [ -n "${DEAF-}" ] || [ ! -e "$folder/quit" ]; do sleep 0.01; done
     ;;
 *)
     read -r word
@@ -220,6 +221,11 @@ def choices(result, ranks):
     return chosen
 
 
+def shown(env):
+    """Variables, as they are set at the shell."""
+    return " ".join(f"{name}={value}" for name, value in env.items()) or "none"
+
+
 # ---- all of them
 
 
@@ -266,7 +272,7 @@ def test_shellcheck_finds_nothing(bench, program):
 # ---- bind-gpu
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([3], [1, 2, 3]))
 def test_bind_without_a_gpu(launch, host, ranks):
     host.bench.stand_in("nvidia-smi", NO_GPU)
     assert host.choose(launch.mpirun, ranks) == [
@@ -279,7 +285,7 @@ def test_bind_without_a_gpu(launch, host, ranks):
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
 def test_bind_on_this_machine(launch, bench, ranks):
     """The process runs on the cores that the dry run names, and only rank 0 says that there is no GPU."""
     bench.stand_in("nvidia-smi", NO_GPU)
@@ -310,18 +316,19 @@ def test_bind_to_the_nodes_of_the_gpus(launch, host):
     ]
 
 
-@pytest.mark.parametrize(
-    ("visible", "gpus"),
-    [
-        ("2,1", ["GPU-00ac-2", "GPU-00ab-1", "GPU-00ac-2"]),
-        ("GPU-00ac, GPU-00ad-3,0", ["GPU-00ac-2", "GPU-00ad-3", "GPU-00aa-0"]),
-        ("3", ["GPU-00ad-3"] * 3),
-        ("0,7,1", ["GPU-00aa-0"] * 3),  # CUDA's list ends before a number that does not exist
-        ("", None),
-        ("-1", None),
-    ],
-)
-def test_bind_among_visible_gpus(launch, host, visible, gpus):
+VISIBLE = {
+    "2,1": ["GPU-00ac-2", "GPU-00ab-1", "GPU-00ac-2"],
+    "GPU-00ac, GPU-00ad-3,0": ["GPU-00ac-2", "GPU-00ad-3", "GPU-00aa-0"],
+    "3": ["GPU-00ad-3"] * 3,
+    "0,7,1": ["GPU-00aa-0"] * 3,  # CUDA's list ends before a number that does not exist
+    "": None,
+    "-1": None,
+}
+
+
+@pytest.mark.parametrize("visible", slow_but(["GPU-00ac, GPU-00ad-3,0", "0,7,1", ""], VISIBLE), ids=repr)
+def test_bind_among_visible_gpus(launch, host, visible):
+    gpus = VISIBLE[visible]
     chosen = host.choose(launch.mpirun, 3, CUDA_VISIBLE_DEVICES=visible)
     if gpus is None:
         assert {(gpu, place) for gpu, place, _ in chosen} == {("no GPU", "the whole host")}
@@ -368,7 +375,7 @@ def test_bind_without_numa(launch, host):
         {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3,1"},
         {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2,3(x3)"},
     ],
-    ids=lambda env: " ".join(env),
+    ids=shown,
 )
 def test_bind_knows_the_launchers(host, env):
     if "SLURM_NODEID" in env:
@@ -388,6 +395,7 @@ def test_bind_knows_the_launchers(host, env):
         {"PMI_LOCAL_RANK": "x", "PMI_LOCAL_SIZE": "2"},
         {"PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "2"},
     ],
+    ids=shown,
 )
 def test_bind_without_a_launcher(bench, env):
     result = bench.run(LAUNCH / "bind-gpu", "touch", "started", env=env)
@@ -430,7 +438,7 @@ def check_that_mps_ended(bench):
     assert bench.leftovers() == []
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", slow_but([3], [0, 3]))
 def test_share_around_a_command(bench, status):
     result = bench.finish(share(bench, "sh", "-c", f'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit {status}'))
     assert (result.returncode, result.stderr) == (status, "")
@@ -450,7 +458,7 @@ def test_share_gives_the_command_its_input(bench):
     assert bench.leftovers() == []
 
 
-@pytest.fixture(params=["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.fixture(params=slow_but(["SIGINT", "SIGTERM"], ["SIGINT", "SIGTERM", "SIGHUP"]))
 def number(request):
     """The number of a signal."""
     number = getattr(signal, request.param)
@@ -543,15 +551,15 @@ def test_share_warns_of_what_nccl_may_hang_with(bench):
     assert (result.returncode, result.stderr.count("NCCL_MAX_CTAS=32")) == (0, 1)
 
 
-@pytest.mark.parametrize("option", [["--nccl", "my/libnccl.so.2"], ["--nccl=my/libnccl.so.2"]])
+@pytest.mark.parametrize("option", ["--nccl my/libnccl.so.2", "--nccl=my/libnccl.so.2"])
 def test_share_preloads_nccl(bench, option):
     """The dynamic loader complains about a file that is no library, and goes on without it."""
     library = bench.folder / "my" / "libnccl.so.2"
     library.parent.mkdir()
     library.touch()
-    result = bench.finish(share(bench, *option, "env"))
+    result = bench.finish(share(bench, *option.split(), "env"))
     assert f"LD_PRELOAD={library.resolve()}" in result.stdout.splitlines()
-    result = bench.finish(share(bench, *option, "env", env={"LD_PRELOAD": str(library)}))
+    result = bench.finish(share(bench, *option.split(), "env", env={"LD_PRELOAD": str(library)}))
     assert f"LD_PRELOAD={library.resolve()}:{library}" in result.stdout.splitlines()
 
 

@@ -6,13 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 from internals import _gpu, check, compiled, info, inventory
+from slow import slow_but
 
 import hpcstrat
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
+UPDATES = {
+    "1": f"compiled by {compiled.compiler()}" if compiled.compiler() else "by NumPy: there is no C compiler",
+    "0": "by NumPy: HPCSTRAT_COMPILE is 0",
+    "7": "by NumPy: the environment variable HPCSTRAT_COMPILE is '7'; it must be 1 or 0",
+}
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 3])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
 def test_info(launch, ranks):
     result = launch(MAIN, ranks, "info", "--json")
     found = json.loads(result.stdout)
@@ -22,25 +28,21 @@ def test_info(launch, ranks):
     for one in found["ranks"]:
         assert one["versions"]["hpcstrat"] == hpcstrat.__version__
         assert one["versions"]["MPI"].startswith("Open MPI" if launch.open_mpi else "MPICH")
-        assert one["cores"]
-    table = launch(MAIN, ranks, "info")
-    assert table.status == result.status
+        assert one["cores"] and one["updates"] == UPDATES["1"]
+
+
+@pytest.mark.parametrize("ranks", slow_but([None], [None, 1, 3]))
+def test_info_as_tables(launch, ranks):
+    result = launch(MAIN, ranks, "info")
     for words in ("Versions", "NumPy", "launcher", "Ranks", "CPU:0"):
-        assert words in table.stdout
-    assert ("Nothing is wrong." in table.stdout) == (not found["faults"])
-
-
-UPDATES = {
-    "1": f"compiled by {compiled.compiler()}" if compiled.compiler() else "by NumPy: there is no C compiler",
-    "0": "by NumPy: HPCSTRAT_COMPILE is 0",
-    "7": "by NumPy: the environment variable HPCSTRAT_COMPILE is '7'; it must be 1 or 0",
-}
+        assert words in result.stdout
+    assert ("Nothing is wrong." in result.stdout) == (result.status == 0)
 
 
 @pytest.mark.parametrize("setting", UPDATES)
-def test_how_large_variables_are_updated(launch, setting):
-    result = launch(MAIN, None, "info", "--json", env={"HPCSTRAT_COMPILE": setting})
-    assert json.loads(result.stdout)["ranks"][0]["updates"] == UPDATES[setting]
+def test_how_large_variables_are_updated(monkeypatch, setting):
+    monkeypatch.setenv("HPCSTRAT_COMPILE", setting)
+    assert inventory._updates() == UPDATES[setting]
 
 
 def test_info_under_another_mpis_launcher(launch):
@@ -51,15 +53,22 @@ def test_info_under_another_mpis_launcher(launch):
     assert "Start with the mpirun of" in " ".join(result.stdout.split())
 
 
-@pytest.mark.parametrize("ranks", [None, 3])
-def test_check(launch, ranks):
-    result = launch(MAIN, ranks, "check")
+@pytest.mark.parametrize(("ranks", "mebibytes"), slow_but([(2, 4)], [(None, 32), (2, 4), (3, 32)]))
+def test_check(launch, ranks, mebibytes):
+    program = f"""
+    import runpy
+    from hpcstrat._cli import check
+    check._SIZES = (*check._SIZES[:2], {mebibytes} << 20)
+    runpy.run_module("hpcstrat", run_name="__main__")
+    """
+    result = launch(program, ranks, "check")
     assert (result.status, result.leftovers) == (0, [])
     assert result.stdout.count(" right ") == 6
     assert "All data arrived." in result.stdout
 
 
 def test_check_of_data_that_arrives_wrong(monkeypatch, capsys):
+    monkeypatch.setattr(check, "_SIZES", (1 << 10, 1 << 13, 1 << 16))
     monkeypatch.setattr(check, "_all_gather", lambda strategy, count: count < 1000)
     assert check.check() == 1
     printed = capsys.readouterr().out
@@ -102,73 +111,73 @@ def test_nothing_is_wrong():
     assert info.find_faults([rank_inventory(0, gpus=["H200"])], ("/usr/bin/mpirun", ""), "") == []
 
 
-@pytest.mark.parametrize(
-    "ranks, mpirun, error, what, remedy",
-    [
-        ([rank_inventory()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
-        ([rank_inventory()], (None, ""), "", "no mpirun", "srun"),
-        (
-            [rank_inventory()],
-            ("/bin/mpirun", "Open MPI"),
-            "",
-            "belongs to Open MPI, but mpi4py loads MPICH",
-            "one MPI only",
-        ),
-        ([rank_inventory(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
-        (
-            [rank_inventory(), rank_inventory(1, versions=versions(NumPy="1.26"))],
-            MPICH,
-            "",
-            "NumPy differs: 2.0 on rank 0, 1.26 on rank 1",
-            "one environment",
-        ),
-        ([rank_inventory(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
-        (
-            [rank_inventory(cores=[5]), rank_inventory(1, cores=[5])],
-            MPICH,
-            "",
-            "2 ranks of n1 run on 1 core:",
-            "--bind-to none",
-        ),
-        (
-            [rank_inventory(rank, cores=[0, 1], host_cores=2) for rank in range(3)],
-            MPICH,
-            "",
-            "3 ranks of n1 run on 2 cores:",
-            "start 2 ranks or fewer there",
-        ),
-        ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
-        ([rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
-        (
-            [rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
-            MPICH,
-            "",
-            "no NCCL",
-            "nvidia-nccl",
-        ),
-        (
-            [rank_inventory(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
-            MPICH,
-            "",
-            "GPU of the ranks 0, 1: no headers",
-            "cuda12",
-        ),
-        (
-            [rank_inventory(rank, gpus=["H200"] * 2) for rank in range(3)],
-            MPICH,
-            "",
-            "3 ranks run on n1 with 2",
-            "share-gpu",
-        ),
-        (
-            [rank_inventory(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})],
-            MPICH,
-            "",
-            "unknown environment variable HPCSTRAT_CHEK",
-            "HPCSTRAT_CHECK?",
-        ),
-    ],
-)
+FAULTS = [
+    ([rank_inventory()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
+    ([rank_inventory()], (None, ""), "", "no mpirun", "srun"),
+    (
+        [rank_inventory()],
+        ("/bin/mpirun", "Open MPI"),
+        "",
+        "belongs to Open MPI, but mpi4py loads MPICH",
+        "one MPI only",
+    ),
+    ([rank_inventory(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
+    (
+        [rank_inventory(), rank_inventory(1, versions=versions(NumPy="1.26"))],
+        MPICH,
+        "",
+        "NumPy differs: 2.0 on rank 0, 1.26 on rank 1",
+        "one environment",
+    ),
+    ([rank_inventory(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
+    (
+        [rank_inventory(cores=[5]), rank_inventory(1, cores=[5])],
+        MPICH,
+        "",
+        "2 ranks of n1 run on 1 core:",
+        "--bind-to none",
+    ),
+    (
+        [rank_inventory(rank, cores=[0, 1], host_cores=2) for rank in range(3)],
+        MPICH,
+        "",
+        "3 ranks of n1 run on 2 cores:",
+        "start 2 ranks or fewer there",
+    ),
+    ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
+    ([rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
+    (
+        [rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
+        MPICH,
+        "",
+        "no NCCL",
+        "nvidia-nccl",
+    ),
+    (
+        [rank_inventory(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
+        MPICH,
+        "",
+        "GPU of the ranks 0, 1: no headers",
+        "cuda12",
+    ),
+    (
+        [rank_inventory(rank, gpus=["H200"] * 2) for rank in range(3)],
+        MPICH,
+        "",
+        "3 ranks run on n1 with 2",
+        "share-gpu",
+    ),
+    (
+        [rank_inventory(unknown={"HPCSTRAT_CHEK": "HPCSTRAT_CHECK"})],
+        MPICH,
+        "",
+        "unknown environment variable HPCSTRAT_CHEK",
+        "HPCSTRAT_CHECK?",
+    ),
+]
+
+
+@pytest.mark.parametrize("ranks, mpirun, error, what, remedy", FAULTS, ids=[what for *_, what, _ in FAULTS])
 def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy):
     (fault,) = info.find_faults(ranks, mpirun, error)
     assert what in fault.what
@@ -221,6 +230,7 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
     assert used == [1]
 
 
-def test_ranks_on_two_hosts_have_their_own_cores():
-    ranks = [rank_inventory(0, cores=[0]), rank_inventory(1, host="n2", cores=[0])]
+@pytest.mark.parametrize(("host", "cores"), [("n1", [1]), ("n2", [0])], ids=["of one host", "of two hosts"])
+def test_ranks_on_cores_of_their_own(host, cores):
+    ranks = [rank_inventory(0, cores=[0]), rank_inventory(1, host=host, cores=cores)]
     assert info.find_faults(ranks, MPICH, "") == []

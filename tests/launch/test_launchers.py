@@ -1,6 +1,7 @@
 """Who started the ranks: the launcher and MPI must agree, and one rank needs no MPI."""
 
 import pytest
+from slow import slow_but
 
 WORLD = """
     import sys
@@ -14,13 +15,20 @@ WORLD = """
     else:
         print(f"alone {world.rank}/{world.size} {world.host_comm} {world.hosts}")
 """
-NO_MPI4PY = """
+# What the program starts with where something is missing: mpi4py's wheels carry no MPI library.
+MISSING = {
+    "mpi4py": """
     import sys
     sys.modules["mpi4py"] = None
-"""
+""",
+    "an MPI library that mpi4py can load": """
+    import os
+    os.environ["MPI4PY_LIBMPI"] = "/nowhere/libmpi.so"
+""",
+}
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but([3], [1, 2, 3, 4]))
 def test_the_world(launch, ranks):
     result = launch(WORLD, ranks)
     assert result.status == 0
@@ -31,6 +39,7 @@ def test_the_world(launch, ranks):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 def test_two_hosts(launch):
     if launch.open_mpi:
         pytest.skip("only MPICH can pose as several hosts")
@@ -61,9 +70,9 @@ def test_another_mpis_launcher_is_refused(launch):
 
 
 def test_what_does_not_know_its_launcher_is_refused_by_its_number_of_ranks(launch):
-    result = launch(WORLD, env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     if not launch.open_mpi:
         pytest.skip("MPICH takes the variables for a real launcher's and does not start")
+    result = launch(WORLD, env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     assert result.status != 0
     assert "a PMI launcher started 2 processes, but MPI (" in result.stderr and ") has 1 rank:" in result.stderr
 
@@ -77,56 +86,56 @@ def test_a_step_of_srun_without_its_mpi_is_refused(launch):
     assert "srun started 4 processes, but MPI (" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_batch_script_is_no_launch(launch):
     result = launch(WORLD, 2, env={"SLURM_JOB_ID": None, "SLURM_NTASKS": "4", "SLURM_PROCID": "0"})
     assert result.status == 0
 
 
-def test_without_mpi4py_one_rank_works_and_says_nothing(launch):
-    result = launch(NO_MPI4PY + WORLD)
+@pytest.mark.parametrize("missing", slow_but(["mpi4py"], MISSING))
+def test_one_rank_works_without_it_and_says_nothing(launch, missing):
+    result = launch(MISSING[missing] + WORLD)
     assert (result.status, result.stdout, result.stderr) == (0, "alone 0/1 None (0,)\n", "")
 
 
-def test_without_mpi4py_several_ranks_do_not(launch):
-    result = launch(NO_MPI4PY + WORLD, 2)
+@pytest.mark.parametrize("missing", slow_but(["an MPI library that mpi4py can load"], MISSING))
+def test_several_ranks_do_not_work_without_it(launch, missing):
+    result = launch(MISSING[missing] + WORLD, 2)
     assert result.status != 0
-    assert "RuntimeError: hpcstrat cannot connect the ranks: mpi4py is missing" in result.stderr
+    assert f"RuntimeError: hpcstrat cannot connect the ranks: {missing} is missing" in result.stderr
     assert result.stdout == ""
 
 
-def test_without_an_mpi_library(launch):
-    """mpi4py's wheels carry none; this names one that is not there."""
-    env = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so"}
-    result = launch(WORLD, env=env)
-    assert (result.status, result.stdout, result.stderr) == (0, "alone 0/1 None (0,)\n", "")
-    result = launch(WORLD, 2, env=env)
-    assert result.status != 0
-    assert "an MPI library that mpi4py can load is missing" in result.stderr
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_users_own_start_of_mpi(launch, ranks):
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
+@pytest.mark.parametrize("start", slow_but(["by hand"], ["by hand", "switched off"]))
+def test_the_users_own_start_of_mpi(launch, ranks, start):
     before = """
     import mpi4py
     mpi4py.rc.initialize = False
-    if {by_hand}:
-        from mpi4py import MPI
-        MPI.Init_thread(MPI.THREAD_SERIALIZED)
 """
-    for by_hand in (False, True):
-        end = "\n    MPI.Finalize()\n" if by_hand else ""
-        result = launch(before.format(by_hand=by_hand) + WORLD + end, ranks)
-        assert result.status == 0
-        assert len(result.stdout.splitlines()) == ranks
+    by_hand = """
+    from mpi4py import MPI
+    MPI.Init_thread(MPI.THREAD_SERIALIZED)
+"""
+    program = before + by_hand + WORLD + "\n    MPI.Finalize()\n" if start == "by hand" else before + WORLD
+    result = launch(program, ranks)
+    assert result.status == 0
+    assert len(result.stdout.splitlines()) == ranks
 
 
-def test_mpi_finalised_already(launch):
-    before = """
+FINALISED = """
     from mpi4py import MPI
     MPI.Finalize()
 """
-    assert launch(before + WORLD).stdout == "alone 0/1 None (0,)\n"
-    result = launch(before + WORLD, 2)
+
+
+@pytest.mark.slow
+def test_mpi_finalised_already(launch):
+    assert launch(FINALISED + WORLD).stdout == "alone 0/1 None (0,)\n"
+
+
+def test_mpi_finalised_already_on_several_ranks(launch):
+    result = launch(FINALISED + WORLD, 2)
     assert result.status != 0
     assert "MPI was finalised already" in result.stderr
 

@@ -1,5 +1,6 @@
 """Standard output reads as one program's."""
 
+import itertools
 import sys
 import textwrap
 
@@ -33,7 +34,7 @@ PROGRAM = """
 ONCE = ["first", "cross-replica context", "outer thread", "a", "b", "bytes"]
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2, 3])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
 def test_what_shows(launch, ranks):
     result = launch(PROGRAM, ranks)
     count = ranks or 1
@@ -45,21 +46,25 @@ def test_what_shows(launch, ranks):
     assert result.stderr.count("error of replica") == count
 
 
+@pytest.mark.slow
 def test_all(launch):
     result = launch(PROGRAM, 3, env={"HPCSTRAT_OUTPUT": "all"})
     inside = [f"{word} {rank}" for word in ("replica", "thread") for rank in range(3)]
     assert sorted(result.stdout.splitlines()) == sorted(ONCE * 3 + inside)
 
 
+@pytest.mark.slow
 def test_lead(launch):
     result = launch(PROGRAM, 3, env={"HPCSTRAT_OUTPUT": "lead"})
     assert sorted(result.stdout.splitlines()) == sorted([*ONCE, "replica 0", "thread 0"])
 
 
-def test_another_value_is_an_error(launch):
-    result = launch(PROGRAM, 2, env={"HPCSTRAT_OUTPUT": "rank0"})
+@pytest.mark.slow
+@pytest.mark.parametrize("variable, value", [("HPCSTRAT_OUTPUT", "rank0"), ("HPCSTRAT_STDERR", "lead")])
+def test_another_value_is_an_error(launch, variable, value):
+    result = launch(PROGRAM, 2, env={variable: value})
     assert result.status != 0
-    assert "ValueError: HPCSTRAT_OUTPUT='rank0' is not allowed" in result.stderr
+    assert f"ValueError: {variable}='{value}' is not allowed" in result.stderr
 
 
 ERRORS = """
@@ -71,25 +76,18 @@ ERRORS = """
     print("printed", file=sys.stderr)
     warnings.warn("warned")
     logging.info("noted")
-    for _ in tqdm(range(3), desc="bar"): pass
+    # The interval is that of further states of the bar, which a slow machine would show.
+    for _ in tqdm(range(3), desc="bar", mininterval=1000): pass
     hs.barrier()
 """
-ONCE_AS_ERRORS = ["printed", "warned", "noted"]
 
 
-def counts(stderr):
-    return [stderr.count(word + "\n") for word in ONCE_AS_ERRORS] + [stderr.count("bar: 100%")]
-
-
-def test_errors_read_as_one_programs(launch):
-    result = launch(ERRORS, 3)
+@pytest.mark.parametrize("ranks, shown", slow_but([(2, "once")], [(2, "once"), (3, "once"), (3, "of all")]))
+def test_errors_read_as_one_programs(launch, ranks, shown):
+    result = launch(ERRORS, ranks, env={"HPCSTRAT_STDERR": "all"} if shown == "of all" else {})
     assert result.status == 0
-    assert counts(result.stderr) == [1, 1, 1, 1]
-    result = launch(ERRORS, 3, env={"HPCSTRAT_STDERR": "all"})
-    assert counts(result.stderr) == [3, 3, 3, 3]
-    result = launch(ERRORS, 2, env={"HPCSTRAT_STDERR": "lead"})
-    assert result.status != 0
-    assert "ValueError: HPCSTRAT_STDERR='lead' is not allowed" in result.stderr
+    counts = [result.stderr.count(word) for word in ("printed\n", "warned\n", "noted\n", "bar: 100%")]
+    assert counts == [ranks if shown == "of all" else 1] * 4
 
 
 ENDS = {
@@ -103,10 +101,13 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", slow_but(["text", "raised"], [*ENDS]))
-@pytest.mark.parametrize("begins", ["", "hs.barrier()"], ids=["early", "connected"])
-def test_what_explains_a_failure_is_shown(launch, begins, end):
+QUICK_ENDS = [("early", "text"), ("connected", "raised")]
+
+
+@pytest.mark.parametrize("moment, end", slow_but(QUICK_ENDS, itertools.product(["early", "connected"], ENDS)))
+def test_what_explains_a_failure_is_shown(launch, moment, end):
     """What was hidden before, and what is written then."""
+    begins = "hs.barrier()" if moment == "connected" else ""
     if not begins and end in ("raised", "raised text", "os._exit") and not launch.open_mpi:
         pytest.skip("MPICH's launcher ignores how a process ends that has not started MPI, and rank 0 waits")
     if not begins and end == "thread":
@@ -129,8 +130,16 @@ def test_what_explains_a_failure_is_shown(launch, begins, end):
     assert result.leftovers == []
 
 
-def test_an_error_of_all_ranks_is_said_once(launch):
-    result = launch("import argparse, hpcstrat\nargparse.ArgumentParser().parse_args(['--wrong'])", 3)
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
+def test_an_error_of_all_ranks_is_said_once(launch, ranks):
+    program = """
+    import argparse
+    from hpcstrat import _failure, _output
+
+    _failure._LEAD_DELAY = _output._LEAD_DELAY = 10  # not that of a machine that does nothing else
+    argparse.ArgumentParser().parse_args(["--wrong"])
+    """
+    result = launch(program, ranks)
     assert result.status != 0
     count = result.stderr.count("unrecognized arguments: --wrong")
     # Before MPI has started, Open MPI's launcher ends the ranks when it notices that one has left.
@@ -158,7 +167,8 @@ def test_handled_and_logged_errors_and_those_of_c_are_shown(launch):
     assert [result.stderr.count(word) for word in words] == [2, 2, 2, 2, 1]
 
 
-def test_lines_arrive_whole(launch):
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 4]))
+def test_lines_arrive_whole(launch, ranks):
     if "Open MPI) 4" in launch.version:
         pytest.skip("mpirun of Open MPI 4 cuts what comes at once every 4 KiB, lines or not")
     program = """
@@ -170,10 +180,10 @@ def test_lines_arrive_whole(launch):
     for number in range(300):
         print("rank", world.rank, "line", number, "x" * 100)
     """
-    result = launch(program, 4)
+    result = launch(program, ranks)
     lines = [line.split() for line in result.stdout.splitlines()]
-    assert len(lines) == 1200
-    assert {tuple(line[:3]) for line in lines} == {("rank", str(rank), "line") for rank in range(4)}
+    assert len(lines) == ranks * 300
+    assert {tuple(line[:3]) for line in lines} == {("rank", str(rank), "line") for rank in range(ranks)}
     assert all(line[4:] == ["x" * 100] for line in lines)
 
 
@@ -191,32 +201,46 @@ SUM = """
         file.write(str(total))
 """
 CLOSED = ["stderr=none", "stderr=closed", "stdout=none", "stdout=closed", "stdin=closed"]
+ALL_CLOSED = "stderr=closed stdout=closed stdin=closed"
 
 
-@pytest.mark.parametrize("streams", [*([one] for one in CLOSED), ["stderr=closed", "stdout=closed", "stdin=closed"]])
+@pytest.mark.parametrize("streams", slow_but([ALL_CLOSED], [*CLOSED, ALL_CLOSED]))
 def test_streams_that_the_program_has_closed(launch, streams):
-    result = launch(SUM, 2, *streams)
+    result = launch(SUM, 2, *streams.split())
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     assert [(launch.folder / f"total_{rank}").read_text() for rank in range(2)] == ["3", "3"]
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_streams_that_are_closed_from_the_begin(launch, closed):
-    """As daemons have them. What a rank says then goes to the other stream, or nowhere."""
-    program = launch.folder / "sum.py"
-    program.write_text(textwrap.dedent(SUM))
+CLOSED_FROM_THE_BEGIN = {"stderr": "2>&-", "stderr and stdout": ">&- 2>&-", "all": "<&- >&- 2>&-"}
+
+
+def with_closed_streams(launch, source, closed):
+    """The path of a program that starts this one with those streams closed."""
+    (launch.folder / "closed.py").write_text(textwrap.dedent(source))
+    closing = CLOSED_FROM_THE_BEGIN[closed]
     start = launch.folder / "start"
-    start.write_text(f"import os\nos.execv('/bin/sh', ['sh', '-c', 'exec {sys.executable} sum.py {closed}'])")
-    result = launch(start, 2)
+    start.write_text(f"import os\nos.execv('/bin/sh', ['sh', '-c', 'exec {sys.executable} closed.py {closing}'])")
+    return start
+
+
+@pytest.mark.parametrize("closed", slow_but(["all"], CLOSED_FROM_THE_BEGIN))
+def test_streams_that_are_closed_from_the_begin(launch, closed):
+    """As daemons have them."""
+    result = launch(with_closed_streams(launch, SUM, closed), 2)
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     assert [(launch.folder / f"total_{rank}").read_text() for rank in range(2)] == ["3", "3"]
-    program.write_text("import hpcstrat as hs\nif hs.rank(): raise ValueError('the cause')\nhs.barrier()")
-    result = launch(start, 2)
+
+
+@pytest.mark.parametrize("closed", slow_but(["stderr"], CLOSED_FROM_THE_BEGIN))
+def test_an_error_where_streams_are_closed_from_the_begin(launch, closed):
+    """What a rank says then goes to the other stream, or nowhere."""
+    program = "import hpcstrat as hs\nif hs.rank(): raise ValueError('the cause')\nhs.barrier()"
+    result = launch(with_closed_streams(launch, program, closed), 2)
     assert result.status != 0 and result.leftovers == []
-    assert ("[rank 1] ValueError: the cause" in result.stdout) == (closed == "2>&-")
+    assert ("[rank 1] ValueError: the cause" in result.stdout) == (closed == "stderr")
 
 
-@pytest.mark.parametrize("seconds", ["1e10", "1e300", "inf"])
+@pytest.mark.parametrize("seconds", slow_but(["1e300"], ["1e10", "1e300", "inf"]))
 def test_time_outs_of_any_size(launch, seconds):
     result = launch(SUM, 2, env={"HPCSTRAT_TIMEOUT_SECONDS": seconds, "HPCSTRAT_STALL_SECONDS": seconds})
     assert (result.status, result.stderr) == (0, "")
@@ -227,11 +251,37 @@ def test_the_users_own_timer_of_tracebacks_stays(launch):
     import faulthandler, time
     import hpcstrat as hs
 
-    faulthandler.dump_traceback_later(3, exit=True)
+    faulthandler.dump_traceback_later(1, exit=True)
     hs.barrier()
     with hs.extend_timeout(100):
         time.sleep(100)
     """
     result = launch(program, 2, timeout=60)
     assert result.status != 0
-    assert "Timeout (0:00:03)!" in result.stderr
+    assert "Timeout (0:00:01)!" in result.stderr
+
+
+# Starts a job whose standard error is a terminal, and prints what a bar shows there.
+ON_A_TERMINAL = """
+    import os, pty, subprocess, sys
+    reader, writer = pty.openpty()
+    job = subprocess.Popen(sys.argv[1:], stderr=writer)
+    os.close(writer)
+    shown = b""
+    while True:
+        try: piece = os.read(reader, 4096)
+        except OSError: break  # which is how a terminal ends
+        if not piece: break
+        shown += piece
+    print(job.wait(), b"3/3" in shown)
+"""
+BAR = "import hpcstrat as hs\nfor _ in hs.progress(range(3)): pass\n"
+
+
+def test_a_progress_bar_shows_where_mpirun_is_on_a_terminal(launch):
+    bar = launch.folder / "bar.py"
+    bar.write_text(BAR)
+    result = launch(ON_A_TERMINAL, None, *launch.mpirun, "-n", "2", sys.executable, bar)
+    assert (result.status, result.stdout, result.stderr) == (0, "0 True\n", "")
+    result = launch(bar, 2)
+    assert (result.status, result.stdout, result.stderr) == (0, "", "")

@@ -1,6 +1,7 @@
 """The launcher is killed, or stands still, so it can end no rank: each ends by itself."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
@@ -10,6 +11,7 @@ import sys
 import time
 
 import pytest
+from slow import slow_but
 
 PROGRAM = """
 import os, sys, threading, time
@@ -73,10 +75,15 @@ def ended_by_itself(mpirun, folder, ranks):
         mpirun.wait()
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("does", ["call", "compute"])
-@pytest.mark.parametrize("wrapper", [[], ["sh", "-c", '"$@"; true', "sh"]], ids=["direct", "in a shell"])
-def test_ranks_end_with_their_launcher(launch, tmp_path, ranks, does, wrapper):
+WRAPPERS = {"direct": [], "in a shell": ["sh", "-c", '"$@"; true', "sh"]}
+QUICK = [("direct", "compute", 1), ("in a shell", "call", 2)]
+
+
+@pytest.mark.parametrize(
+    "start, does, ranks", slow_but(QUICK, [*itertools.product(WRAPPERS, ["call", "compute"], [1, 3]), QUICK[1]])
+)
+def test_ranks_end_with_their_launcher(launch, tmp_path, start, does, ranks):
+    wrapper = WRAPPERS[start]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [*launch.mpirun, "-n", str(ranks), *wrapper, sys.executable, str(program), does]
@@ -97,7 +104,7 @@ def test_ranks_end_where_nobody_reads_what_they_print(launch, tmp_path):
     """Rank 1 does not come; the others' pipes are full, and so the report of that goes nowhere."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    patience = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3", "HPCSTRAT_OUTPUT": "all"}
+    patience = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "6", "HPCSTRAT_OUTPUT": "all"}
     mpirun = subprocess.Popen(
         [*launch.mpirun, "-n", "2", sys.executable, str(program), "print"],
         cwd=tmp_path,

@@ -182,39 +182,55 @@ RUN = """
 """
 
 
-def test_a_job_goes_on_whatever_ends_a_rank(launch, restarting, tmp_path):
+# What ends rank 1: in the step after these, how, what is said of it, and the step of the newest snapshot.
+ENDS = {
+    "SIGKILL": (3, "os.kill(os.getpid(), signal.SIGKILL)", r"(rank 1|a rank) died after step 3 of SIGKILL", 2),
+    "SIGSEGV": (6, "os.kill(os.getpid(), signal.SIGSEGV)", r"(rank 1|a rank) died after step 6 of SIGSEGV", 6),
+    # Of os._exit some launchers make their own kill of the others.
+    "exit": (
+        9,
+        "os._exit(5)",
+        r"the ranks ended after step 9 with status 5|(rank 1|a rank) died after step 9 of SIGKILL",
+        8,
+    ),
+    "stall": (12, "time.sleep(1000)", r"the ranks ended after step 12 with status \d+", 12),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ends"),
+    [
+        pytest.param(2, ["SIGKILL"], id="a kill"),
+        pytest.param(3, list(ENDS), id="one after the other", marks=pytest.mark.slow),
+    ],
+)
+def test_a_job_goes_on_whatever_ends_a_rank(launch, restarting, tmp_path, ranks, ends):
     program = (
         TRAIN
-        + """
+        + f"""
+    ends = {[ENDS[end][:2] for end in ends]}
+
     def after(step):
-        if hs.rank() != 1 or step != (4, 7, 10, 13, 0)[start]:
-            return
-        if start == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if start == 1:
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if start == 2:
-            os._exit(5)
-        time.sleep(1000)
+        if hs.rank() == 1 and start < len(ends) and step == ends[start][0] + 1:
+            exec(ends[start][1])
 
     train(after)
     """
     )
-    result = restarting(program, "--restarts", 4, "-n", 3, env={"HPCSTRAT_TIMEOUT_SECONDS": "2"})
+    # Only a stall is to come to its end: seconds, by which ranks of a busy machine may be apart too.
+    seconds = {"HPCSTRAT_TIMEOUT_SECONDS": "6"} if "stall" in ends else {}
+    result = restarting(program, "--restarts", 4, "-n", ranks, env=seconds)
     assert (result.status, result.leftovers) == (0, [])
     # A snapshot every second step, and each rank dies before the step is counted.
-    assert starts(result.stdout) == [("nothing", 0), ("memory", 2), ("memory", 6), ("memory", 8), ("memory", 12)]
-    assert last_line(result.stdout) == undisturbed(launch, tmp_path, 3)
-    # Open MPI does not always end the line before.
+    snapshots = [ENDS[end][3] for end in ends]
+    assert starts(result.stdout) == [("nothing", 0), *(("memory", step) for step in snapshots)]
+    assert last_line(result.stdout) == undisturbed(launch, tmp_path, ranks)
+    # Open MPI does not always end the line before. Deaths may be seen together.
     said = re.findall(r"hpcstrat run: (.*)$", result.stderr, re.MULTILINE)
-    # Of os._exit some launchers make their own kill of the others. Deaths may be seen together.
-    ends = [r"(rank 1|a rank) died after step 3 of SIGKILL", r"(rank 1|a rank) died after step 6 of SIGSEGV"]
-    ends += [r"the ranks ended after step 9 with status 5|(rank 1|a rank) died after step 9 of SIGKILL"]
-    ends += [r"the ranks ended after step 12 with status \d+"]
     assert len(said) == len(ends)
-    for number, (line, end, step) in enumerate(zip(said, ends, (2, 6, 8, 12), strict=True), start=1):
-        rest = f"; restart {number} of 4, on 3 ranks; the newest snapshot is of step {step}"
-        assert re.fullmatch(f"({end}){rest}", line)
+    for number, (line, end, step) in enumerate(zip(said, ends, snapshots, strict=True), start=1):
+        rest = f"; restart {number} of 4, on {ranks} ranks; the newest snapshot is of step {step}"
+        assert re.fullmatch(f"({ENDS[end][2]}){rest}", line)
 
 
 @pytest.mark.slow

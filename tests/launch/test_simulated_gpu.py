@@ -1,4 +1,7 @@
-"""The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found."""
+"""The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found.
+
+One program runs in `launch/test`, what is marked `gpu` in `launch/test --simulated-gpu`, the rest with `--all`.
+"""
 
 import json
 import pathlib
@@ -239,6 +242,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.gpu
 def test_nccl_that_never_connects(simulated):
     result = simulated(STARTS, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs@1:1", "HPCSTRAT_OUTPUT": "all"})
     assert (result.status, result.leftovers) == (0, [])
@@ -291,6 +295,7 @@ print(waits)
 """
 
 
+@pytest.mark.gpu
 def test_a_sparse_gradient_waits_for_the_gpu_twice(simulated):
     """For the largest index, and for the number of rows."""
     result = simulated(ROWS, None)
@@ -327,6 +332,7 @@ for metric, arrays in metrics.items():
 """
 
 
+@pytest.mark.gpu
 def test_an_update_of_a_metric_is_one_kernel_for_which_the_host_does_not_wait(simulated):
     """And which needs no memory: no other operation of CuPy's takes part."""
     result = simulated(METRICS, None)
@@ -383,6 +389,7 @@ def probe(*change):
     return text
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
 def test_a_step_as_one_graph(simulated, ranks):
     result = simulated(probe(), ranks, "--steps", "10", "--rounds", "2")
@@ -410,6 +417,7 @@ GRAPH_BUGS = {
 }
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(("old", "new", "said"), GRAPH_BUGS.values(), ids=GRAPH_BUGS)
 def test_what_a_graph_must_not_do(simulated, old, new, said):
     result = simulated(probe(old, new), 2, "--steps", "10", "--rounds", "2")
@@ -419,6 +427,7 @@ def test_what_a_graph_must_not_do(simulated, old, new, said):
 # ---- programs
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
 def test_check_and_info(simulated, ranks):
     result = simulated(CALLS, ranks, "check")
@@ -429,6 +438,7 @@ def test_check_and_info(simulated, ranks):
     assert facts["ranks"][0]["versions"]["NCCL"] == "2.32.3"
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 4]))
 def test_the_conformance_kit(simulated, ranks):
     kit = pathlib.Path(__file__).parents[1] / "conformance"
@@ -438,7 +448,9 @@ def test_the_conformance_kit(simulated, ranks):
 
 CALLS = """
 import runpy
+from hpcstrat._cli import check
 
+check._SIZES = (1 << 10, 1 << 20)  # bytes
 runpy.run_module("hpcstrat", run_name="__main__")
 """
 HANGS_SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}

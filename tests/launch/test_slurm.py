@@ -405,20 +405,19 @@ def test_help(program):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["start-ranks"], "usage: "),
-        (["start-ranks", "--nonsense"], "usage: "),
-        (["start-ranks", "true"], "this is no Slurm job"),
-        (["try-locally"], "usage: "),
-        (["try-locally", "--nonsense"], "usage: "),
-        (["try-locally", "-N", "two", "true"], "-N wants a number, not 'two'"),
-        (["try-locally", "--cpus"], "--cpus wants a number, not ''"),
-        (["try-locally", "-N", "0", "true"], "at least one node"),
+        ("start-ranks", "usage: "),
+        ("start-ranks --nonsense", "usage: "),
+        ("start-ranks true", "this is no Slurm job"),
+        ("try-locally", "usage: "),
+        ("try-locally --nonsense", "usage: "),
+        ("try-locally -N two true", "-N wants a number, not 'two'"),
+        ("try-locally --cpus", "--cpus wants a number, not ''"),
+        ("try-locally -N 0 true", "at least one node"),
     ],
 )
 def test_wrong_use(command, message):
-    result = subprocess.run(
-        [SLURM / command[0], *command[1:]], capture_output=True, text=True, timeout=60, env=environment()
-    )
+    name, *arguments = command.split()
+    result = subprocess.run([SLURM / name, *arguments], capture_output=True, text=True, timeout=60, env=environment())
     assert result.returncode == 2
     assert message in result.stderr
 
@@ -447,6 +446,7 @@ def test_the_status_is_the_commands_and_nothing_stays(try_locally):
         ("trap 'exit 5' TERM; echo up; while :; do sleep 0.1; done", [signal.SIGTERM], 5),
         ("trap '' HUP TERM; echo up; exec sleep 1000", [signal.SIGHUP, signal.SIGTERM], 137),
     ],
+    ids=["that ends it", "that it handles", "two that it ignores"],
 )
 def test_a_signal_takes_it_down(try_locally, command, signals, status):
     slurm = try_locally("sh", "-c", command)

@@ -1,6 +1,7 @@
 """A strategy's program from outside: what it prints, and how it ends when one rank goes wrong."""
 
 import pytest
+from slow import slow_but
 
 PROGRAM = """
     import sys
@@ -23,7 +24,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("ranks", [None, 1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3, 4]))
 def test_it_prints_as_one_program(launch, ranks):
     result = launch(PROGRAM, ranks, "none")
     count = ranks or 1
@@ -36,6 +37,7 @@ def test_it_prints_as_one_program(launch, ranks):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_replicas_exception_ends_all(launch, failing):
     result = launch(PROGRAM, 3, str(failing))
@@ -44,7 +46,7 @@ def test_one_replicas_exception_ends_all(launch, failing):
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("status", slow_but([0], [0, 3]))
 def test_a_rank_that_leaves_early_ends_those_that_wait_for_it(launch, status):
     program = """
     import sys
@@ -61,8 +63,8 @@ def test_a_rank_that_leaves_early_ends_those_that_wait_for_it(launch, status):
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("waiting", [False, True], ids=["the others go on", "the others wait in the replica function"])
-def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(launch, waiting):
+@pytest.mark.parametrize("others", slow_but(["go on"], ["go on", "wait in the replica function"]))
+def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(launch, others):
     program = """
     import contextlib
     import sys
@@ -73,7 +75,7 @@ def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(laun
     def replica_fn():
         if hs.rank() == 1:
             raise KeyError("of rank 1 alone")
-        if sys.argv[1] == "True":
+        if sys.argv[1] != "go on":
             hs.get_replica_context().all_reduce("SUM", 1.0)
 
     with contextlib.suppress(KeyError):
@@ -81,7 +83,7 @@ def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(laun
     hs.barrier()
     print("went on")
 """
-    result = launch(program, 3, str(waiting))
+    result = launch(program, 3, others)
     assert result.status != 0
     assert "KeyError: 'of rank 1 alone'" in "\n".join(result.tagged(1))
     assert "other ranks did not raise there" in "\n".join(result.tagged(1))
@@ -89,6 +91,7 @@ def test_an_exception_that_one_rank_catches_ends_the_job_with_its_traceback(laun
     assert result.leftovers == []
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_and_leaves_nothing(launch):
     program = """
     import os

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from slow import slow_but
 
 PROGRAM = """
     import os, sys
@@ -27,7 +28,7 @@ def shares(result):
     return [(set(blas), own) for blas, own in rows]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
 def test_each_rank_takes_its_share(launch, ranks):
     rows = shares(launch(PROGRAM, ranks))
     for blas, own in rows:
@@ -35,17 +36,20 @@ def test_each_rank_takes_its_share(launch, ranks):
         assert blas == {max(1, int(share + 1e-9))}
 
 
+@pytest.mark.slow
 def test_one_rank_is_not_limited(launch):
     rows = shares(launch(PROGRAM, env={"OMPI_MCA_hwloc_base_binding_policy": "none"}))
     assert rows[0][0] == {len(os.sched_getaffinity(0))}
 
 
+@pytest.mark.slow
 def test_the_users_variable_wins(launch):
     # Ranks that mpirun binds to a core each get one thread from OpenBLAS itself, whatever the variable says.
     env = {"OPENBLAS_NUM_THREADS": "2", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     assert [blas for blas, _ in shares(launch(PROGRAM, 2, env=env))] == [{2}, {2}]
 
 
+@pytest.mark.slow
 def test_bound_ranks(launch):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")

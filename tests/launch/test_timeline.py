@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from internals import GPU_TRACKS, read, share_out
+from slow import slow_but
 
 # Each of 6 steps moves what is known in closed form; on the last rank the function takes longer than on the others.
 PROGRAM = """
@@ -37,24 +38,38 @@ def spans_of(path, rank, category, name=None):
     ]
 
 
-def test_all_ranks_write_one_trace(launch, gpus):
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([None], id="alone"),  # and the next test on 3 ranks
+        pytest.param([1, 2, 3, 4], id="on 1 to 4 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_write_one_trace(launch, gpus, counts):
     are_seen, numbers = gpus
-    for ranks in numbers:
-        job = launch(PROGRAM, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"}, gpus=are_seen)
-        assert (job.status, job.leftovers) == (0, []), job.stderr
-        assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
-        path = str(launch.folder / "trace.json")
-        events = json.loads((launch.folder / "trace.json").read_text())
-        assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(ranks or 1))
-        for rank in range(ranks or 1):
-            assert len(spans_of(path, rank, "run", "run step")) == 6
-            updates = spans_of(path, rank, "update", "SGD.apply_gradients")
-            assert [span.nbytes for span in updates] == [4000] * 6
-            sums = spans_of(path, rank, "communication", "Strategy.reduce")
-            assert [span.nbytes for span in sums].count(16) == 6  # a number, padded as messages are
-            assert len(spans_of(path, rank, "input", "next batch")) == 7
-            if are_seen:
+    for ranks in [ranks for ranks in counts if ranks in numbers]:
+        path = traced(launch, PROGRAM, ranks, are_seen)
+        if are_seen:
+            for rank in range(ranks or 1):
                 check_gpu(read(path).tracks[rank])
+
+
+def traced(launch, program, ranks, are_seen=False):
+    """The path of the program's trace, which holds the spans of all ranks."""
+    job = launch(program, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"}, gpus=are_seen)
+    assert (job.status, job.leftovers) == (0, []), job.stderr
+    assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
+    path = str(launch.folder / "trace.json")
+    events = json.loads((launch.folder / "trace.json").read_text())
+    assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(ranks or 1))
+    for rank in range(ranks or 1):
+        assert len(spans_of(path, rank, "run", "run step")) == 6
+        updates = spans_of(path, rank, "update", "SGD.apply_gradients")
+        assert [span.nbytes for span in updates] == [4000] * 6
+        sums = spans_of(path, rank, "communication", "Strategy.reduce")
+        assert [span.nbytes for span in sums].count(16) == 6  # a number, padded as messages are
+        assert len(spans_of(path, rank, "input", "next batch")) == 7
+    return path
 
 
 def check_gpu(tracks):
@@ -68,9 +83,7 @@ def check_gpu(tracks):
 
 
 def test_who_is_waited_for_is_seen_and_said(launch):
-    job = launch(PROGRAM.replace("sleep(0.05)", "sleep(0.3)"), 3, env={"HPCSTRAT_TIMELINE": "trace.json"})
-    assert job.status == 0, job.stderr
-    path = str(launch.folder / "trace.json")
+    path = traced(launch, PROGRAM.replace("sleep(0.05)", "sleep(0.2)"), 3)
     waits = [rank.shares["waiting"] for rank in share_out(read(path))]
     assert waits[2] < min(waits[:2])
     shown = subprocess.run(
@@ -83,7 +96,7 @@ def test_who_is_waited_for_is_seen_and_said(launch):
 
 def test_the_command_prints_shares_and_draws(launch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    assert launch(PROGRAM, 2, env={"HPCSTRAT_TIMELINE": "trace.json"}).status == 0
+    assert launch(PROGRAM, None, env={"HPCSTRAT_TIMELINE": "trace.json"}).status == 0
     path, picture = launch.folder / "trace.json", launch.folder / "out.png"
     shown = subprocess.run(
         [sys.executable, "-m", "hpcstrat", "timeline", path, "--plot", picture],
@@ -132,7 +145,7 @@ def test_a_trace_can_be_read_after_a_kill(launch, how):
 def test_several_hosts_write_one_trace(launch):
     if launch.open_mpi:
         pytest.skip("Open MPI cannot pose as several hosts")
-    program = PROGRAM.replace("CentralStorageStrategy", "MultiWorkerMirroredStrategy")
+    program = PROGRAM.replace("CentralStorageStrategy", "MultiWorkerMirroredStrategy").replace("0.05", "0")
     job = launch(program, 3, env={"HPCSTRAT_TIMELINE": "trace.json", "MPIR_CVAR_NUM_CLIQUES": "2"})
     assert job.status == 0, job.stderr
     found = read(str(launch.folder / "trace.json"))
@@ -141,7 +154,7 @@ def test_several_hosts_write_one_trace(launch):
     json.loads((launch.folder / "trace.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [None, 2])
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 2]))
 def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
     job = launch(
         "import hpcstrat as hs\nhs.CentralStorageStrategy()",
