@@ -71,15 +71,16 @@ ON_GPUS = {**ON_ONE_HOST, "sharded central": ShardedCentral}
 
 CASES = [*(("CPU", name) for name in [*ON_ONE_HOST, *ON_HOSTS]), *(("GPU", name) for name in ON_GPUS)]
 QUICK = [("CPU", name) for name in ("mirrored", "hosts", "hosts in turns, sharded")]
-QUICK += [("GPU", name) for name in ("mirrored", "sharded")]
+QUICK += [("GPU", name) for name in ON_GPUS]
 CORE = [("CPU", "hosts"), ("CPU", "hosts in turns, sharded")]  # of two ranks each would be alone on its host
+CORE += [("GPU", "central"), ("GPU", "sharded central")]
 
 
 def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames:
         quick, core = QUICK, CORE
         if "model" in metafunc.fixturenames:  # errors: where sums do not begin early, nothing is under way
-            quick, core = QUICK[1:], CORE[:1]
+            quick, core = QUICK[1:], [CORE[0], CORE[2]]
         marks = {case: [pytest.mark.slow] * (case not in quick) + [pytest.mark.core] * (case in core) for case in CASES}
         cases, names = [pytest.param(*case, marks=marks[case]) for case in CASES], map(": ".join, CASES)
         mark = pytest.mark.parametrize(("place", "strategy"), cases, indirect=True, ids=names)
