@@ -1,9 +1,16 @@
+import json
 import socket
 
 import pytest
 from mpi4py import MPI
 
-from hpcstrat.cluster_resolver import MPIClusterResolver
+from hpcstrat.cluster_resolver import (
+    ClusterSpec,
+    MPIClusterResolver,
+    SimpleClusterResolver,
+    TFConfigClusterResolver,
+    UnionResolver,
+)
 
 pytestmark = pytest.mark.core
 
@@ -34,3 +41,18 @@ def test_what_was_asked_once_is_not_collective():
         assert MPIClusterResolver().task_id == 0
         with pytest.raises(ValueError, match="No such job in cluster: 'ps'; there are 'worker'"):
             resolver.master("ps", 0)
+
+
+def test_what_is_not_asked_of_mpi_is_the_same_on_every_rank(monkeypatch):
+    spec = ClusterSpec({"worker": ["a:1", "b:2"], "ps": ["c:3"]})
+    assert (spec.jobs, spec.num_tasks("worker"), spec.task_indices("worker")) == (["worker", "ps"], 2, [0, 1])
+    assert spec.job_tasks("worker") == ["a:1", "b:2"]
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": spec.as_dict(), "task": {"type": "worker", "index": 1}}))
+    simple = SimpleClusterResolver(spec, "b:2", "worker", 1)
+    found = [
+        (one.cluster_spec().as_dict(), one.master(), one.num_accelerators(), one.task_id)
+        for one in (simple, UnionResolver(simple), TFConfigClusterResolver())
+    ]
+    assert found == [(spec.as_dict(), "b:2", {}, 1)] * 3
+    assert {one.environment or "" for one in (simple, UnionResolver(simple), TFConfigClusterResolver())} == {""}
+    assert MPI.COMM_WORLD.allgather(found) == [found] * MPI.COMM_WORLD.size

@@ -474,3 +474,9 @@ def test_an_empty_array_of_the_programs_own_is_not_explained(strategy):
     with pytest.raises(IndexError) as caught:
         strategy.run(lambda x: x[0], args=(np.zeros(0),))
     assert getattr(caught.value, "__notes__", []) == []
+
+
+def test_an_iterator_has_the_spec_of_its_dataset(place):
+    with place.make(hs.MirroredStrategy) as strategy:
+        distributed = strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(4))
+        assert iter(distributed).element_spec == distributed.element_spec

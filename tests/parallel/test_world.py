@@ -66,6 +66,13 @@ def test_the_lead_alone_runs_what_all_get_the_result_of():
     assert found["values"].tolist() == [10, 11, 14]
 
 
+def test_the_ranks_and_a_bar_for_one_of_them():
+    assert (hs.rank(), hs.size(), hs.is_lead()) == (COMM.rank, COMM.size, COMM.rank == 0)
+    numbers = [3, 1, 2]
+    bar = hs.progress(numbers, disable=True)
+    assert list(bar) == numbers and (bar is numbers) == (COMM.rank > 0)
+
+
 def test_functions_take_their_arguments_by_keyword():
     assert hs.any_rank(flag=COMM.rank == 0) is True
     assert hs.broadcast_object(obj=COMM.rank) == 0
