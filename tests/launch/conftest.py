@@ -9,6 +9,7 @@ from internals import _gpu
 from launcher import Launcher
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
+_SIMULATED_SECONDS = 120
 
 
 def pytest_collection_modifyitems(items):
@@ -23,6 +24,20 @@ def launch(tmp_path):
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun here")
     return Launcher(tmp_path)
+
+
+@pytest.fixture
+def simulated(launch):
+    """Starts programs that see simulated GPUs, with another copy of the package if told."""
+
+    def start(program, ranks, *arguments, package=None, env=None, **options):
+        changes = simulated_gpu.environment()
+        if package is not None:
+            changes["PYTHONPATH"] = f"{package}:{changes['PYTHONPATH']}"
+        changes |= env or {}
+        return launch(program, ranks, *arguments, env=changes, gpus=True, timeout=_SIMULATED_SECONDS, **options)
+
+    return start
 
 
 @pytest.fixture(params=["CPU", "GPU"])

@@ -17,20 +17,6 @@ pytestmark = pytest.mark.skipif(not simulated_gpu.is_available(), reason="there 
 
 TRAINING = pathlib.Path(__file__).with_name("simulated_training.py")
 PACKAGE = pathlib.Path(hpcstrat.__file__).parent
-SECONDS = 120
-
-
-@pytest.fixture
-def simulated(launch):
-    """Starts programs that see simulated GPUs, with another copy of the package if told."""
-
-    def start(program, ranks, *arguments, package=None, env=None, **options):
-        changes = simulated_gpu.environment()
-        if package is not None:
-            changes["PYTHONPATH"] = f"{package}:{changes['PYTHONPATH']}"
-        return launch(program, ranks, *arguments, env=changes | (env or {}), gpus=True, timeout=SECONDS, **options)
-
-    return start
 
 
 def planted(folder, changes):
