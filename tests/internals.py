@@ -5,6 +5,7 @@ from hpcstrat import (
     _devices,
     _edge,
     _failure,
+    _driver,
     _gpu,
     _guard,
     _job_memory,

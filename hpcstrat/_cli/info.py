@@ -188,6 +188,10 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
                 "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, and with Slurm --gpus-per-node",
             )
         )
+    for error in dict.fromkeys(rank["driver_error"] for rank in ranks if rank["driver_error"]):
+        failing = ", ".join(str(rank["rank"]) for rank in ranks if rank["driver_error"] == error)
+        what, _, remedy = error.partition("; ")
+        found.append(Fault(f"{what}, on the ranks {failing}", remedy))
     seeing = [rank for rank in ranks if rank["gpus"]]
     if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
         found.append(

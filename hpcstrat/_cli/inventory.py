@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 import hpcstrat
-from hpcstrat import _gpu, _launcher, _mpi, _settings
+from hpcstrat import _driver, _gpu, _launcher, _mpi, _settings
 from hpcstrat._run import mpiexec
 from hpcstrat._storage import compiled
 from hpcstrat.optimizers import SGD
@@ -33,6 +33,7 @@ class RankInventory(TypedDict):
         host_cores: the number of its host's cores.
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
+        driver_error: why NVIDIA's driver does not start; empty if it does, or if there is none.
         gpu_error: why CuPy does not compute on this rank's GPU; empty if it does, or if there is no GPU or no CuPy.
         shared_memory: MiB that are left in /dev/shm; `None` without it.
         unknown: environment variables that look like the library's but are not.
@@ -46,6 +47,7 @@ class RankInventory(TypedDict):
     host_cores: int
     gpus: list[str]
     hidden_gpus: bool
+    driver_error: str
     gpu_error: str
     shared_memory: int | None
     unknown: dict[str, str]
@@ -55,7 +57,7 @@ class RankInventory(TypedDict):
 def own_inventory() -> RankInventory:
     """This process's inventory. Loads MPI to ask for its version, but starts no communication."""
     launcher = _launcher.find()
-    gpus = _gpu_names()
+    gpus, driver_error = _gpu_names()
     return {
         "rank": 0 if launcher is None else launcher.rank,
         "host": socket.gethostname(),
@@ -63,7 +65,8 @@ def own_inventory() -> RankInventory:
         "cores": sorted(os.sched_getaffinity(0)),
         "host_cores": os.cpu_count() or 1,
         "gpus": gpus,
-        "hidden_gpus": not gpus and bool(glob.glob("/dev/nvidia[0-9]*")),
+        "hidden_gpus": not gpus and not driver_error and bool(glob.glob("/dev/nvidia[0-9]*")),
+        "driver_error": driver_error,
         "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0) if gpus else "",
         "shared_memory": _shared_memory(),
         "unknown": _settings.unknown(),
@@ -148,15 +151,18 @@ def _maps() -> list[str]:
         return []
 
 
-def _gpu_names() -> list[str]:
-    visible = _gpu.visible()
-    if not visible or not _gpu.has_cupy():
-        return ["GPU"] * len(visible)
-    runtime = _gpu.load_cupy("info").cuda.runtime
+def _gpu_names() -> tuple[list[str], str]:
     try:
-        return [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
-    except Exception:  # the driver is too old for this CuPy, which `info` reports as a fault
-        return ["GPU"] * len(visible)
+        visible = _driver.visible_gpus()
+    except _driver.DriverError as error:
+        return [], str(error)
+    names = ["GPU"] * len(visible)
+    if visible and _gpu.has_cupy():
+        # A driver that is too old for this CuPy is a fault of its own.
+        with contextlib.suppress(Exception):
+            runtime = _gpu.load_cupy("info").cuda.runtime
+            names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
+    return names, ""
 
 
 def _gpu_error(local_rank: int) -> str:
@@ -164,7 +170,7 @@ def _gpu_error(local_rank: int) -> str:
         return ""
     try:
         cupy = _gpu.load_cupy("info")
-        cupy.cuda.Device(local_rank % len(_gpu.visible())).use()
+        cupy.cuda.Device(local_rank % len(_driver.visible_gpus())).use()
         square = cupy.arange(4.0).reshape(2, 2)  # a kernel, which CuPy compiles for this GPU
         float((square @ square).sum())  # by cuBLAS
     except Exception as error:

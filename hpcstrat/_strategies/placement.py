@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from hpcstrat import _devices, _gpu, _launcher, _world
+from hpcstrat import _devices, _driver, _gpu, _launcher, _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.protocol import signature_of
@@ -24,8 +24,8 @@ def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devi
     Raises:
         TypeError: `compute_devices` is a single string.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks than GPUs, or MPI or
-            NCCL does not start.
+        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks than GPUs, or MPI,
+            NCCL or the GPUs' driver does not start.
     """
     return _placed(compute_devices, is_one_host=True)
 
@@ -65,7 +65,7 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
             )
         named = _devices.named(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
-        visible = () if on_cpus else _gpu.visible()
+        visible = () if on_cpus else _visible_gpus()
         # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from the same facts.
         by_rank = control.all_gather_obj((visible, _gpu.has_cupy()))
     with control.raise_together():
@@ -102,6 +102,16 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
     return devices, connect_devices(gpus, ordinal, transport)
 
 
+def _visible_gpus() -> tuple[str, ...]:
+    try:
+        return _driver.visible_gpus()
+    except _driver.DriverError as error:
+        raise RuntimeError(
+            f"{current_call()}: {error}. To compute on the CPU nevertheless, name it, as in "
+            "compute_devices=['CPU:0', ...], or set CUDA_VISIBLE_DEVICES to nothing"
+        ) from None
+
+
 def _warn_of_missing_cupy(is_lead: bool) -> None:
     warn_together(
         f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so the replicas compute "
@@ -122,7 +132,7 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     if _world.started() is not None or launcher is None or launcher.local_rank is None:
         return
     with contextlib.suppress(Exception):
-        visible = _gpu.visible()
+        visible = _driver.visible_gpus()
         if not visible or not _gpu.has_cupy():
             return
         number = launcher.local_rank

@@ -6,7 +6,7 @@ import functools
 import socket
 from typing import Any, NamedTuple, final
 
-from hpcstrat import _gpu, _world
+from hpcstrat import _driver, _world
 from hpcstrat._communicators.connection import connect
 from hpcstrat._edge import names_call
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
@@ -68,7 +68,9 @@ class _Host(NamedTuple):
 @names_call("MPIClusterResolver")
 def _hosts() -> list[_Host]:
     """The hosts, in the order of their first ranks. Collective, once."""
-    by_rank = connect().all_gather_obj((socket.gethostname(), _gpu.visible()))
+    communicator = connect()
+    with communicator.raise_together():
+        by_rank = communicator.all_gather_obj((socket.gethostname(), _driver.visible_gpus()))
     hosts = _world.start().hosts
     # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each only its own.
     names: dict[int, str] = {}

@@ -5,7 +5,7 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
-from internals import _gpu, check, compiled, info, inventory
+from internals import _driver, _gpu, check, compiled, info, inventory
 from slow import slow_but
 
 import hpcstrat
@@ -90,6 +90,7 @@ def rank_inventory(rank=0, **others) -> inventory.RankInventory:
         "host_cores": 8,
         "gpus": [],
         "hidden_gpus": False,
+        "driver_error": "",
         "gpu_error": "",
         "shared_memory": 8000,
         "updates": "by NumPy",
@@ -145,6 +146,7 @@ FAULTS = [
         "start 2 ranks or fewer there",
     ),
     ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
+    ([rank_inventory(driver_error="cuInit fails; see dmesg")], MPICH, "", "cuInit fails, on the ranks 0", "see dmesg"),
     ([rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
     (
         [rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
@@ -223,7 +225,7 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
 
     cuda = SimpleNamespace(Device=lambda i: SimpleNamespace(use=lambda: used.append(i)))
     monkeypatch.setattr(_gpu, "has_cupy", lambda: True)
-    monkeypatch.setattr(_gpu, "visible", lambda: ("a", "b"))
+    monkeypatch.setattr(_driver, "visible_gpus", lambda: ("a", "b"))
     monkeypatch.setattr(_gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
     error = "RuntimeError: Failed to find CUDA headers. Please install"
     assert inventory._gpu_error(local_rank=3) == (error if fails else "")

@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import _failure, _gpu
+from internals import _driver, _failure, _gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -101,7 +101,7 @@ def place(request):
         yield Place("CPU", np, ["CPU:0"] * size)
         return
     # A launcher may show each rank a GPU of its own.
-    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(_gpu.visible()) for gpu in gpus})
+    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(_driver.visible_gpus()) for gpu in gpus})
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if count == 0:
         missing = "there is no GPU"

@@ -1,7 +1,9 @@
-// The driver of simulated GPUs, as far as the package asks it: how many there are, and their unique ids.
+// The driver of simulated GPUs, as far as the package asks it: how many there are, their unique ids, and its errors.
 
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
+#include <unistd.h>
 
 namespace {
 
@@ -20,11 +22,46 @@ int visible(int n) {
     return found < installed() ? found : -1;
 }
 
+int rank() {
+    for (const char* name : {"PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
+        if (const char* text = std::getenv(name)) return std::atoi(text);
+    }
+    return 0;
+}
+
+const struct {
+    int status;
+    const char* name;
+} errors[] = {
+    {2, "CUDA_ERROR_OUT_OF_MEMORY"},
+    {34, "CUDA_ERROR_STUB_LIBRARY"},
+    {100, "CUDA_ERROR_NO_DEVICE"},
+    {802, "CUDA_ERROR_SYSTEM_NOT_READY"},
+    {803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"},
+    {805, "CUDA_ERROR_MPS_CONNECTION_FAILED"},
+    {807, "CUDA_ERROR_MPS_SERVER_NOT_READY"},
+    {999, "CUDA_ERROR_UNKNOWN"},
+};
+
 }  // namespace
 
 extern "C" {
 
-int cuInit(unsigned) { return 0; }
+// SIMULATED_CUINIT: `STATUS[@RANK]`. Where SIMULATED_CUINIT_WHILE names a file, only while that is there.
+int cuInit(unsigned) {
+    const char *text = std::getenv("SIMULATED_CUINIT"), *file = std::getenv("SIMULATED_CUINIT_WHILE");
+    if (!text || (file && access(file, F_OK))) return 0;
+    const char* at = std::strchr(text, '@');
+    return at && std::atoi(at + 1) != rank() ? 0 : std::atoi(text);
+}
+
+int cuGetErrorName(int status, const char** name) {
+    *name = nullptr;
+    for (const auto& one : errors) {
+        if (one.status == status) *name = one.name;
+    }
+    return *name ? 0 : 1;
+}
 
 int cuDeviceGetCount(int* count) {
     for (*count = 0; visible(*count) >= 0;) ++*count;

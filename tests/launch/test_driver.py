@@ -1,0 +1,86 @@
+"""A driver that is there and does not start is an error on all ranks, with the driver's own name for it."""
+
+import pathlib
+
+import pytest
+import simulated_gpu
+from slow import slow_but
+
+pytestmark = pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
+
+PLACES = """
+import hpcstrat as hs
+
+print(hs.{strategy})
+"""
+MODULE = pathlib.Path("-m")
+NAMES = {
+    2: ("CUDA_ERROR_OUT_OF_MEMORY", "nvidia-smi"),
+    802: ("CUDA_ERROR_SYSTEM_NOT_READY", "nvidia-fabricmanager"),
+    803: ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "reboot"),
+    805: ("CUDA_ERROR_MPS_CONNECTION_FAILED", "nvidia-cuda-mps-control"),
+    807: ("CUDA_ERROR_MPS_SERVER_NOT_READY", "nvidia-cuda-mps-control"),
+    808: ("an error without a name", "CUDA_MPS_LOG_DIRECTORY"),
+    999: ("CUDA_ERROR_UNKNOWN", "dmesg"),
+}
+
+
+@pytest.mark.parametrize("where", slow_but(["802@1"], ["802", "802@0", "802@1", *(f"{one}@1" for one in NAMES)]))
+def test_no_rank_computes_on_the_cpu_unasked(simulated, where):
+    status = int(where.partition("@")[0])
+    result = simulated(PLACES.format(strategy="CentralStorageStrategy()"), 2, env={"SIMULATED_CUINIT": where})
+    assert result.status != 0 and result.stdout == "" and result.leftovers == []
+    name, remedy = NAMES[status]
+    assert f"NVIDIA's driver does not start: cuInit fails with {name} ({status}); " in result.stderr
+    assert remedy in result.stderr and "compute_devices=['CPU:0', ...]" in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["MirroredStrategy()", "MultiWorkerMirroredStrategy()", "OneDeviceStrategy('GPU:0')"])
+def test_other_strategies_say_so_too(simulated, strategy):
+    result = simulated(PLACES.format(strategy=strategy), None, env={"SIMULATED_CUINIT": "802"})
+    assert result.status == 1 and f"{strategy.partition('(')[0]}: NVIDIA's driver does not start: " in result.stderr
+
+
+NO_GPU = {
+    "there is no device": ({"SIMULATED_CUINIT": "100"}, ""),
+    "the library is a stub": ({"SIMULATED_CUINIT": "34"}, ""),
+    "the CPU is named": ({"SIMULATED_CUINIT": "802"}, "['CPU:0', 'CPU:0']"),
+    "all GPUs are hidden": ({"SIMULATED_CUINIT": "802", "CUDA_VISIBLE_DEVICES": ""}, ""),
+}
+
+
+@pytest.mark.parametrize("why", NO_GPU)
+def test_without_a_gpu_replicas_are_on_the_cpu(simulated, why):
+    env, devices = NO_GPU[why]
+    result = simulated(PLACES.format(strategy=f"CentralStorageStrategy({devices})"), 2, env=env)
+    assert (result.status, result.stdout) == (0, "CentralStorageStrategy(2 replicas on CPU:0, variables on CPU:0)\n")
+
+
+DATA = """
+import cupy
+import numpy as np
+import hpcstrat as hs
+
+strategy = hs.CentralStorageStrategy(["CPU:0"])
+numbers = hs.data.Dataset.range(8).map(lambda x: x + 1, num_parallel_calls=2)
+print(sum(int(x) for x in numbers))
+"""
+
+
+def test_a_dataset_on_the_cpu_does_not_ask_the_driver(simulated):
+    result = simulated(DATA, None, env={"SIMULATED_CUINIT": "802"})
+    assert (result.status, result.stdout) == (0, "36\n")
+
+
+def test_info_names_the_driver_s_error_and_a_remedy(simulated):
+    result = simulated(MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1", "COLUMNS": "300"})
+    assert result.status == 1
+    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802), on the ranks 1" in result.stdout
+    assert "start the fabric manager" in result.stdout
+
+
+def test_hpcstrat_run_does_not_count_cores_instead(simulated, tmp_path):
+    (tmp_path / "program.py").write_text("print('ran')\n")
+    result = simulated(MODULE, None, "hpcstrat", "run", tmp_path / "program.py", env={"SIMULATED_CUINIT": "803"})
+    assert (result.status, result.stdout) == (2, "")
+    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803); " in result.stderr and "-n N starts N ranks" in result.stderr
