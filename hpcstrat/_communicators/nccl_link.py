@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat import _gpu, _world
 from hpcstrat._communicators.device import DeviceCommunicator, Segment, on_stream
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, ReduceOp
 
@@ -27,11 +29,7 @@ _TYPES = {
 
 
 class NcclLink(DeviceCommunicator):
-    """What `NcclCommunicator` moves arrays with.
-
-    Attributes:
-        done: an event of the stream after what NCCL was last asked for.
-    """
+    """What `NcclCommunicator` moves arrays with."""
 
     stream: _gpu.Stream
     lane: _gpu.Stream
@@ -42,13 +40,13 @@ class NcclLink(DeviceCommunicator):
         self._nccl = load_nccl()
         self._comm: Any = start(control, stream)
         with stream.current():
-            self.done: Any = stream.xp.cuda.Event(disable_timing=True)
             self._reached: Any = stream.xp.cuda.Event(disable_timing=True)
             self._joined: Any = stream.xp.cuda.Event(disable_timing=True)
         self._second: _gpu.Stream | None = None
         self._held: list[Array] = []  # memory that the second stream uses
+        self.run_ahead: RunAhead = RunAhead(stream, self.calls.waiting)
         if self.watchdog is not None:
-            self.watchdog.add_check(self._failure, self._is_pending)
+            self.watchdog.add_check(self._failure, self.run_ahead.is_behind)
         self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
         # Both tables once: attributes of a C module and names of dtypes are slow to look up at each step.
         self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
@@ -176,7 +174,11 @@ class NcclLink(DeviceCommunicator):
         if self._comm is not None:
             self.join()
             self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
-            self._forget().destroy()
+            comm, self._comm = self._comm, None
+            if self.watchdog is not None:
+                self.watchdog.remove_check(self._failure, self.run_ahead.is_behind)
+            self.run_ahead.close()
+            comm.destroy()
 
     def _guarded(self, what: str) -> _Guard:
         if self._comm is None:
@@ -195,32 +197,15 @@ class NcclLink(DeviceCommunicator):
             if comm is not None:
                 comm.check_async_error()
         except Exception as error:  # CuPy has no name for NCCL's newer results: they are a KeyError
-            return (
-                f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
-                f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
-            )
+            return self.describe_failure(error)
         return ""
 
-    def _is_pending(self) -> bool:
-        """Whether the GPU has not come to the end of what NCCL was last asked for.
-
-        A host that waits for that GPU, and so for the other ranks, is in the program, or in CuPy.
-        """
-        self.stream.xp.cuda.Device(self.stream.ordinal).use()  # the watchdog's thread has made none current
-        return not self.done.done
-
-    def _forget(self) -> Any:
-        """NCCL's communicator, which from now on nobody uses and nobody watches."""
-        comm, self._comm = self._comm, None
-        if self.watchdog is not None and comm is not None:
-            self.watchdog.remove_check(self._failure, self._is_pending)
-        return comm
-
-    def abort(self) -> None:
-        """Ends the use of NCCL after an error, without waiting for what was queued."""
-        comm = self._forget()
-        if comm is not None:
-            comm.abort()  # destroying would wait for what will never be done
+    def describe_failure(self, error: Exception) -> str:
+        """What the end of the job says where NCCL has raised this."""
+        return (
+            f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
+            f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
+        )
 
 
 def _equal_part(segments: Sequence[Segment], size: int) -> int:
@@ -254,7 +239,10 @@ def is_short(array: Array) -> bool:
 
 
 class _Guard:
-    """Notes when NCCL is done. Makes an error of its one that says what to do, and ends the use of the communicator."""
+    """A call of NCCL, in which the host may wait for the other ranks: NCCL connects them when it first has to.
+
+    If it fails the job ends. The ranks have agreed on the call, and some may be in it for good.
+    """
 
     __slots__ = ("_communicator", "_what")
 
@@ -262,18 +250,16 @@ class _Guard:
         self._communicator = communicator
         self._what = what
 
-    def __enter__(self) -> None: ...
+    def __enter__(self) -> None:
+        self._communicator.calls.waiting.depth += 1
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         communicator = self._communicator
+        communicator.calls.waiting.depth -= 1
         if error is None:
-            communicator.done.record(communicator.lane.raw)
+            communicator.run_ahead.note(communicator.lane.raw)
         elif not isinstance(error, Exception):
             communicator.mark_interrupted(error, self._what)
-        else:  # CuPy has no name for NCCL's newer results: they are a KeyError
-            communicator.abort()
-            raise RuntimeError(
-                f"{self._what}: NCCL failed on rank {communicator.rank} of {communicator.size}: {error!r} "
-                f"({describe(communicator.stream.xp)}). Start with NCCL_DEBUG=INFO to see why; after this the GPUs are "
-                "no longer connected"
-            ) from error
+        else:
+            lines = "".join(traceback.format_exception(error))
+            _world.end_job(f"{lines}{communicator.describe_failure(error)}")

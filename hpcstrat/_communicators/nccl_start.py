@@ -11,6 +11,8 @@ import time
 import warnings
 from typing import Any
 
+import numpy as np
+
 from hpcstrat import _gpu
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._edge import current_call, names_call
@@ -20,7 +22,7 @@ MIN_NCCL_VERSION = 21000
 MIN_NCCL_VERSION_FOR_SHARING = 23000
 """NCCL 2.30, the first that takes several ranks on one GPU."""
 START_SECONDS = 300.0
-"""How long NCCL may take to connect the ranks. It has no time-out of its own."""
+"""How long NCCL may take to connect the ranks and to do one call of each kind. It has no time-out of its own."""
 
 
 def describe(cupy: Any) -> str:
@@ -72,7 +74,7 @@ def why_not(shared: bool) -> str:
 
 @names_call("starting NCCL")
 def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
-    """NCCL's communicator. Collective; if one rank fails, or NCCL never finishes, all raise.
+    """NCCL's communicator, which has done one call of each kind. Collective; if one rank fails, or hangs, all raise.
 
     NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look together, over the
     control communicator, how it goes.
@@ -89,12 +91,18 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
         raise RuntimeError(
             f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the same everywhere"
         )
+    # NCCL connects the ranks at its start and not, as it does by default since 2.22, inside the first call of each kind:
+    # there it would wait for the others without a time limit.
+    os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     outcome: list[Any] = []
 
     def connect() -> None:
         try:
             stream.xp.cuda.Device(stream.ordinal).use()
-            outcome.append(nccl.NcclCommunicator(control.size, by_rank[0][1], control.rank))
+            comm = nccl.NcclCommunicator(control.size, by_rank[0][1], control.rank)
+            with stream.raw:
+                _try_calls(nccl, comm, control.rank, control.size, stream)
+            outcome.append(comm)
         except Exception as error:
             outcome.append(error)
 
@@ -127,6 +135,26 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
                 "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
                 "NCCL_DEBUG=INFO shows what it does"
             )
+
+
+def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: _gpu.Stream) -> None:
+    """One small call of each kind, whose end the host waits for. The stream is current.
+
+    What of the ranks' connections is left to the first call that needs it is made here, and not in a training step: of
+    other peers than neighbors those of `send` and `recv` alone, which would cost each rank memory for every other one.
+    """
+    sent, received = stream.xp.zeros((2, size), np.uint8)
+    source, target, kind, raw = sent.data.ptr, received.data.ptr, nccl.NCCL_UINT8, stream.raw.ptr
+    comm.allReduce(source, target, 1, kind, nccl.NCCL_SUM, raw)
+    comm.reduce(source, target, 1, kind, nccl.NCCL_SUM, 0, raw)
+    comm.broadcast(target, target, 1, kind, 0, raw)
+    comm.reduceScatter(source, target, 1, kind, nccl.NCCL_SUM, raw)
+    comm.allGather(source, target, 1, kind, raw)
+    nccl.groupStart()
+    comm.send(source, 1, kind, (rank + 1) % size, raw)
+    comm.recv(target, 1, kind, (rank - 1) % size, raw)
+    nccl.groupEnd()
+    stream.synchronize()
 
 
 def _skip_exit_handlers() -> None:

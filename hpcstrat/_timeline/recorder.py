@@ -39,6 +39,7 @@ class Recorder:
         self._events = Events(rank, zero)
         self._gpu: GpuSpans | None = None
         self._on_gpu: deque[Span] = deque()  # ended for the host, but perhaps not for the GPU
+        self._done_on_gpu = 0  # how many of them, the first ones, the GPU is known to have done
         self._named_threads = 0
         self._named_streams = 0
         self._process = os.getpid()
@@ -121,13 +122,19 @@ class Recorder:
                 if not self._is_open:
                     return
                 self._write()
+            # Waited for, unlocked, and not asked for: CuPy asks with Python's lock, and where the program waits for
+            # room among CUDA's launches the answer does not come.
+            for span in tuple(self._on_gpu):
+                assert self._gpu is not None
+                self._gpu.wait_for(span)
+                self._done_on_gpu += 1
 
     def _write(self, is_last: bool = False, is_end: bool = False) -> None:
         """Writes what has ended since the last time, and the begin of what lasts."""
         # What lasts longer than a period has its beginning written, so that the trace of a killed job shows what it was
         # in.
         before = time.perf_counter_ns() - (0 if is_end else int(_PERIOD * 1e9))
-        lines = [*self._of_ended(), *self._of_gpu(is_last)]
+        lines = [*self._of_ended(), *([] if is_end else self._of_gpu(is_last))]
         for span in self._spans.open_since(before):
             if not span.is_begun:
                 span.is_begun = True
@@ -161,15 +168,16 @@ class Recorder:
                 self._on_gpu.append(span)
 
     def _of_gpu(self, is_last: bool) -> Iterator[str]:
+        """What the GPU has done. Not where the job ends: it may hang, and this one would wait for it."""
         gpu = self._gpu
         if gpu is None:
             return
-        while self._on_gpu and (is_last or gpu.is_done(self._on_gpu[0])):
+        for _ in range(len(self._on_gpu) if is_last else self._done_on_gpu):
             span = self._on_gpu.popleft()
-            if is_last:
-                gpu.wait_for(span)
+            gpu.wait_for(span)
             track, begin, end = gpu.times(span)
             yield self._events.whole(span, GPU_TRACKS + track, begin, end)
+        self._done_on_gpu = 0
         # Elapsed times are 32-bit floats, which lose precision with the distance, so the known event is renewed.
         gpu.compare_clocks()
 

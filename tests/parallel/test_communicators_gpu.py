@@ -244,24 +244,33 @@ def test_a_closed_communicator(place):
 @several
 @on_gpu
 @pytest.mark.parametrize("result", [2, 8])  # CuPy has no name for NCCL's timeout, and raises KeyError(8)
-def test_an_error_of_nccl_says_what_to_do_and_ends_its_use(place, result):
+def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, result):
+    """The ranks have agreed on the call, so another one may wait in it for good."""
     comm: Any = _world.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)
-    real, ended = communicator._comm, []
+    real = communicator._comm
 
     def fail(*args):
         raise communicator._nccl.NcclError(result)
 
-    communicator._comm = types.SimpleNamespace(
-        allReduce=fail, allGather=fail, send=fail, recv=fail, abort=lambda: ended.append(RANK)
-    )
-    text = rf"some_call: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
-    with pytest.raises(RuntimeError, match=text):
-        communicator.all_reduce([place.xp.ones(3)], SUM)
-    assert ended == [RANK]
-    with pytest.raises(RuntimeError, match="some_call: .* is closed"):
-        communicator.all_gather([place.xp.ones(RANK)], 0)
+    class Ended(BaseException):
+        """In place of the end."""
+
+    def end_job(text):
+        raise Ended(text)
+
+    monkeypatch.setattr(_world, "end_job", end_job)
+    communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
+    text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
+    for call in (
+        lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
+        lambda: communicator.all_gather([place.xp.ones(RANK)], 0),
+    ):
+        with pytest.raises(Ended, match=text):
+            call()
+        assert not communicator.calls.waiting.depth
+        communicator.calls.interruption, communicator.calls.barred = None, False
     communicator._comm = real
     works(communicator, place)
     communicator.close()

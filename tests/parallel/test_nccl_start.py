@@ -4,8 +4,10 @@ import threading
 import types
 
 import pytest
-from internals import MpiCommunicator, _gpu, nccl_start
+from internals import MpiCommunicator, NcclCommunicator, _gpu, call_named, nccl_start
 from mpi4py import MPI
+
+from hpcstrat import ReduceOp
 
 COMM = MPI.COMM_WORLD
 RANK, N = COMM.rank, COMM.size
@@ -19,9 +21,13 @@ class Connected:
 
     def __init__(self):
         self.is_aborted = False
+        self.calls = []
 
     def abort(self):
         self.is_aborted = True
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append(name)
 
 
 @pytest.fixture
@@ -33,6 +39,10 @@ def nccl(monkeypatch):
             available=available,
             get_version=lambda: version,
             get_unique_id=lambda: (1, 2),
+            NCCL_UINT8=1,
+            NCCL_SUM=0,
+            groupStart=lambda: None,
+            groupEnd=lambda: None,
             NcclCommunicator=lambda size, identity, rank: connect(),
         )
         monkeypatch.setattr(nccl_start, "load_nccl", lambda: module)
@@ -71,6 +81,44 @@ def test_it_is_connected(place, nccl, start):
     mine = Connected()
     nccl(connect=lambda: mine)
     assert start() is mine and not mine.is_aborted
+    assert mine.calls == ["allReduce", "reduce", "broadcast", "reduceScatter", "allGather", "send", "recv"]
+
+
+@several
+def test_one_rank_fails_in_a_call_after_it_has_connected(place, nccl, start):
+    mine = Connected()
+    if RANK == 0:
+        mine.allGather = lambda *arguments: 1 / 0
+    nccl(connect=lambda: mine)
+    with pytest.raises(RuntimeError, match=f"does not connect the {N} ranks") as caught:
+        start()
+    assert "\n  rank 0: ZeroDivisionError: division by zero\n  rank 1: connected\n" in str(caught.value)
+    assert mine.is_aborted is (RANK > 0)
+
+
+@several
+@pytest.mark.parametrize("at_start", ["0", "1"])
+def test_later_calls_find_the_ranks_connected(place, monkeypatch, at_start):
+    """But for messages to other peers than neighbors: the host waits in no call, where nobody limits the time."""
+    xp = place.xp
+    if not hasattr(xp, "_faults"):
+        pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", at_start)
+    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    communicator = NcclCommunicator(MpiCommunicator(COMM.Dup()), stream)
+    before = xp._faults.counted["nccl connects"]
+    with call_named("some_call"):
+        communicator.all_reduce([xp.ones(3)], ReduceOp.SUM)
+        communicator.all_gather([xp.ones(3)], 0)
+        with stream.current():
+            flat = xp.zeros(4 * N)
+            communicator.reduce_flat(flat, flat, ReduceOp.SUM, 0)
+            communicator.broadcast_flat(flat, N - 1)
+    assert xp._faults.counted["nccl connects"] == before
+    with call_named("some_call"):
+        communicator.all_gather([xp.ones(RANK)], 0)  # of several sizes, so by messages
+    assert (xp._faults.counted["nccl connects"] > before) is (N > 2)
+    communicator.close()
 
 
 @several

@@ -48,7 +48,7 @@ def test_spans_of_a_gpu_have_times_of_the_host(place):
         spans.end(span)
         spans.end(on_host)
         spans.wait_for(span)
-        assert spans.is_done(span) and span.has_range and on_host.has_range and on_host.stream is None
+        assert span.has_range and on_host.has_range and on_host.stream is None
         found.append(spans.times(span))
         spans.compare_clocks()
     slack = 60 * 10**9  # the host notes an event's time a little late, on a busy machine by more

@@ -16,7 +16,10 @@ _MODULES = {
     **dict.fromkeys(("nccl", "_nccl"), "cupy.cuda.nccl"),
 }
 _OF_FILES = dict.fromkeys(
-    ("hpcstrat/_communicators/nccl.py", "hpcstrat/_communicators/nccl_link.py", "benchmarks/gpu_step.py"),
+    (
+        *(f"hpcstrat/_communicators/{name}.py" for name in ("nccl", "nccl_link", "nccl_start")),
+        "benchmarks/gpu_step.py",
+    ),
     dict.fromkeys(("comm", "_comm"), "cupy.cuda.nccl.NcclCommunicator"),
 )
 

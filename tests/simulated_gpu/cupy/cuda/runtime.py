@@ -47,6 +47,7 @@ def driverGetVersion():
 
 def memGetInfo():
     """CUDA's: bytes that are free, and all."""
+    _streams.take_driver("cudaMemGetInfo")
     return _memory.CAPACITY - _memory.used(getDevice()), _memory.CAPACITY
 
 
