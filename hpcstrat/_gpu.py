@@ -1,8 +1,7 @@
-"""GPUs of this process: which there are, the stream that a strategy works on, pinned host memory."""
+"""GPUs of this process, through CuPy: the stream that a strategy works on, pinned host memory."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import sys
@@ -65,31 +64,6 @@ def array_module(*arrays: Any) -> Any:
     return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
 
 
-@functools.cache
-def visible() -> tuple[str, ...]:
-    """The unique id of each GPU that this process may use, in CUDA's order; none without a driver.
-
-    It asks the driver itself: that opens no context on any GPU and needs no CuPy.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return ()
-    count = ctypes.c_int()
-    # A driver without a GPU, or one that does not start, is none.
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return ()
-    # The second version tells the parts of a GPU that is divided (MIG) from one another.
-    ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
-    found = []
-    for ordinal in range(count.value):
-        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-        if driver.cuDeviceGet(ctypes.byref(device), ordinal) or ask(ctypes.byref(uuid), device):
-            return ()
-        found.append(bytes(uuid).hex())
-    return tuple(found)
-
-
 @final
 class Stream:
     """A stream of a strategy's own on a GPU of this process, which becomes the current one.
@@ -105,7 +79,7 @@ class Stream:
         ordinal: CUDA's number of the GPU.
         cuda: the module `cupy.cuda`.
         raw: the `cupy.cuda.Stream`.
-        reads: events after which this stream has read memory that `keep_alive` kept, and that memory.
+        reads: events after which this stream has read memory of others, and that memory.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -118,6 +92,7 @@ class Stream:
         self._entered = self.cuda.Event(disable_timing=True)
         self._left = self.cuda.Event(disable_timing=True)
         self.reads: deque[tuple[Any, list[Any]]] = deque()
+        _computing.add(ordinal)
 
     def current(self) -> _Current:
         """A context manager in which this stream, and its GPU, is the current one of this thread."""
@@ -139,12 +114,22 @@ class Stream:
 
     def here(self, array: Any) -> Any:
         """`array` on this stream's GPU, copied where it is on the host or on another GPU. The stream is current."""
-        if is_on_gpu(array):
-            ordinal = array.data.device_id
-            if ordinal == self.ordinal:
-                return array
-            self.cuda.Device(ordinal).synchronize()  # with whatever stream it is computed on there
-        return self.xp.asarray(array)
+        if not is_on_gpu(array):
+            return self.xp.asarray(array)
+        if array.data.device_id == self.ordinal:
+            return array
+        there = self.cuda.Device(array.data.device_id)
+        with there:
+            array = self.xp.asarray(array, order="C")  # CuPy copies nothing strided from another GPU
+            there.synchronize()  # with whatever stream it is computed on
+        made = self.xp.asarray(array)
+        copied = self.cuda.Event(disable_timing=True)
+        copied.record(self.raw)
+        with there:  # the null stream is the current GPU's
+            self.cuda.get_current_stream().wait_event(copied)  # before the program writes to it
+        # Its memory would return to the stream that it was allocated on, which may be another one.
+        self.reads.append((copied, [array.data]))
+        return made
 
     def let_go(self) -> None:
         """Lets go of the memory that `keep_alive` kept, as far as this stream has read it."""
@@ -156,6 +141,9 @@ class Stream:
             self.reads.append((event, [dead.popleft() for _ in range(len(dead))]))
         while self.reads and self.reads[0][0].done:
             self.reads.popleft()
+        for ordinal, memory in [*_dead.items()]:
+            if ordinal not in _computing:  # a stream has only copied from there, and kept it meanwhile
+                memory.clear()
 
     def synchronize(self) -> None:
         """Waits until all work on this stream is done."""
@@ -183,6 +171,10 @@ class _Current:
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
+        runtime = stream.cuda.runtime
+        # What follows is done on the current GPU, and the program may have left another one current.
+        if runtime.getDevice() != stream.ordinal:
+            runtime.setDevice(stream.ordinal)
         if _dead or stream.reads:
             stream.let_go()
         if self._outer.ptr != stream.raw.ptr:
@@ -191,7 +183,7 @@ class _Current:
             if stream.cuda.get_current_stream().ptr != self._outer.ptr:
                 self._outer.use()  # that is what made it current, and CuPy forgets it here
         if self._device != stream.ordinal:
-            stream.cuda.runtime.setDevice(self._device)
+            runtime.setDevice(self._device)
 
 
 def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -223,6 +215,8 @@ def keep_alive(array: Any) -> None:
 
 _dead: defaultdict[int, deque[Any]] = defaultdict(deque)
 """Memory of arrays that were held and are no more, by GPU. A finalizer may run at any moment."""
+_computing: set[int] = set()
+"""The GPUs on which strategies have had streams."""
 
 
 def to_host(array: Any) -> Any:

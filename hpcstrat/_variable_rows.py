@@ -265,7 +265,7 @@ class WritableByRows(ReadableAsArray):
                 )
 
         values = as_castable_value(slices.values, dtype, group.stream is not None, check_shape)
-        values = group.xp.asarray(values, dtype)
+        values = group.xp.asarray(values if group.stream is None else group.stream.here(values), dtype)
         if scatter is SCATTERS["div"] and not values.all():
             raise ValueError(f"{current_call()}: a value is 0; divide by other numbers")
         values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *shape)
@@ -278,7 +278,7 @@ class WritableByRows(ReadableAsArray):
         if array.dtype.kind not in "iu" and array.size:
             raise ValueError(f"{current_call()}: the indices are of dtype {array.dtype}; pass integers")
         with group.on_stream():
-            return group.xp.asarray(array).astype(np.int64)
+            return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
 
     def _rows(self, indices: Array) -> tuple[Array, tuple[int, ...]]:
         """Which rows indices of shape `(..., k)` are of the first k dimensions as one; and the shape of a row."""

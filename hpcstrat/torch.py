@@ -118,7 +118,7 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             f"{_edge.current_call()} was called outside of Strategy.run; call it inside the function it runs"
         )
     communicator = group.communicator
-    with communicator.raise_together():
+    with communicator.raise_together(), group.on_stream():
         op = ReduceOp.parse(reduce_op, _edge.current_call())
         if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
             raise ValueError(f"{_edge.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN")
@@ -141,8 +141,8 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             elif is_found:
                 p.grad = _as_tensor(total)
         if group.stream is not None and any(p.is_cuda for p in parameters):
-            cuda = _torch().cuda
-            cuda.current_stream().wait_stream(cuda.ExternalStream(group.stream.raw.ptr))
+            cuda, gpu = _torch().cuda, group.stream.ordinal
+            cuda.current_stream(gpu).wait_stream(cuda.ExternalStream(group.stream.raw.ptr, gpu))
 
 
 @_edge.names_call("seed")
@@ -221,7 +221,9 @@ def _as_tensor(leaf: Any) -> Any:
     torch = _torch()
     if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":  # which NumPy's DLPack does not know
         return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
-    if isinstance(leaf, np.ndarray) and leaf.flags.writeable:
+    if _gpu.is_on_gpu(leaf):
+        return _gpu_tensor(torch, leaf)
+    if leaf.flags.writeable:
         return torch.from_numpy(leaf)
     try:
         return torch.from_dlpack(leaf)
@@ -231,6 +233,21 @@ def _as_tensor(leaf: Any) -> Any:
             return torch.from_numpy(leaf)
 
 
+def _gpu_tensor(torch: Any, array: Any) -> Any:
+    with array.device:  # whose streams the two libraries order
+        view, stream = array.view(), _gpu.array_module(array).cuda.get_current_stream()
+        # The tensor's memory holds this view alone. When it dies, its elements are the stream's to write to again.
+        weakref.finalize(view, _wait_for_torch, torch.cuda, array.data.device_id, stream).atexit = False
+        return torch.from_dlpack(view)
+
+
+def _wait_for_torch(cuda: Any, gpu: int, stream: Any) -> None:
+    """Makes a stream of CuPy's wait for what PyTorch has queued on its own."""
+    reading = cuda.current_stream(gpu)
+    if reading.cuda_stream != stream.ptr:
+        cuda.ExternalStream(stream.ptr, gpu).wait_stream(reading)
+
+
 def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
@@ -238,10 +255,11 @@ def _bytes(tensor: Any) -> Bytes:
 def _gradient(group: _group.ReplicaGroup, name: str, parameter: Any) -> Any:
     """A parameter's gradient, or zeros, as a dense tensor."""
     call, device, gradient = _edge.current_call(), parameter.device, parameter.grad
-    if device.type != "cpu" and (device.type != "cuda" or group.stream is None):
+    is_here = device.type == "cuda" and group.stream is not None and device.index == group.stream.ordinal
+    if device.type != "cpu" and not is_here:
         raise TypeError(
             f"{call}: the parameter {name} is on {device}, but the replica computes on {group.device.short}; "
-            "make the strategy on GPUs, or move the module to the CPU"
+            "move the module there or to the CPU, or make the strategy on the module's GPUs"
         )
     if gradient is None:
         return _torch().zeros_like(parameter, requires_grad=False)

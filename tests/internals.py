@@ -3,9 +3,9 @@
 from hpcstrat import (
     _context,
     _devices,
+    _driver,
     _edge,
     _failure,
-    _driver,
     _gpu,
     _guard,
     _job_memory,
@@ -54,7 +54,7 @@ from hpcstrat._edge import call_named, current_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._launcher import Launcher, expand_tasks, find
 from hpcstrat._memory import segment
-from hpcstrat._memory.allocator import ALIGNMENT, RangeAllocator, SlabAllocator, private_memory
+from hpcstrat._memory.allocator import ALIGNMENT, RangeAllocator, SlabAllocator, gpu_memory, private_memory
 from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
 from hpcstrat._run import mpiexec, restarts
 from hpcstrat._run.mpiexec import LaunchError

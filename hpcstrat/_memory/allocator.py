@@ -222,11 +222,11 @@ def gpu_memory(stream: _gpu.Stream) -> SlabAllocator:
             with xp.cuda.Device(ordinal):
                 # Not from CuPy's pool, which gives a block back to its stream at once: variables outlive streams.
                 try:
-                    memory = xp.cuda.Memory(nbytes)
+                    memory = xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
                 except xp.cuda.runtime.CUDARuntimeError:
                     xp.get_default_memory_pool().free_all_blocks()  # what the pool keeps for later is in the way
                     memory = _last_try(xp, nbytes, ordinal)
-                slab = xp.ndarray((nbytes,), np.uint8, xp.cuda.MemoryPointer(memory, 0))
+                slab = xp.ndarray((nbytes,), np.uint8, memory)
                 slab.fill(0)
                 return slab
 
@@ -236,10 +236,18 @@ def gpu_memory(stream: _gpu.Stream) -> SlabAllocator:
 
 def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
     try:
-        return xp.cuda.Memory(nbytes)
-    except xp.cuda.runtime.CUDARuntimeError as error:
+        return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
+    except xp.cuda.runtime.CUDARuntimeError:
+        pass
+    # The program's own allocator may have the whole GPU, such as a pool of RMM's. It takes memory back in the order of
+    # the stream that is current now, the storage's: as a slab's own parts are used again.
+    try:
+        return xp.cuda.alloc(nbytes)
+    except (MemoryError, xp.cuda.runtime.CUDARuntimeError) as error:
         raise MemoryError(
-            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches smaller"
+            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches smaller, or free "
+            "what other libraries keep there: set XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX, call "
+            "torch.cuda.empty_cache() for PyTorch, make the pool of RMM smaller"
         ) from error
 
 

@@ -158,6 +158,7 @@ class DeviceStorage(Storage):
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
         with communicator.raise_together(), self._current():
+            initial = self.on_device(initial) if _gpu.is_on_gpu(initial) else initial
             block = self._new_block(initial)
             communicator.exchange(signature_of(current_call(), (initial.dtype, initial.shape, self._number)))
         # Only now, when all ranks have made it: the numbers of blocks must stay equal on all ranks.

@@ -111,8 +111,9 @@ def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Ar
     group = state_of(variable).group
     on_gpu = group.stream is not None
     indices, values = (as_read_only(current_call(), array, on_gpu) for array in (slices.indices, slices.values))
-    if on_gpu:
-        indices, values = group.xp.asarray(indices), group.xp.asarray(values)
+    if group.stream is not None:
+        with group.on_stream():
+            indices, values = group.stream.here(indices), group.stream.here(values)
     if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
         raise ValueError(
             f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices "
@@ -192,7 +193,10 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
             f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
             f"{view.dtype.name}; cast it first"
         )
-    return array if isinstance(view, np.ndarray) else state.group.xp.asarray(array)
+    if state.group.stream is None or isinstance(view, np.ndarray):
+        return array
+    with state.group.on_stream():
+        return state.group.stream.here(array)
 
 
 def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:

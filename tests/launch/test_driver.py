@@ -35,7 +35,9 @@ def test_no_rank_computes_on_the_cpu_unasked(simulated, where):
     assert remedy in result.stderr and "compute_devices=['CPU:0', ...]" in result.stderr
 
 
-@pytest.mark.parametrize("strategy", ["MirroredStrategy()", "MultiWorkerMirroredStrategy()", "OneDeviceStrategy('GPU:0')"])
+@pytest.mark.parametrize(
+    "strategy", ["MirroredStrategy()", "MultiWorkerMirroredStrategy()", "OneDeviceStrategy('GPU:0')"]
+)
 def test_other_strategies_say_so_too(simulated, strategy):
     result = simulated(PLACES.format(strategy=strategy), None, env={"SIMULATED_CUINIT": "802"})
     assert result.status == 1 and f"{strategy.partition('(')[0]}: NVIDIA's driver does not start: " in result.stderr

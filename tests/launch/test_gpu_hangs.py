@@ -1,4 +1,4 @@
-"""GPUs that hang, and hosts that wait for them anywhere: in NCCL, in the program, in the driver. The job ends, in time."""
+"""GPUs that hang, and hosts that wait for them: in NCCL, in the program, in the driver. The job ends, with a report."""
 
 import pytest
 import simulated_gpu
@@ -48,7 +48,7 @@ HANGS = {
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
-@pytest.mark.parametrize("reads", [False, True], ids=["the host reads nothing", "the host reads"])
+@pytest.mark.parametrize("reads", slow_but([False], [False, True]), ids=["reads nothing", "reads"])
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_hang_is_reported_and_ended(simulated, hang, reads, ranks):
     launches, spins, env = HANGS[hang]

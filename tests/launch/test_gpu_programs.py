@@ -533,9 +533,10 @@ def test_share_sets_variables(bench):
         f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe",
         "NCCL_MAX_CTAS=8",
         "NCCL_MULTI_RANK_GPU_ENABLE=1",
+        "NCCL_NVLS_ENABLE=0",
     ]
-    result = bench.finish(share(bench, "env", env={"NCCL_MAX_CTAS": "4"}))
-    assert "NCCL_MAX_CTAS=4" in result.stdout.splitlines()
+    result = bench.finish(share(bench, "env", env={"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "1"}))
+    assert {"NCCL_MAX_CTAS=4", "NCCL_NVLS_ENABLE=1"} <= set(result.stdout.splitlines())
     assert result.stderr == ""
 
 
@@ -563,7 +564,111 @@ def test_share_preloads_nccl(bench, option):
     assert f"LD_PRELOAD={library.resolve()}:{library}" in result.stdout.splitlines()
 
 
+# ---- share-gpu, by hpcstrat run
+
+
+def run_sharing(bench, *words, env=None):
+    """Starts `hpcstrat run --share-gpu`, with the stand-in for MPS."""
+    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
+    command = [sys.executable, "-m", "hpcstrat", "run", "--share-gpu", *words]
+    return bench.start(*command, env={"CUDA_VISIBLE_DEVICES": ""} | (env or {}))
+
+
+# The first start is killed, and leaves an MPS that serves nobody any more.
+WEDGES = """
+if [ ! -e killed ]; then
+    touch killed "$CUDA_MPS_PIPE_DIRECTORY/wedged"
+    kill -s KILL $$
+fi
+[ ! -e "$CUDA_MPS_PIPE_DIRECTORY/wedged" ] || exit 3
+echo "served with $NCCL_MULTI_RANK_GPU_ENABLE"
+"""
+
+
+def test_each_start_has_an_mps_of_its_own(launch, bench):
+    result = bench.finish(run_sharing(bench, "-n", "1", "--restarts", "3", "sh", "-c", WEDGES))
+    assert result.returncode == 0 and result.stdout.endswith("served with 1\n")  # after what MPICH says of the kill
+    assert "; restart 1 of 3, on 1 rank\n" in result.stderr and "restart 2" not in result.stderr
+    first, ended, second, *rest = bench.record()
+    assert first != second and first.startswith("started in ") and second.startswith("started in ")
+    assert (ended, rest) == ("quit", ["quit"])
+    assert bench.leftovers() == []
+
+
+def test_nothing_is_left_of_a_killed_launcher_and_its_mps(launch, bench):
+    ignore = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    program = f"{ignore}; os.write(1, b'up\\n'); time.sleep(1000)"
+    process = run_sharing(bench, "-n", "2", sys.executable, "-c", program)
+    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+    process.kill()
+    bench.finish(process)
+    check_that_mps_ended(bench)
+
+
+def test_signals_reach_ranks_that_share_a_gpu(launch, bench):
+    process = run_sharing(bench, "-n", "1", sys.executable, "-c", ANSWERS.replace("SIGHUP", "SIGUSR1"))
+    assert process.stdout.readline() == "up\n"
+    process.send_signal(signal.SIGUSR1)
+    assert bench.finish(process).returncode == signal.SIGUSR1 + 40
+    check_that_mps_ended(bench)
+
+
+def test_no_rank_starts_without_mps(launch, bench):
+    result = bench.finish(run_sharing(bench, "-n", "1", "touch", "started", env={"BROKEN": "1"}))
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == "launch/share-gpu: MPS did not start; its log:\nno device\n"
+    assert not (bench.folder / "started").exists()
+    assert bench.leftovers() == []
+
+
 # ---- ci-multi-gpu
+
+# They say what they are asked to run, and whether inside MPS, and run nothing. There is one GPU.
+RECORDS = """
+case "$*" in
+--version) echo {name} ;;
+*getDeviceCount*) echo 1 ;;
+*cupy*) ;;
+*) echo "${{CUDA_MPS_PIPE_DIRECTORY:+shared }}{name} $*" >>"$RECORD" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("option", ["--ranks=2 4", "--all"])
+def test_ci(bench, option):
+    """What tells most comes first; a run that shares the GPU has an MPS of its own, and is inside no other."""
+    bench.stand_in("nvidia-smi", "exit 0")
+    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
+    for name in "python", "mpirun":
+        bench.stand_in(name, RECORDS.format(name=name))
+    result = bench.run(LAUNCH / "ci-multi-gpu", option, env={"PYTHON": "python", "MPIRUN": "mpirun"})
+    assert (result.returncode, result.stderr) == (0, "")
+    *_, last = result.stdout.splitlines()
+    assert last == "===== all passed"
+    found, depth = [], 0
+    for line in bench.record():
+        depth += line.startswith("started in ") - (line == "quit")
+        assert depth in (0, 1)
+        match = re.match(r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m (.*) (\w+)$)", line)
+        if match is not None:
+            assert (depth == 1) == (match[1] is not None)
+            what = f"{match[5]}: {match[4]}" if match[5] else match[3]
+            found.append((match[2], what, depth == 1))
+    assert bench.leftovers() == []
+    assert found[0] == ("1", "train", False)
+    is_short = "gpu and not slow"
+    if option != "--all":
+        assert found[1:] == [
+            ("2", "train", True),
+            ("4", "train", True),
+            ("2", f"parallel: {is_short}", True),
+            ("4", f"parallel: {is_short} and core", True),
+            ("4", "gpu_step", True),
+            (None, f"launch: {is_short}", True),
+        ]
+    else:
+        assert (None, "launch: gpu", True) in found
+        assert (None, "launch: not gpu", False) in found
 
 
 def test_ci_without_a_gpu(launch, bench):

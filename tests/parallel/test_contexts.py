@@ -289,6 +289,31 @@ def test_blocks_of_other_streams_in_a_replica(strategy, place):
         cuda.Stream.null.use()
 
 
+@on_gpus
+def test_another_gpu_is_left_current_in_a_replica(strategy, place):
+    """What was current before is so again: the device, and the stream of each."""
+    cuda = place.xp.cuda
+    count, device = cuda.runtime.getDeviceCount(), cuda.Device()
+    if count == 1:
+        pytest.skip("there is one GPU")
+    other = cuda.Device((device.id + 1) % count)
+
+    def replica():
+        total = replica_context().all_reduce("SUM", place.xp.ones(3))
+        other.use()
+        return [total, replica_context().all_reduce("SUM", place.xp.ones(3))]
+
+    for before in (device, other):
+        for outer in (cuda.Stream.null, cuda.Stream(non_blocking=True)):
+            with device, outer:
+                before.use()
+                totals = strategy.run(replica)
+                assert cuda.Device() == before
+                assert [cuda.get_current_stream(one.id) for one in (device, other)] == [outer, cuda.Stream.null]
+                for one in strategy.experimental_local_results(totals):
+                    assert [total.tolist() for total in one] == [[N] * 3] * 2
+
+
 @pytest.mark.core
 @on_gpus
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import _context
+from internals import _context, _gpu, gpu_memory
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -195,6 +195,39 @@ def test_variables_die_in_another_order_on_every_rank(strategy, xp):
             check(v, before + i * SUM)
 
 
+class Pool:
+    """A program's own allocator, which has what memory there is on the GPU."""
+
+    def __init__(self, cuda, nbytes):
+        self.cuda, self.memory, self.used = cuda, cuda.Memory(nbytes), 0
+
+    def malloc(self, nbytes):
+        start = -(-self.used // 512) * 512
+        if start + nbytes > self.memory.size:
+            raise MemoryError("the pool is empty")
+        self.used = start + nbytes
+        return self.cuda.MemoryPointer(self.memory, start)
+
+
+def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
+    cuda = place.xp.cuda
+    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    memory, pool = gpu_memory(stream), Pool(cuda, 100 << 20)
+
+    def refuse(nbytes):
+        raise cuda.runtime.CUDARuntimeError(2)
+
+    monkeypatch.setattr(cuda, "Memory", refuse)
+    with stream.current(), cuda.using_allocator(pool.malloc):
+        block = memory.new_block((1 << 20,), np.dtype(np.float32), 1)
+        assert block.array.data.mem is pool.memory and not block.array.any()
+        with pytest.raises(MemoryError, match=r"the pool is empty.* XLA_PYTHON_CLIENT_PREALLOCATE=false .* RMM"):
+            memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
+        with cuda.using_allocator(refuse), pytest.raises(MemoryError, match=r"out of memory.* torch.cuda.empty_cache"):
+            memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
+        assert memory.new_block((10,), np.dtype(np.float32), 3).start > block.start
+
+
 def test_slots_live_once(strategy, xp, root):
     variables = [hs.Variable(np.ones(5)), hs.Variable(np.ones((), np.float32))]
     optimizer = hs.optimizers.Adam(0.1)
@@ -265,18 +298,29 @@ def test_gradients_of_any_layout_and_dtype(strategy, xp):
     check(w, -SUM * grid - N * grid[::-1, ::-1])
 
 
-def test_arrays_of_another_gpu(strategy, xp, place):
-    """They come to the strategy's, whatever is done with them."""
+@pytest.fixture
+def neighbour(place):
+    """Another GPU than this rank's."""
     count = place.xp.cuda.runtime.getDeviceCount()
     if count == 1:
         pytest.skip("there is one GPU")
+    return place.xp.cuda.Device((int(place.devices[RANK].removeprefix("GPU:")) + 1) % count)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
+def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
+    """They come to the strategy's, whatever is done with them."""
     v, w, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros(3)), hs.optimizers.SGD(1.0)
-    own = int(place.devices[RANK].removeprefix("GPU:"))
+    short, table = hs.Variable(np.zeros(3, np.float32)), hs.Variable(np.zeros((4, 2)))
+
+    def made(shape, value, dtype=float):
+        with neighbour:
+            return place.xp.full((*shape[:-1], shape[-1] * step), value, dtype)[..., ::step]
 
     def replica():
-        with place.xp.cuda.Device((own + 1) % count):
-            there = place.xp.full(3, RANK + 1.0)
-            one, other = (place.xp.full(3, RANK + 1.0) for _ in range(2))
+        there, one, other = (made((3,), RANK + 1.0) for _ in range(3))
+        rows = hs.IndexedSlices(made((1, 2), RANK + 1.0), made((1,), 2, np.int64))
+        optimizer.apply_gradients([(there, short), (rows, table)])
         context = replica_context()
         total = context.all_reduce("SUM", there)
         everyones = context.all_gather(there, 0)
@@ -293,6 +337,41 @@ def test_arrays_of_another_gpu(strategy, xp, place):
         assert one.tolist() == [rank + 1 for rank in range(N) for _ in range(3)]
     check(v, -2 * SUM)
     check(w, -SUM)
+    check(short, -SUM)
+    check(table, [[0], [0], [-SUM], [0]])
+    check(hs.Variable(made((3,), 7.0)), 7)
+    table.scatter_update(hs.IndexedSlices(made((1, 2), 5.0), made((1,), 1, np.int64)))
+    check(table, [[0], [5], [-SUM], [0]])
+
+
+def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, neighbour):
+    """By the program, and by CuPy's pool, which hands out that of an array that died to the stream that made it."""
+    if "CPU" in "".join(strategy.extended.worker_devices):
+        return  # what is on a GPU is refused by those on the CPU
+    v, w, optimizer = hs.Variable(np.zeros(900)), hs.Variable(np.zeros(900)), hs.optimizers.SGD(1.0)
+    with neighbour:
+        side = xp.cuda.Stream(non_blocking=True)
+
+    def replica():
+        with neighbour:
+            kept = xp.full(900, RANK + 1.0)
+            with side:
+                gone = xp.full(900, RANK + 1.0)
+        optimizer.apply_gradients([(kept, v), (gone, w)])
+        del gone
+        with neighbour:
+            kept.fill(-1.0)
+            with side:
+                xp.full(900, -1.0)
+
+    stream = strategy._group.stream
+    with monkeypatch.context() as patch:
+        patch.setattr(type(stream), "let_go", lambda _: None)  # as long as the GPU is behind
+        strategy.run(replica)
+    check(v, -SUM)
+    check(w, -SUM)
+    strategy.run(lambda: None)
+    assert not stream.reads
 
 
 def test_rows_of_every_replica(strategy, xp):

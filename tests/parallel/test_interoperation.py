@@ -1,9 +1,12 @@
 """Arrays by their protocols alone, on their way in; what consumers of protocols get, on the way out."""
 
 import gc
+import sys
+import weakref
 
 import numpy as np
 import pytest
+from foreign import Torch
 from mpi4py import MPI
 from slow import slow_but
 
@@ -116,6 +119,27 @@ def test_gradients_on_a_gpu(strategy, place):
     assert strategy.reduce("MAX", values, axis=None).tolist() == [N - 1, N, N + 1]
     for part in strategy.experimental_local_results(values):
         assert type(part) is place.xp.ndarray
+
+
+@on_gpus
+def test_memory_on_another_gpu_is_let_go(strategy, place):
+    cuda, own = place.xp.cuda, strategy._group.stream
+    count = cuda.runtime.getDeviceCount()
+    if count == 1:
+        pytest.skip("there is one GPU")
+    with cuda.Device((own.ordinal + 1) % count):
+        arrays = [place.xp.full(3, RANK + 1.0)]
+    alive = weakref.ref(arrays[0])
+
+    def replica():
+        context = hs.get_replica_context()
+        assert context is not None
+        return context.all_reduce("SUM", ByDlpack(arrays.pop()))
+
+    total = strategy.run(replica)
+    assert strategy.experimental_local_results(total)[0].tolist() == [N * (N + 1) / 2] * 3
+    strategy.run(lambda: None)
+    assert alive() is None
 
 
 @pytest.mark.core
@@ -369,3 +393,63 @@ def test_results_are_plain_arrays(strategy):
         assert type(array) is np.ndarray
         for taken in (np.from_dlpack(array), np.asarray(ByInterface(array))):
             assert taken.ctypes.data == array.ctypes.data
+
+
+# ---- PyTorch on GPUs
+
+
+@pytest.fixture
+def torch(strategy, place, monkeypatch):
+    """What stands in for it, and knows the strategy's stream."""
+    made = Torch(place.xp, strategy._group.stream.raw)
+    monkeypatch.setitem(sys.modules, "torch", made)
+    return made
+
+
+class Module:
+    """PyTorch's, with a single parameter."""
+
+    def __init__(self, weight):
+        self.named_parameters = lambda: [("weight", weight)]
+
+
+@on_gpus
+def test_memory_that_pytorch_still_reads(strategy, place, torch):
+    """The strategy's stream has it back as soon as the tensor dies, and then waits for what PyTorch has queued."""
+    box = []
+
+    def replica():
+        tensor = hs.torch.as_tensors(place.xp.full(1000, RANK + 1.0))
+        box.append(tensor * 2)
+        del tensor
+        place.xp.full(1000, -1.0)
+
+    strategy.run(replica)
+    assert box[0].tolist() == [2 * (RANK + 1)] * 1000
+
+
+@on_gpus
+def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
+    cuda = place.xp.cuda
+    count, gpu = cuda.runtime.getDeviceCount(), strategy._group.stream.ordinal
+    if count == 1:
+        pytest.skip("there is one GPU")
+    weight = torch.full((2, 3), 1.0, gpu)
+    weight.grad = torch.full((2, 3), RANK + 1.0, gpu)
+    elsewhere = torch.full(3, 1.0, (gpu + 1) % count)
+    module = Module(weight)
+    box = []
+
+    def replica():
+        x = place.xp.full(3, 5.0)
+        cuda.Device((gpu + 1) % count).use()  # as torch.cuda.set_device does
+        box.append((hs.torch.as_tensors(x) * 2).tolist())
+        for _ in range(2):
+            hs.torch.all_reduce_gradients("SUM", module)
+            box.append((weight.grad * 1).tolist())
+        with pytest.raises(TypeError, match="the parameter weight is on .* move the module there or to the CPU"):
+            hs.torch.all_reduce_gradients("SUM", Module(elsewhere))
+        assert cuda.Device().id == (gpu + 1) % count
+
+    strategy.run(replica)
+    assert box == [[10] * 3, [N * (N + 1) / 2] * 6, [N * N * (N + 1) / 2] * 6]

@@ -254,6 +254,14 @@ class ndarray:
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         if dl_device not in (None, self.__dlpack_device__()) or copy:
             raise BufferError("the simulated GPU exports its arrays on their own device, without a copy")
+        own, consumer = _streams.current_queue(), None
+        if stream in (None, 1):
+            consumer = _streams.null_queue(own.device)
+        elif stream != -1:
+            consumer = next((one for one in _streams.queues() if one.address == stream), None)
+        if consumer not in (None, own):  # it waits for the current one
+            own.begin()
+            consumer.wait(dict(own.clock), own.marker())
         return DlpackCapsule(self)
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):

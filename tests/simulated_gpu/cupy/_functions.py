@@ -259,6 +259,8 @@ def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocki
         made = made if dtype is None else made.astype(dtype, copy=False)
     else:
         made = from_host(obj, dtype, order or "K")
+        if blocking:
+            current_queue().synchronize()
     return made.reshape((1,) * (ndmin - made.ndim) + made.shape) if made.ndim < ndmin else made
 
 
@@ -268,7 +270,7 @@ def _has_arrays(sequence):
 
 def asarray(a, dtype=None, order=None, *, blocking=False):
     """CuPy's."""
-    return array(a, dtype, copy=False, order=order)
+    return array(a, dtype, copy=False, order=order, blocking=blocking)
 
 
 def ascontiguousarray(a, dtype=None):

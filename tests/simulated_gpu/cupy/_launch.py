@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import _memory, _streams
+from . import _memory, _streams, _transfers
 from ._arrays import DlpackCapsule, check_dtype, ndarray
 
 _SCALARS = (bool, int, float, complex, np.generic)
@@ -104,8 +104,18 @@ def _stored(queue, results, copies=True):
 
 
 def from_host(value, dtype=None, order="K"):
-    """A new array of what NumPy makes of a value. CuPy copies it to pinned memory of its own first."""
-    _streams.current_queue().refuse_capture()
+    """A new array of what NumPy makes of a value.
+
+    CuPy copies it to pinned memory of its own first, but what lies in pinned memory in the right order from there.
+    """
+    queue = _streams.current_queue()
+    queue.refuse_capture()
+    if isinstance(value, np.ndarray) and value.ndim and _transfers.is_pinned(same := np.asarray(value, dtype)):
+        wanted = order if order in "CF" else "F" if value.flags.fnc else "C"
+        if same.flags[wanted]:
+            made = ndarray(same.shape, same.dtype, order=wanted)
+            _transfers.to_device(made, same, queue, is_async=True, keeps=True)
+            return made
     host = np.array(value, dtype=dtype, order=order, copy=True)
     check_dtype(host.dtype)
     if not host.flags.c_contiguous and not host.flags.f_contiguous:
@@ -115,7 +125,17 @@ def from_host(value, dtype=None, order="K"):
 
 
 def to_current_device(source, order="K"):
-    """A copy of an array on another GPU, by the current stream of this one."""
+    """A copy of an array on another GPU, by the current stream of this one.
+
+    As in CuPy, another order is made by the current stream of that GPU, which nothing orders with this one.
+
+    Raises:
+        NotImplementedError: it is strided.
+    """
+    with source.device:
+        source = source.astype(source.dtype, order=order, copy=False)
+    if not source.flags.c_contiguous and not source.flags.f_contiguous:
+        raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
     queue = _streams.current_queue()
     queue.begin()
     source.data.mem.block.history.access(queue, 0, source.data.mem.block.size, writes=False)
@@ -159,10 +179,16 @@ def from_dlpack(value, *, device=None, copy=None):
     """CuPy's: arrays of GPUs only."""
     if not hasattr(value, "__dlpack_device__"):
         raise TypeError(f"Unsupported type {type(value)}")
-    kind, _ = value.__dlpack_device__()
+    kind, device = value.__dlpack_device__()
     if kind not in (2, 13):
         raise TypeError("Unsupported array type: it must be a CUDA or ROCm array")
-    capsule = value.__dlpack__(stream=_streams.get_current_stream().ptr or 1)
+    with _streams.Device(device):
+        capsule = value.__dlpack__(stream=_streams.get_current_stream().ptr or 1)
     if not isinstance(capsule, DlpackCapsule):
         raise TypeError("the simulated GPU takes its own tensors only")
-    return capsule.array.view()
+    array = capsule.array
+    if not array.size:
+        return array.view()
+    low, high = np.lib.array_utils.byte_bounds(array.host)
+    memory = _memory.UnownedMemory(low, high - low, capsule)  # which keeps the array itself
+    return ndarray(array.shape, array.dtype, _memory.MemoryPointer(memory, array.data.ptr - low), array.strides)

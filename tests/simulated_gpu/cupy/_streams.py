@@ -1,10 +1,12 @@
 """Devices, streams and events, and the work on streams: done at once, or in order once what is before it is done."""
 
 import collections
+import ctypes
 import functools
 import gc
 import itertools
 import os
+import sys
 import threading
 import time
 
@@ -12,6 +14,9 @@ from . import _checker, _faults, _graphs
 
 PATIENCE = 0.002
 """Seconds that the host waits for NCCL when it puts work behind it, before it leaves the work for later."""
+
+LAUNCHES = int(os.environ.get("SIMULATED_GPU_LAUNCHES", "1024"))
+"""Pieces of work that a stream takes before the first is done. Whoever puts one more on it waits."""
 
 lock = threading.RLock()
 _thread = threading.local()
@@ -89,6 +94,8 @@ class Queue(_checker.Lane):
         if self.captured is not None:
             self.captured.append(lambda: self.put(work))
             return False
+        if len(self.later) >= LAUNCHES:
+            self._wait_for_room()
         with lock:
             if self.later and not self._settles():
                 self._leave(work)
@@ -97,6 +104,15 @@ class Queue(_checker.Lane):
                 return True
             self._leave(work)
             return False
+
+    def _wait_for_room(self):
+        """The thread waits in the driver, and holds its lock, though not Python's."""
+        _launching.add(threading.get_ident())
+        while len(self.later) >= LAUNCHES:
+            with lock:
+                progress()
+            time.sleep(1e-3)
+        _launching.discard(threading.get_ident())
 
     def _leave(self, work):
         """Leaves work for when what is before it is done: then a thread does it, as a GPU gets on by itself."""
@@ -140,6 +156,11 @@ class _Marker:
 def until(marker):
     """Waits for a marker, and lets streams get on."""
     _faults.check_context()
+    wait_for(marker)
+
+
+def wait_for(marker):
+    """`until`, for what does not wait by a call of CUDA."""
     pause = 0.0
     while marker is not None and not marker.done:
         with lock:
@@ -188,6 +209,24 @@ def _get_on():
         time.sleep(1e-3)
 
 
+_launching: "set[int]" = set()
+"""The threads that wait for room among the launches of a stream."""
+_libc = ctypes.PyDLL(None)  # whose functions keep Python's lock
+
+
+def take_driver(call):
+    """What CuPy calls with Python's lock, and the driver does once it has its own, which may be never."""
+    if _launching - {threading.get_ident()}:
+        print(
+            f"the simulated GPU: {call} at {_checker.shown(_checker.place())} waits with Python's lock for the driver, "
+            "in which another thread waits for room for a launch: nothing runs in this process any more",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        while True:
+            _libc.sleep(3600)
+
+
 _queues = {}
 _blocking = collections.defaultdict(list)
 _nulls = {}
@@ -220,6 +259,10 @@ class _State:
         self.stacks = collections.defaultdict(lambda: [Stream.null])
         self.pushed = []
         self.devices = []
+
+    def make_current(self, stream):
+        """Of its own GPU or, as the null stream, of the current one, whichever GPU's stack it was taken from."""
+        self.current[self.device if stream.device_id == -1 else stream.device_id] = stream
 
 
 def state():
@@ -335,14 +378,14 @@ class Stream:
         own, device = state(), self._checked_device()
         own.stacks[device].append(self)
         own.pushed.append(device)
-        own.current[device] = self
+        own.make_current(self)
         return self
 
     def __exit__(self, *_):
         own = state()
         device = own.pushed.pop()
         own.stacks[device].pop()
-        own.current[device] = own.stacks[device][-1]
+        own.make_current(own.stacks[device][-1])
 
     def use(self):
         """CuPy's, which from 15 on refuses it inside `with stream:`, because the end of that block undoes it."""
@@ -352,12 +395,13 @@ class Stream:
                 f"the simulated GPU: Stream.use() at {_checker.shown(_checker.place())} inside `with stream:`, whose "
                 "end makes yet another stream the current one; write `with stream:`"
             )
-        own.current[device] = self
+        own.make_current(self)
         return self
 
     @property
     def done(self):
         """CuPy's."""
+        take_driver("cudaStreamQuery")
         with lock:
             progress()
         return not self.queue.later
@@ -445,6 +489,7 @@ class Event:
     @property
     def done(self):
         """CuPy's. The host learns from it that the work is done."""
+        take_driver("cudaEventQuery")
         if self._marker is not None and not self._marker.done:
             with lock:
                 progress()
@@ -466,6 +511,7 @@ def get_elapsed_time(start_event, end_event):
     """CuPy's: milliseconds."""
     from .cuda.runtime import CUDARuntimeError
 
+    take_driver("cudaEventElapsedTime")
     times = []
     for event in (start_event, end_event):
         if not event._is_timed or event._at is None:

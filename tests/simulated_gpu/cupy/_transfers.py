@@ -65,7 +65,12 @@ def _pinned(array):
     return region if region is not None and address < region.ptr + len(region) else None
 
 
-def to_device(target, source, queue, is_async):
+def is_pinned(array):
+    """Whether a NumPy array has elements in pinned memory."""
+    return array.size > 0 and _pinned(array) is not None
+
+
+def to_device(target, source, queue, is_async, keeps=False):
     """Copies a contiguous NumPy array to device memory.
 
     Args:
@@ -73,6 +78,7 @@ def to_device(target, source, queue, is_async):
         source: of its shape, dtype and order.
         queue: on which.
         is_async: whether the host goes on meanwhile. Memory that is not pinned is read before it does.
+        keeps: whether pinned memory is kept until the host has waited.
     """
     queue.refuse_capture()
     queue.begin()
@@ -85,7 +91,8 @@ def to_device(target, source, queue, is_async):
             queue.synchronize()
         return
     queue.put(lambda: np.copyto(view, source))
-    _under_way.append(_Transfer(queue, memory, source, forbids_reading=False, target=target))
+    kept = source if keeps else None
+    _under_way.append(_Transfer(queue, memory, source, forbids_reading=False, target=target, kept=kept))
 
 
 def to_host(source, target, queue, is_async):
@@ -113,10 +120,12 @@ class _Transfer:
         forbids_reading: whether the host may not even read it.
         arrived: what is written to it once the host has waited.
         target: the array on the GPU that is written to.
+        kept: what lives as long as the copy, such as the array with its memory, which CuPy keeps in `asarray`.
     """
 
-    def __init__(self, queue, memory, array, forbids_reading, arrived=None, target=None):
+    def __init__(self, queue, memory, array, forbids_reading, arrived=None, target=None, kept=None):
         self._target = None if target is None else weakref.ref(target)
+        self._kept = kept
         self.stream, self.time, self._name = queue.number, queue.time, queue.name
         self.memory, self.start, self._arrived = weakref.ref(memory), memory.ptr, arrived
         self._place = _checker.place()
@@ -140,6 +149,7 @@ class _Transfer:
         if self._arrived is not None and memory is not None:
             arrived = self._arrived.reshape(-1, order="A").view(np.uint8)
             np.frombuffer(memory, np.uint8, arrived.size, self._first)[...] = arrived
+        self._kept = None
 
     def describe(self):
         """For messages."""
@@ -155,8 +165,8 @@ def _hear(thread):
         return
     with _streams.lock:  # what another thread finishes is finished before this one goes on
         for transfer in [one for one in _under_way if _checker.is_known(thread.clock, one.stream, one.time)]:
-            transfer.finish()
             _under_way.remove(transfer)
+            transfer.finish()
 
 
 _checker.when_learnt.append(_hear)

@@ -14,6 +14,7 @@ get_elapsed_time = _streams.get_elapsed_time
 Memory = _memory.Memory
 MemoryPointer = _memory.MemoryPointer
 MemoryPool = _memory.MemoryPool
+alloc = _memory.allocate
 using_allocator = _memory.using_allocator
 Graph = _graphs.Graph
 UnownedMemory = _memory.UnownedMemory
