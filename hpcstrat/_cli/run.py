@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
-from hpcstrat import _gpu, _launcher, _world
+from hpcstrat import _driver, _launcher, _world
 from hpcstrat._run import mpiexec, restarts
-from hpcstrat._run.job import Job, die_with
+from hpcstrat._run.job import Job
 from hpcstrat._run.mpiexec import LaunchError
 
-_SHARING = "_HPCSTRAT_SHARE_GPU"  # the process of share-gpu, to the launcher that it starts
 _HEAD_START_S = 10.0  # for rank 0's message, on a machine where the start of a rank is slow
 _EXAMPLES = """
   hpcstrat run train.py --epochs 3            a rank for each GPU of this host, or else for each core
@@ -79,8 +80,6 @@ def run(options: argparse.Namespace) -> int:
         if options.dry_run:
             print(_command_line(job, ranks, variables(ranks), options))
             return 0
-        if options.share_gpu and not _is_inside_share_gpu():
-            _exec_share_gpu(options, ranks)
         with job.passing_signals_on():
             if options.restarts:
                 return restarts.run(job, restarts.Policy(ranks, options.restarts, options.min_ranks), variables)
@@ -107,16 +106,24 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
             return program
         return mpiexec.copied(program, options.tee, options.prefix, goes_on=starts > 1)
 
+    def around() -> AbstractContextManager[dict[str, str]]:
+        # An MPS of its own for each start: with its ranks it may have lost what it needs to serve others.
+        return mpiexec.mps_daemon(options.nccl) if options.share_gpu else contextlib.nullcontext({})
+
     if mpiexec.in_allocation():
         mpirun = _slurm_mpirun(options.mpiexec)
         # Not the threads: how many cores of which node a task gets is Slurm's to say.
         return (
-            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM),
+            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM, around),
             lambda ranks: {"SLURM_NTASKS": str(ranks)} | mpirun,
         )
     starter = mpiexec.find(options.mpiexec)
+
+    def command(ranks: int, environment: dict[str, str]) -> list[str]:
+        return starter.command(ranks, rank_command(), environment)
+
     return (
-        Job(lambda ranks, environment: starter.command(ranks, rank_command(), environment), starter.vendor.end_signal),
+        Job(command, starter.vendor.end_signal, around),
         lambda ranks: _world.thread_variables(_world.share_of_cores([_world.own_cores()] * ranks, 0)),
     )
 
@@ -141,7 +148,10 @@ def _default_ranks() -> int:
         if not tasks:
             raise LaunchError("this Slurm job has no number of tasks: give one to sbatch or salloc, or here with -n")
         return int(tasks)
-    gpus = len(_gpu.visible())
+    try:
+        gpus = len(_driver.visible_gpus())
+    except _driver.DriverError as error:
+        raise LaunchError(f"{error}; -n N starts N ranks nevertheless") from None
     ranks = gpus or mpiexec.physical_cores()
     each = "GPU" if gpus else "core"
     _say(f"-n {ranks}, one rank for each {each} of this host")
@@ -177,21 +187,3 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
     else:
         time.sleep(_HEAD_START_S)  # the launcher ends all ranks with the first that fails
     os._exit(2)  # sys.exit would end the job as a rank's error does, with more to read
-
-
-def _exec_share_gpu(options: argparse.Namespace, ranks: int) -> None:
-    """Starts this launcher anew below share-gpu, whose daemon then serves every start of the ranks."""
-    os.environ[_SHARING] = str(os.getpid())  # it keeps this process's id
-    # Below the daemon the GPUs are not counted again: that would be one more client of it, throughout.
-    words = ["run", "-n", str(ranks), *sys.argv[2:]]
-    command = mpiexec.sharing_gpus([sys.executable, "-m", "hpcstrat", *words], options.nccl)
-    sys.stderr.flush()
-    os.execvp(command[0], command)
-
-
-def _is_inside_share_gpu() -> bool:
-    parent = os.environ.get(_SHARING)
-    if parent is None or int(parent) != os.getppid():
-        return False
-    die_with(int(parent))
-    return True

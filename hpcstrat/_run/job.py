@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
 
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -20,6 +21,8 @@ class Job:
     Args:
         command: see the attribute.
         end_signal: what the process of that command gets if this one is killed, to end the ranks.
+        around: makes a block for each start, which gives more variables for the ranks. Where it raises
+            `subprocess.CalledProcessError`, the start has failed with that status.
 
     Attributes:
         command: gives the command line for a number of ranks and the variables that they get besides this process's.
@@ -27,11 +30,17 @@ class Job:
             come between two starts, and then goes to the ranks of the next.
     """
 
-    def __init__(self, command: Callable[[int, dict[str, str]], list[str]], end_signal: int) -> None:
+    def __init__(
+        self,
+        command: Callable[[int, dict[str, str]], list[str]],
+        end_signal: int,
+        around: Callable[[], AbstractContextManager[dict[str, str]]],
+    ) -> None:
         self.signal = 0
         self._is_pending = False
         self.command = command
         self._end_signal = end_signal
+        self._around = around
         self._process: subprocess.Popen[bytes] | None = None
 
     @contextlib.contextmanager
@@ -58,6 +67,14 @@ class Job:
         Raises:
             OSError: the launcher cannot be started.
         """
+        try:
+            with self._around() as variables:
+                status = self._start(self.command(ranks, environment), variables | environment)
+        except subprocess.CalledProcessError as error:
+            status = error.returncode
+        return status if status >= 0 else 128 - status
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> int:
         launcher = os.getpid()
 
         def die_with_launcher() -> None:
@@ -68,7 +85,7 @@ class Job:
 
         # A session of its own: a Ctrl-C comes once, from this process, and not from the terminal as well.
         self._process = subprocess.Popen(
-            self.command(ranks, environment),
+            command,
             env=os.environ | environment,
             start_new_session=True,
             preexec_fn=die_with_launcher,
@@ -77,7 +94,7 @@ class Job:
             self._pass_on(self.signal, None)
         status = self._process.wait()
         self._process = None
-        return status if status >= 0 else 128 - status
+        return status
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.signal = number
@@ -99,14 +116,3 @@ class Job:
 
 _prctl = ctypes.CDLL(None).prctl
 """Loaded before any fork."""
-
-
-def die_with(parent: int) -> None:
-    """From now on the end of the process that started this one ends it too.
-
-    Args:
-        parent: its id; where it has ended already, this process ends at once.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

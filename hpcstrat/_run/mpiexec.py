@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -11,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from hpcstrat import _launcher, _mpi
 
 _VERSION_SECONDS = 10
 _FOLDER = pathlib.Path(__file__).parent
+_TELL = "import json, os, sys; print(json.dumps(dict(os.environ)), flush=True); sys.stdin.read()"
 
 
 class LaunchError(Exception):
@@ -218,6 +220,25 @@ def copied(program: Sequence[str], folder: str | None, marks: bool, goes_on: boo
 def sharing_gpus(program: Sequence[str], nccl: str | None) -> list[str]:
     """The program with an MPS daemon around it."""
     return ["sh", str(_FOLDER / "share-gpu"), *([] if nccl is None else ["--nccl", nccl]), *program]
+
+
+@contextlib.contextmanager
+def mps_daemon(nccl: str | None) -> Iterator[dict[str, str]]:
+    """A block with an MPS daemon: gives the variables by which ranks find it.
+
+    share-gpu runs beside mpiexec, not around it, so signals and the exit status are as without it. It ends the daemon
+    when its input ends: with this block, or with this process, whatever ends that.
+
+    Raises:
+        subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has said why.
+    """
+    words = sharing_gpus([sys.executable, "-I", "-S", "-c", _TELL], nccl)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        if not told:
+            raise subprocess.CalledProcessError(process.wait(), words)
+        yield json.loads(told)
 
 
 def physical_cores() -> int:

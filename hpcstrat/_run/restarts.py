@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hpcstrat import _guard, _job_memory
@@ -21,6 +22,7 @@ _GRACE_SECONDS = 1.0  # that processes of the start before get to end by themsel
 _LOOK_SECONDS = 0.02
 _START_SECONDS = 60.0  # after them ranks that are not seen are on other hosts
 _SEEN_SECONDS = 0.5  # a death is noticed so late at most
+_PAUSES_SECONDS = (2, 4, 8)  # before the restarts after failures before a step, which follow each other
 _WANTED = {os.EX_TEMPFAIL} | {base + one for base in (0, 128) for one in (signal.SIGINT, signal.SIGTERM)}
 _SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -70,6 +72,11 @@ class Ended(NamedTuple):
         """Whether a signal ended a rank; by the exit status, which launchers make of its number in two ways."""
         return self.failure is None and any(self.status in (one, 128 + one) for one in _SIGNALS)
 
+    @property
+    def fails_early(self) -> bool:
+        """Whether it ended by itself before a step was done."""
+        return not (self.did_steps or self.is_killed or self.is_wanted)
+
     def describe(self) -> str:
         """What happened, in a sentence."""
         if self.failure is not None:
@@ -88,32 +95,42 @@ class Policy:
         ranks: how many are wanted.
         restarts: how often they are started again at most.
         min_ranks: how few will do; `None` for no fewer than are wanted.
+
+    Attributes:
+        ranks: how many the next start has.
+        done: how many restarts there have been, with the next.
+        pause: seconds to wait before the next start.
     """
 
     def __init__(self, ranks: int, restarts: int, min_ranks: int | None = None) -> None:
         self.ranks = self._wanted = ranks
         self.restarts = restarts
         self.min_ranks: int = ranks if min_ranks is None else min_ranks
-        self.done = 0  # restarts
+        self.done = 0
+        self.pause = 0
         self._ends: list[Ended] = []
 
     def reason_to_end(self, ended: Ended) -> str | None:
         """Why the job is not started again; empty where there is nothing to say, `None` where it is.
 
-        Where it is started again, `ranks` and `done` say how.
+        Where it is started again, `ranks`, `done` and `pause` say how.
         """
         before, self._ends = self._ends, [*self._ends, ended]
+        self.pause = 0
         if ended.is_wanted or self.restarts == 0:
             return ""
-        fails_early = not ended.did_steps and not ended.is_killed
-        if ended.failure is not None and fails_early:
-            return "it failed before it had done a step"
-        if ended.failure is not None:
-            for other in before:
-                if other.failure is not None and (other.failure.text, other.step) == (ended.failure.text, ended.step):
-                    return "it has failed in the same way at the same step before"
-        if ended.ranks <= self.min_ranks and fails_early and before:
-            if not before[-1].did_steps and before[-1].status == ended.status:
+        if self._has_failed_so(ended, before):
+            return "it has failed in the same way at the same step before"
+        if ended.fails_early:
+            if any(one.did_steps for one in before):
+                # A GPU, or MPS, whose ranks were killed is not free at once.
+                times = len(list(itertools.takewhile(lambda one: one.fails_early, reversed(self._ends))))
+                if times > len(_PAUSES_SECONDS) and (ended.failure is not None or ended.ranks <= self.min_ranks):
+                    return f"it has ended {times} times in a row before it had done a step"
+                self.pause = _PAUSES_SECONDS[min(times, len(_PAUSES_SECONDS)) - 1]
+            elif ended.failure is not None:
+                return "it failed before it had done a step"
+            elif ended.ranks <= self.min_ranks and before and before[-1].status == ended.status:
                 return "it has ended twice before it had done a step"
         if self.done == self.restarts:
             return f"it has been restarted {self.restarts} times (--restarts)"
@@ -121,9 +138,19 @@ class Policy:
         # All ranks again first: most faults are gone with the process. One that is not is a host's, or a GPU's.
         if ended.did_steps:
             self.ranks = self._wanted
-        elif before and ended.ranks > self.min_ranks:
+        elif ended.failure is None and before and ended.ranks > self.min_ranks:
             self.ranks = ended.ranks - 1
         return None
+
+    @staticmethod
+    def _has_failed_so(ended: Ended, before: Sequence[Ended]) -> bool:
+        """Whether an exception came again; not where both came before a step, which prove nothing."""
+        return ended.failure is not None and any(
+            other.failure is not None
+            and (other.failure.text, other.step) == (ended.failure.text, ended.step)
+            and (other.did_steps or ended.did_steps)
+            for other in before
+        )
 
     def first_failure(self) -> str:
         """How the first start ended, where there were several."""
@@ -150,17 +177,27 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
             _end_stale(memory, begin)
             step = newest_step(memory)
             snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
+            when = f" in {policy.pause} s" if policy.pause else ""
             _say(
-                f"{ended.describe()}; restart {policy.done} of {policy.restarts}, on {policy.ranks} "
+                f"{ended.describe()}; restart {policy.done} of {policy.restarts}{when}, on {policy.ranks} "
                 f"rank{'s' if policy.ranks > 1 else ''}{snapshot}"
             )
-            continue
+            _pause(starter, policy.pause)
+            if not starter.signal:
+                continue
         if ended.status:
             _end_stale(memory, begin)
         if reason and not starter.signal:
             first = f"; first, {policy.first_failure()}" if policy.done else ""
             _say(f"{ended.describe()}; no restart: {reason}{first}")
         return ended.status
+
+
+def _pause(starter: Starter, seconds: float) -> None:
+    """Waits, until a signal comes."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not starter.signal:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _start(starter: Starter, ranks: int, memory: JobMemory, environment: Mapping[str, str]) -> Ended:
@@ -248,15 +285,32 @@ def _has_closed_files(process: int) -> bool:
 
 def _end_stale(memory: JobMemory, begin: float) -> None:
     """Ends what the ranks have left on this host: processes that have the job's variable, and then their segments."""
+    known: set[int] = set()
+
+    def are_left() -> bool:
+        # On its way out a process loses its variables before it closes its files, and so before it frees a GPU.
+        known.update(_processes_of(memory))
+        return any(map(_runs, known))
+
     deadline = time.monotonic() + _GRACE_SECONDS
-    while (processes := _processes_of(memory)) and time.monotonic() < deadline:
+    while are_left() and time.monotonic() < deadline:
         time.sleep(_LOOK_SECONDS)
-    for process in processes:
+    for process in _processes_of(memory):
         with contextlib.suppress(OSError):
             os.kill(process, signal.SIGKILL)
-    while processes and _processes_of(memory) and time.monotonic() < deadline + _GRACE_SECONDS:
+    while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
         time.sleep(_LOOK_SECONDS)
     _guard.unlink_orphans(begin)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process, or a thread of it, has not ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return fields[0] != b"Z" or fields[17] != b"1"  # the number of threads, which may outlive the first
 
 
 def _processes_of(memory: JobMemory) -> list[int]:

@@ -256,6 +256,29 @@ def test_a_program_that_fails_by_itself_ends(restarting):
 
 
 @pytest.mark.slow
+def test_a_start_that_meets_what_is_not_free_yet_is_tried_again(launch, restarting, tmp_path):
+    program = (
+        TRAIN
+        + """
+    if start == 1:
+        raise OSError("the GPU is not free yet")
+
+    def after(step):
+        if start == 0 and step == 5 and hs.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train(after)
+    """
+    )
+    result = restarting(program, "--restarts", 3, "-n", 2)
+    assert (result.status, result.leftovers) == (0, [])
+    assert starts(result.stdout) == [("nothing", 0), ("memory", 4)]
+    assert "OSError: the GPU is not free yet, at program.py:" in result.stderr
+    assert "restart 2 of 3 in 2 s, on 2 ranks; the newest snapshot is of step 4" in result.stderr
+    assert last_line(result.stdout) == undisturbed(launch, tmp_path, 2)
+
+
+@pytest.mark.slow
 def test_fewer_ranks_go_on_where_all_cannot(launch, restarting, tmp_path):
     program = (
         TRAIN

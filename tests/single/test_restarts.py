@@ -1,9 +1,11 @@
 """When the launcher starts ranks again: with a starter that only says how they ended."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from internals import Contents, SnapshotMemory, _guard, _job_memory, restarts
@@ -16,6 +18,14 @@ SECONDS = 60  # until what never comes is a failure
 def no_segments_of_others(monkeypatch, tmp_path):
     """Whoever restarts unlinks what nobody uses: here not the files of tests that run at the same time."""
     monkeypatch.setattr(_guard, "_FOLDER", os.fspath(tmp_path))
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The seconds of the pauses before restarts, which are left out."""
+    found = []
+    monkeypatch.setattr(restarts, "_pause", lambda starter, seconds: found.append(seconds))
+    return found
 
 
 class Starter:
@@ -127,9 +137,67 @@ def test_another_exception_or_step_does_not():
     assert run(Starter((failing(one, 1, 5), 1), (failing(other, 5, 5), 1), (failing(one, 5, 6), 1), (NOTHING, 0))) == 0
 
 
-def test_an_exception_before_a_step_ends_it(capfd):
-    assert run(Starter((steps(1, 5), KILLED), (failing("ValueError: 3, at x.py:7 in step"), 1)), min_ranks=1) == 1
-    assert "no restart: it failed before it had done a step; first, a rank died after step 5" in capfd.readouterr().err
+def test_the_same_exception_at_the_same_step_ends_it_before_a_step_too():
+    fails = failing("ValueError: 3, at x.py:7 in step", 1, 5)
+    assert run(Starter((fails, 1), (failing("ValueError: 3, at x.py:7 in step"), 1))) == 1
+
+
+@pytest.mark.parametrize("starts", [[], [(NOTHING, KILLED)]], ids=["at once", "after a kill"])
+def test_an_exception_before_any_step_ends_it(capfd, starts):
+    assert run(Starter(*starts, (failing("ValueError: 3, at x.py:7 in step"), 1)), min_ranks=1) == 1
+    assert "no restart: it failed before it had done a step" in capfd.readouterr().err
+
+
+FAILS = failing("OutOfMemoryError: the driver still takes a killed context down, at x.py:1 in <module>")
+
+
+@pytest.mark.parametrize("note", [FAILS, NOTHING], ids=["an exception", "a status"])
+def test_a_start_that_fails_after_others_did_steps_is_tried_again_after_a_pause(capfd, pauses, note):
+    assert run(Starter((steps(1, 5), KILLED), (note, 1), (note, 1), (note, 1), (steps(6, 9), 0)), restarts_=9) == 0
+    assert pauses == [0, 2, 4, 8]
+    said = re.findall(r"restart .*", capfd.readouterr().err)
+    assert said == [
+        "restart 1 of 9, on 4 ranks",
+        "restart 2 of 9 in 2 s, on 4 ranks",
+        "restart 3 of 9 in 4 s, on 4 ranks",
+        "restart 4 of 9 in 8 s, on 4 ranks",
+    ]
+
+
+@pytest.mark.parametrize("note", [FAILS, NOTHING], ids=["an exception", "a status"])
+def test_it_ends_when_the_pauses_are_used_up(capfd, pauses, note):
+    assert run(Starter((steps(1, 5), KILLED), *[(note, 1)] * 4), restarts_=9) == 1
+    assert pauses == [0, 2, 4, 8]
+    end = "no restart: it has ended 4 times in a row before it had done a step; first, a rank died after step 5"
+    assert end in capfd.readouterr().err
+
+
+def test_pauses_begin_anew_after_steps_and_kills(pauses):
+    fails = FAILS, 1
+    assert run(Starter((steps(1, 5), KILLED), fails, fails, (steps(6, 7), KILLED), fails, (NOTHING, 0)), 4, 9) == 0
+    assert run(Starter((steps(1, 5), 3), fails, (NOTHING, KILLED), fails, (NOTHING, 0)), 4, 9) == 0
+    assert pauses == [0, 2, 4, 0, 2, 0, 2, 0, 2]
+
+
+def test_a_gpu_that_is_not_free_yet_costs_no_rank(pauses):
+    starter = Starter((steps(1, 5), KILLED), (FAILS, 1), (FAILS, 1), (steps(6, 9), 0))
+    assert run(starter, ranks=4, min_ranks=1) == 0
+    assert starter.ranks == [4, 4, 4, 4]
+
+
+def test_fewer_ranks_are_tried_for_longer_than_there_are_pauses(pauses):
+    starter = Starter((steps(1, 5), KILLED), *[(NOTHING, 1)] * 6, (steps(6, 9), 0))
+    assert run(starter, ranks=8, restarts_=9, min_ranks=2) == 0
+    assert starter.ranks == [8, 8, 7, 6, 5, 4, 3, 2]
+    assert pauses == [0, 2, 4, 8, 8, 8, 8]
+
+
+def test_a_signal_in_a_pause_ends_it(capfd, monkeypatch):
+    monkeypatch.setattr(restarts, "_PAUSES_SECONDS", (10 * SECONDS,))
+    starter = Starter((steps(1, 5), KILLED), (FAILS, 1))
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(starter, "signal", 15))
+    assert run(starter) == 1
+    assert "restart 2 of 3 in 600 s" in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_two_ends_before_a_step_end_it(capfd):
@@ -139,7 +207,7 @@ def test_two_ends_before_a_step_end_it(capfd):
     assert run(Starter((NOTHING, KILLED), (NOTHING, KILLED), (NOTHING, KILLED), (steps(1, 1), 0))) == 0
 
 
-def test_fewer_ranks_are_tried_after_all(capfd):
+def test_fewer_ranks_are_tried_after_all(capfd, pauses):
     starter = Starter(*[(NOTHING, KILLED)] * 5, (steps(1, 2), KILLED), (NOTHING, 3), (steps(3, 3), 0))
     assert run(starter, ranks=4, restarts_=9, min_ranks=2) == 0
     assert starter.ranks == [4, 4, 3, 2, 2, 2, 4, 3]
@@ -170,6 +238,27 @@ def test_what_the_ranks_leave_is_ended(monkeypatch):
             return super().start(ranks, environment)
 
     assert run(Leaves((NOTHING, KILLED), (NOTHING, 0))) == 0
+
+
+def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
+    """A process that has lost its variables, but has not closed its files yet."""
+    monkeypatch.setattr(restarts, "_GRACE_SECONDS", SECONDS)
+    with subprocess.Popen(["sleep", "600"]) as process:
+        looks = 0
+
+        def processes_of(memory):
+            nonlocal looks
+            looks += 1
+            if looks == 3:
+                process.kill()
+            return [process.pid] * (looks == 1)
+
+        monkeypatch.setattr(restarts, "_processes_of", processes_of)
+        starter = Starter((NOTHING, KILLED), (lambda memory: process.wait(0), 0))
+        try:
+            assert run(starter) == 0
+        finally:
+            process.kill()
 
 
 def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
