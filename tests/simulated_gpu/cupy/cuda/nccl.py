@@ -1,6 +1,7 @@
 """NCCL, as CuPy has it: operations are work on streams, which ends when all ranks have come to it."""
 
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ NCCL_FLOAT64 = NCCL_DOUBLE = 8
 NCCL_BFLOAT16 = 9
 _DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 _SUM = {NCCL_SUM: np.add, NCCL_PROD: np.multiply, NCCL_MAX: np.fmax, NCCL_MIN: np.fmin}
+_COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather", "reduceScatter"]
 _OPERATIONS = ["SUM", "PROD", "MAX", "MIN", "AVG"]
 # CuPy's table ends here: NCCL's results 7 (in progress) and 8 (time-out) are not in it.
 _RESULTS = {
@@ -100,6 +102,8 @@ class NcclCommunicator:
         self._is_open, self._is_aborted = True, False
         self._under_way = 0
         self._graphs = _graphs.Holders()
+        connects_now = os.environ.get("NCCL_RUNTIME_CONNECT") == "0"
+        self._connected = {(verb, None) for verb in _COLLECTIVES} if connects_now else set()
         _latest[:] = [self]
 
     def size(self):
@@ -180,6 +184,8 @@ class NcclCommunicator:
         _faults.counted["nccl calls"] += 1
         if (status := _faults.value("nccl-fails", "nccl calls")) is not None:
             raise NcclError(status)
+        while _faults.value("nccl-blocks", "nccl calls") is not None:
+            time.sleep(0.01)
         dtype = _dtype(datatype)
         call = _Call(verb, dtype, count, facts, _checker.place())
         _latest[:] = [self]
@@ -201,6 +207,11 @@ class NcclCommunicator:
                 f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with {nbytes:,} bytes that "
                 f"are not, or no longer, memory of GPU {self._device}"
             )
+        if address % dtype.itemsize:
+            raise _checker.report(
+                f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with {dtype} at an address "
+                f"that is not a multiple of {dtype.itemsize}"
+            )
         start = address - block.ptr
         return block, range(start, start + nbytes), block.buffer[start : start + nbytes].view(dtype)
 
@@ -214,6 +225,7 @@ class NcclCommunicator:
             queue.captured.append(functools.partial(self._put, stream, calls))
             self._graphs.add(queue.captured)
             return
+        self._refuse_overlaps(calls)
         queue.begin()
         for call in calls:
             for memory, writes in ((call.source, False), (call.target, True)):
@@ -221,6 +233,39 @@ class NcclCommunicator:
                     memory[0].history.access(queue, memory[1].start, memory[1].stop, writes)
         self._under_way += 1
         queue.put(_Work(self, calls))
+        self._connect(queue, calls)
+
+    def _refuse_overlaps(self, calls):
+        """Raises where a call writes what it, or another call of its group, still reads or writes too.
+
+        A rank's data leave in pieces while others' arrive, and the calls of a group run at the same time. NCCL allows
+        the exact in-place forms only. Here whole messages are copied, which would hide it.
+        """
+        found = sorted(
+            (memory[0].ptr + memory[1].start, memory[0].ptr + memory[1].stop, writes, i)
+            for i, call in enumerate(calls)
+            for memory, writes in ((call.source, False), (call.target, True))
+            if memory is not None and len(memory[1])
+        )
+        for i, (_, stop, writes, one) in enumerate(found):
+            for other_start, _, other_writes, other in itertools.islice(found, i + 1, None):
+                if other_start >= stop:
+                    break
+                if (writes or other_writes) and (one != other or not calls[one].is_in_place(self._rank)):
+                    first, second = (f"{calls[k].verb} at {_checker.shown(calls[k].where)}" for k in (one, other))
+                    raise _checker.report(
+                        f"the simulated GPU: the memory that NCCL's {first} reads or writes overlaps "
+                        f"{'itself' if one == other else f'that of {second}, in one group'}, and one of the two writes "
+                        "it; a call may work in place, where NCCL says so, or apart"
+                    )
+
+    def _connect(self, queue, calls):
+        """In the first call of a kind, or with a peer, the host waits for the others: NCCL connects them only then."""
+        kinds = {(call.verb, peer) for call in calls if (peer := call.facts.get("peer")) != self._rank}
+        if not kinds <= self._connected:
+            self._connected |= kinds
+            _faults.counted["nccl connects"] += 1
+            _streams.wait_for(queue.marker())
 
     def _finish(self):
         self._under_way -= 1
@@ -234,6 +279,13 @@ class _Call:
 
     def __init__(self, verb, dtype, count, facts, where):
         self.verb, self.dtype, self.count, self.facts, self.where = verb, dtype, count, facts, where
+
+    def is_in_place(self, rank):
+        """Whether the result goes where NCCL's documentation allows it to go, over what is sent."""
+        part = rank * self.count * self.dtype.itemsize
+        source = self.source[0].ptr + self.source[1].start
+        target = self.target[0].ptr + self.target[1].start
+        return target - source == {"reduceScatter": part, "allGather": -part}.get(self.verb, 0)
 
     def described(self):
         """What the ranks must agree on, or a message between two of them."""
