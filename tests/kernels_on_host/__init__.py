@@ -1,8 +1,13 @@
 """Runs the text of CUDA kernels on the host: compiled by its C++ compiler, thread after thread, on NumPy arrays.
 
-It is the very text that a GPU gets, so an error in it shows. What does not show: how threads meet (kernels that use
-`__syncthreads` or `__shared__` are refused), limits of a GPU, and that a GPU fuses multiplications with additions and,
-as CuPy asks it to, takes float32 numbers below the normal ones for 0.
+It is the very text that a GPU gets, so an error in it shows. Kernels that use addresses, and elementwise ones with raw
+parameters, are checked as they run: a `Fault` names two threads that meet at one word, of which one writes it and not
+both by atomic operations; a misaligned address; and one outside of the arguments' memory. The others reach their own
+elements only.
+
+What does not show: how threads work together (kernels that use `__syncthreads` or `__shared__` are refused), limits of
+a GPU, and that a GPU fuses multiplications with additions and, as CuPy asks it to, takes float32 numbers below the
+normal ones for 0.
 """
 
 import ctypes
@@ -17,9 +22,12 @@ import tempfile
 
 import numpy as np
 
-HEADER = pathlib.Path(__file__).with_name("cuda_on_host.hpp")
+_FOLDER = pathlib.Path(__file__).parent
 # Without contraction and with errno left alone: what is written is what is computed, and loops become vector code.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
+# The compiler puts a call before each access to memory: see checked_memory.hpp, which is what is called.
+_CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
+_LIBRARIES = ("-lstdc++", "-lm", "-lc", "-lgcc")  # without the sanitizer's, which `-nodefaultlibs` leaves out
 _REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
 _TYPES = {
     **{np.dtype(kind): f"{kind}_t" for kind in ("int8", "int16", "int32", "int64")},
@@ -37,33 +45,61 @@ class CompilationError(Exception):
     """The compiler refuses a kernel; what it says."""
 
 
+class Fault(Exception):
+    """What a kernel did that it must not do on a GPU."""
+
+
 class RawKernel:
     """A `__global__` function, as `cupy.RawKernel` takes it: `kernel(grid, block, arguments)` on NumPy arrays.
 
     An array is passed as its address; one without dimensions, a NumPy scalar or bytes as they are; a Python number as
-    64 bits.
+    64 bits. In a structure that has them, `source[i]` is the address of `length[i]` elements, which the kernel reads.
     """
 
     def __init__(self, code, name):
         self.name = name
         self._library = compiled(
             f"{code}\n"
-            'extern "C" void on_host_launch(const unsigned* grid, const unsigned* block, void** arguments)\n'
-            f"{{ on_host::launch<{name}>({name}, grid, block, arguments); }}\n"
-            f'extern "C" long on_host_sizes(long* found) {{ return on_host::sizes({name}, found); }}\n'
+            f'extern "C" const char* on_host_launch({_LAUNCH}) {{\n'
+            f"return on_host::checked_launch<{name}>({name}, {_PASSED}); }}\n"
+            'extern "C" long on_host_ranges(void** arguments, on_host::Range* found)\n'
+            f"{{ return on_host::ranges_in({name}, arguments, found); }}\n"
+            'extern "C" long on_host_parameters(on_host::Parameter* found)\n'
+            f"{{ return on_host::parameters({name}, found); }}\n",
+            is_checked=True,
         )
-        found = (ctypes.c_long * 64)()
-        count = self._library.on_host_sizes(found)
-        self.sizes = tuple(found[:count])
-        """Bytes of each argument."""
+        self._library.on_host_launch.restype = ctypes.c_char_p
+        found = (_Parameter * 64)()
+        self.parameters = found[: self._library.on_host_parameters(found)]
+        """What it takes, each with `size` and `is_written`."""
 
     def __call__(self, grid, block, arguments):
+        passed = self._passed(arguments)
+        ranges = [
+            _Range.of(argument, parameter.word, parameter.is_written, f"argument {i}")
+            for i, (parameter, argument) in enumerate(zip(self.parameters, arguments, strict=True))
+            if parameter.word and isinstance(argument, np.ndarray) and argument.size
+        ]
+        ranges += self._ranges(passed)
+        fault = self._library.on_host_launch(_three(grid), _three(block), passed, *_sorted(ranges))
+        if fault is not None:
+            raise Fault(f"{self.name}: {fault.decode()}")
+
+    def reads(self, arguments):
+        """(address, bytes) of the memory that structures among the arguments point to."""
+        return [(one.first, one.size) for one in self._ranges(self._passed(arguments))]
+
+    def _passed(self, arguments):
+        """The address of each argument's bytes."""
         passed = [_by_value(argument) for argument in arguments]
-        if (sizes := tuple(map(len, passed))) != self.sizes:
-            raise TypeError(f"{self.name}: its arguments have {self.sizes} bytes, and it is called with {sizes}")
-        buffers = [ctypes.create_string_buffer(one, len(one)) for one in passed]
-        addresses = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-        self._library.on_host_launch(_three(grid), _three(block), addresses)
+        expected = tuple(one.size for one in self.parameters)
+        if (sizes := tuple(map(len, passed))) != expected:
+            raise TypeError(f"{self.name}: its arguments have {expected} bytes, and it is called with {sizes}")
+        return (ctypes.c_char_p * len(passed))(*passed)
+
+    def _ranges(self, passed):
+        found = (_Range * (sum(one.size for one in self.parameters) // 8))()  # no structure has more pointers
+        return found[: self._library.on_host_ranges(passed, found)]
 
 
 class ElementwiseKernel:
@@ -79,6 +115,8 @@ class ElementwiseKernel:
         self._operation = operation
         self._preamble = preamble
         self._compiled = {}
+        self.is_checked = any(raw for raw, _, _ in [*self.inputs, *self.outputs])
+        """Whether a thread can reach elements of others."""
 
     def __call__(self, *arguments, size=None):
         parameters = [*self.inputs, *self.outputs]
@@ -103,11 +141,19 @@ class ElementwiseKernel:
             array if raw else np.broadcast_to(array, shape)
             for (raw, _, _), array in zip(parameters, arrays, strict=True)
         ]
-        self.compile(dtypes)(
+        ranges = [
+            _Range.of(view, view.itemsize, i >= len(self.inputs), parameters[i][2])
+            for i, view in enumerate(views)
+            if self.is_checked and view.size
+        ]
+        fault = self.compile(dtypes)(
             (_View * len(views))(*map(_View.of, views)),
             (ctypes.c_ssize_t * len(shape))(*shape),
             ctypes.c_ssize_t(len(shape)),
+            *_sorted(ranges),
         )
+        if fault is not None:
+            raise Fault(f"{self.name}: {fault.decode()}")
 
     def dtypes(self, given):
         """The dtype of each parameter, where arguments of these dtypes are given; `None` is a Python number's."""
@@ -142,22 +188,61 @@ class ElementwiseKernel:
             f"{self._operation};",
             "}",
             f"static const bool is_raw[] = {{{flags}}};",
-            f'extern "C" void {function}(const on_host::View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {{',
-            f"on_host::loop<{len(dtypes)}>(operation, is_raw, views, shape, ndim);",
+            f'extern "C" const char* {function}({_LOOP}) {{',
+            f"return on_host::checked_loop<{len(dtypes)}>(operation, is_raw, {_LOOPED});",
             "}",
         ]
         return "\n".join(lines)
 
 
 def compile_together(wanted):
-    """Compiles elementwise kernels, each for the dtypes of its parameters, by one run of the compiler."""
-    texts = [
-        f"namespace kernel_{i} {{\n{kernel.source(dtypes, f'on_host_loop_{i}')}\n}}"
-        for i, (kernel, dtypes) in enumerate(wanted)
-    ]
-    library = compiled("\n".join(texts))
-    for i, (kernel, dtypes) in enumerate(wanted):
-        kernel._compiled[dtypes] = getattr(library, f"on_host_loop_{i}")
+    """Compiles elementwise kernels, each for the dtypes of its parameters, by one run of the compiler, or two."""
+    for is_checked in (False, True):
+        some = [(kernel, dtypes) for kernel, dtypes in wanted if kernel.is_checked == is_checked]
+        texts = [
+            f"namespace kernel_{i} {{\n{kernel.source(dtypes, f'on_host_loop_{i}')}\n}}"
+            for i, (kernel, dtypes) in enumerate(some)
+        ]
+        library = compiled("\n".join(texts), is_checked) if some else None
+        for i, (kernel, dtypes) in enumerate(some):
+            kernel._compiled[dtypes] = loop = getattr(library, f"on_host_loop_{i}")
+            loop.restype = ctypes.c_char_p
+
+
+_RANGES = "const on_host::Range* ranges, long count"
+_LAUNCH = f"const unsigned* grid, const unsigned* block, void** arguments, {_RANGES}"
+_PASSED = "grid, block, arguments, ranges, count"
+_LOOP = f"const on_host::View* views, const ptrdiff_t* shape, ptrdiff_t ndim, {_RANGES}"
+_LOOPED = "views, shape, ndim, ranges, count"
+
+
+class _Parameter(ctypes.Structure):
+    """As `on_host::Parameter`."""
+
+    _fields_ = (("size", ctypes.c_long), ("word", ctypes.c_long), ("is_written", ctypes.c_long))
+
+
+class _Range(ctypes.Structure):
+    """As `on_host::Range`."""
+
+    _fields_ = (
+        ("first", ctypes.c_void_p),
+        ("size", ctypes.c_size_t),
+        ("word", ctypes.c_size_t),
+        ("is_written", ctypes.c_long),
+        ("name", ctypes.c_char_p),
+    )
+
+    @classmethod
+    def of(cls, array, word, is_written, name):
+        low, high = np.lib.array_utils.byte_bounds(array)
+        return cls(low, high - low, word, is_written, name.encode())
+
+
+def _sorted(ranges):
+    """Ranges, as functions take them: those that are written first, where each access is looked for first."""
+    ranges = sorted(ranges, key=lambda one: -one.is_written)
+    return (_Range * len(ranges))(*ranges), ctypes.c_long(len(ranges))
 
 
 class _View(ctypes.Structure):
@@ -198,31 +283,40 @@ def is_available():
 
 
 @functools.cache
-def compiled(source):
+def compiled(source, is_checked=False):
     """The library of a source text, compiled where it is not in the cache yet.
+
+    Args:
+        source: what comes behind the header.
+        is_checked: whether what kernels do to memory is.
 
     Raises:
         CompilationError: the compiler refuses it, or it needs what this file does not have.
     """
     if refused := _REFUSED.search(source):
         raise CompilationError(f"kernels on the host do not have {refused[0]}")
-    whole = f"{HEADER.read_text()}\n{source}"
-    key = hashlib.sha256(repr((whole, FLAGS, _version())).encode()).hexdigest()[:32]
+    flags, libraries = (*FLAGS, *_CHECKED) if is_checked else FLAGS, _LIBRARIES if is_checked else ()
+    key = hashlib.sha256(repr((_headers(), source, flags, libraries, _version())).encode()).hexdigest()[:32]
     path = cache() / f"{key}.so"
     if not path.exists():
-        build(whole, path, FLAGS)
+        build(f'#include "cuda_on_host.hpp"\n{source}', path, (*flags, f"-I{_FOLDER}"), libraries)
     return ctypes.CDLL(os.fspath(path))
 
 
-def build(source, path, flags):
+def build(source, path, flags, libraries=()):
     """Compiles a source text to a library; several processes may do it at once."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         made = pathlib.Path(folder) / path.name
-        command = [_compiler(), *flags, "-x", "c++", "-", "-o", os.fspath(made)]
+        command = [_compiler(), *flags, "-x", "c++", "-", "-o", os.fspath(made), *libraries]
         result = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
         if result.returncode:
             raise CompilationError(result.stderr)
         made.replace(path)
+
+
+@functools.cache
+def _headers():
+    return [path.read_text() for path in sorted(_FOLDER.glob("*.hpp"))]
 
 
 def cache():

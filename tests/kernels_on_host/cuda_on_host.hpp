@@ -17,8 +17,13 @@
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x, y, z; };
-static thread_local uint3 threadIdx, blockIdx;
-static thread_local dim3 blockDim, gridDim;
+static thread_local struct { uint3 thread, block; dim3 threads, blocks; } on_host_place;
+#define threadIdx on_host_place.thread
+#define blockIdx on_host_place.block
+#define blockDim on_host_place.threads
+#define gridDim on_host_place.blocks
+
+#include "checked_memory.hpp"
 
 struct alignas(16) ulonglong2 { unsigned long long x, y; };
 
@@ -78,11 +83,11 @@ struct Raw {
     const View& view;
     Element& operator[](ptrdiff_t index) const {
         ptrdiff_t offset = 0;
-        for (ptrdiff_t axis = view.ndim - 1; axis >= 0; --axis) {
+        for (ptrdiff_t axis = view.ndim - 1; axis > 0; --axis) {
             offset += index % view.shape[axis] * view.strides[axis];
             index /= view.shape[axis];
         }
-        return *(Element*)(view.first + offset);
+        return *(Element*)(view.first + offset + (view.ndim ? index * view.strides[0] : 0));
     }
     ptrdiff_t size() const {
         ptrdiff_t count = 1;
@@ -94,11 +99,16 @@ template <class Element> inline Raw<Element> raw(const View& view) { return {vie
 
 // One operation for each element of a shape, all arrays but the raw ones having it, one after another in C order.
 template <size_t Count, class Operation>
-inline void loop(Operation operation, const bool* is_raw, const View* views, const ptrdiff_t* shape, ptrdiff_t ndim) {
+UNCHECKED inline void loop(
+    Operation operation, const bool* is_raw, const View* views, const ptrdiff_t* shape, ptrdiff_t ndim
+) {
+    View own[Count];  // on the stack, which is not checked
+    for (size_t k = 0; k < Count; ++k) own[k] = views[k];
     ptrdiff_t offsets[Count] = {}, index[16] = {}, size = 1;
     for (ptrdiff_t axis = 0; axis < ndim; ++axis) size *= shape[axis];
     for (ptrdiff_t i = 0; i < size; ++i) {
-        operation(views, offsets, i);
+        begin_thread(i);
+        operation(own, offsets, i);
         for (ptrdiff_t axis = ndim - 1; axis >= 0; --axis) {
             const bool is_last = ++index[axis] == shape[axis];
             for (size_t k = 0; k < Count; ++k)
@@ -110,13 +120,16 @@ inline void loop(Operation operation, const bool* is_raw, const View* views, con
 }
 
 template <auto Kernel, class... Arguments, size_t... Index>
-inline void call(void (*)(Arguments...), void** arguments, std::index_sequence<Index...>) {
+UNCHECKED inline void call(void (*)(Arguments...), void** arguments, std::index_sequence<Index...>) {
     Kernel(*(std::remove_cv_t<std::remove_reference_t<Arguments>>*)arguments[Index]...);
 }
 
 // All threads of all blocks, one after another.
 template <auto Kernel, class... Arguments>
-inline void launch(void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, void** arguments) {
+UNCHECKED inline void launch(
+    void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, void** arguments
+) {
+    uint64_t number = 0;
     gridDim = {grid[0], grid[1], grid[2]};
     blockDim = {block[0], block[1], block[2]};
     for (blockIdx.z = 0; blockIdx.z < grid[2]; ++blockIdx.z)
@@ -124,16 +137,67 @@ inline void launch(void (*kernel)(Arguments...), const unsigned* grid, const uns
     for (blockIdx.x = 0; blockIdx.x < grid[0]; ++blockIdx.x)
     for (threadIdx.z = 0; threadIdx.z < block[2]; ++threadIdx.z)
     for (threadIdx.y = 0; threadIdx.y < block[1]; ++threadIdx.y)
-    for (threadIdx.x = 0; threadIdx.x < block[0]; ++threadIdx.x)
+    for (threadIdx.x = 0; threadIdx.x < block[0]; ++threadIdx.x) {
+        begin_thread(number++);
         call<Kernel>(kernel, arguments, std::index_sequence_for<Arguments...>());
+    }
 }
 
-// The number of arguments that a kernel takes, and the size of each.
+// What a kernel takes as one argument: its bytes, those of what it points to, and whether it may write that.
+struct Parameter { long size, word, is_written; };
+
+template <class Argument>
+inline Parameter parameter() {
+    if constexpr (std::is_pointer_v<Argument>) {
+        using Pointed = std::remove_pointer_t<Argument>;
+        return {sizeof(Argument), sizeof(Pointed), !std::is_const_v<Pointed>};
+    } else {
+        return {sizeof(Argument), 0, 0};
+    }
+}
+
+// The number of arguments that a kernel takes; they go to `found`.
 template <class... Arguments>
-inline long sizes(void (*)(Arguments...), long* found) {
-    const std::array<long, sizeof...(Arguments)> all = {(long)sizeof(Arguments)...};
+inline long parameters(void (*)(Arguments...), Parameter* found) {
+    const std::array<Parameter, sizeof...(Arguments)> all = {parameter<std::remove_cv_t<Arguments>>()...};
     for (size_t i = 0; i < all.size() && i < 64; ++i) found[i] = all[i];
     return (long)all.size();
+}
+
+// A launch; what must not be, if anything, as a text. `ranges`: the memory of the arguments.
+template <auto Kernel, class... Arguments>
+inline const char* checked_launch(
+    void (*kernel)(Arguments...), const unsigned* grid, const unsigned* block, void** arguments, const Range* ranges,
+    long count
+) {
+    return checked([=]() UNCHECKED { launch<Kernel>(kernel, grid, block, arguments); }, ranges, count);
+}
+
+template <size_t Count, class Operation>
+inline const char* checked_loop(
+    Operation operation, const bool* is_raw, const View* views, const ptrdiff_t* shape, ptrdiff_t ndim,
+    const Range* ranges, long count
+) {
+    return checked([=]() UNCHECKED { loop<Count>(operation, is_raw, views, shape, ndim); }, ranges, count);
+}
+
+// The memory that a structure points to: `length[i]` elements from `source[i]` on, where it has arrays of these names.
+template <class Argument>
+inline auto ranges_of(const Argument& table, Range* found, int) -> decltype(*table.source[0], table.length[0], 0L) {
+    long count = 0;
+    for (size_t i = 0; i < std::extent_v<decltype(Argument::source)>; ++i)
+        if (const size_t size = table.length[i] * sizeof(*table.source[i]))
+            found[count++] = {(const char*)table.source[i], size, sizeof(*table.source[i]), 0, nullptr};
+    return count;
+}
+template <class Argument> inline long ranges_of(const Argument&, Range*, long) { return 0; }
+
+// Likewise of all arguments of a kernel.
+template <class... Arguments>
+inline long ranges_in(void (*)(Arguments...), void** arguments, Range* found) {
+    long count = 0, index = 0;
+    ((count += ranges_of(*(const std::remove_cv_t<Arguments>*)arguments[index++], found + count, 0)), ...);
+    return count;
 }
 
 }  // namespace on_host
@@ -149,8 +213,9 @@ using std::sqrt; using std::tanh;
 template <class Number> inline Number min(Number a, Number b) { return b < a ? b : a; }
 template <class Number> inline Number max(Number a, Number b) { return a < b ? b : a; }
 template <class Element> inline Element __ldg(const Element* place) { return *place; }
-template <class Number> inline Number atomicAdd(Number* place, Number value) {  // threads run one after another
+template <class Number> UNCHECKED inline Number atomicAdd(Number* place, Number value) {  // threads run one by one
+    on_host::access(place, sizeof(Number), on_host::ADDED, alignof(Number));
     const Number old = *place;
-    *place += value;
+    *place = old + value;
     return old;
 }

@@ -4,28 +4,42 @@ import contextlib
 import pathlib
 
 import numpy as np
+from internals import storage
 
 import hpcstrat as hs
 
 N = hs.size()
+storage.FEWEST_BYTES = 1  # the sums of small gradients begin early too
 
 
 def train(strategy, folder):
-    """Steps over a dataset, reductions, parts of several sizes, a checkpoint, all on a stream of the user's own."""
+    """Steps over a dataset, sums that begin early, a metric, reductions, parts of several sizes, a checkpoint.
+
+    All on a stream of the user's own.
+    """
     xp = strategy.xp
     stream = contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True)
     with strategy.scope(), stream:
         weights = [
             hs.Variable(np.zeros((6, 3), np.float32)),
             hs.Variable(np.zeros(4)),
-            hs.Variable(np.zeros(3, np.float32)),
+            hs.Variable(np.zeros((401, 3), np.float32)),  # a part for each of 4 ranks; it ends off 16 bytes
         ]
         counter = hs.Variable(0, aggregation="SUM")
         optimizer = hs.optimizers.Adam(0.1)
+        marked, momentum = [hs.Variable(np.zeros(1100)), hs.Variable(np.zeros(5))], hs.optimizers.SGD(0.1, momentum=0.5)
+        buffers = momentum.gradient_buffers(marked)
+        error = hs.metrics.MeanSquaredError()
 
         def step(x):
             gradient = (x * 1.0).T[:6, :3].astype(np.float32)  # in Fortran's order
-            optimizer.apply_gradients(list(zip([gradient, x.sum(axis=0)[:4], gradient[0]], weights, strict=True)))
+            tall = gradient[0] + xp.zeros((401, 3), np.float32)
+            optimizer.apply_gradients(list(zip([gradient, x.sum(axis=0)[:4], tall], weights, strict=True)))
+            for buffer in reversed(buffers):
+                buffer[...] = 1 / N
+                buffers.ready(buffer)
+            momentum.apply_gradients(zip(buffers, marked, strict=True))
+            error.update_state(x, x + 3)
             counter.assign_add(1)
             with contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True):
                 pass  # whose end must not leave the rest of the function on another stream
@@ -37,7 +51,10 @@ def train(strategy, folder):
             found = strategy.run(step, args=(x,))
             sums.append(strategy.reduce("SUM", found["sum"], axis=None))  # the host waits for nothing
             strategy.gather(found["part"], axis=0)
-        assert float(sum(sums)) == 2 * rows.sum() and counter.numpy() == 40 * N
+        velocity = np.cumsum(0.5 ** np.arange(40))  # of each step, over the learning rate
+        for w in marked:
+            np.testing.assert_allclose(w.numpy(), -0.1 * velocity.sum())
+        assert float(sum(sums)) == 2 * rows.sum() and counter.numpy() == 40 * N and error.result() == 9
         kept = [w.numpy() for w in weights]
         checkpoint = hs.checkpoint.Checkpoint(weights=weights, optimizer=optimizer)
         checkpoint.save(folder / "saved")
@@ -54,8 +71,10 @@ def main():
     gpus = [f"GPU:{rank}" for rank in range(N)]
     places = {
         "central": lambda: hs.CentralStorageStrategy(gpus),
+        "parameters of the last": lambda: hs.CentralStorageStrategy(gpus, gpus[-1]),
         "parameters of the host": lambda: hs.CentralStorageStrategy(gpus, "CPU:0"),
         "mirrored": lambda: hs.MirroredStrategy(gpus),
+        "sharded": lambda: hs.MirroredStrategy(gpus, shard_updates=True),
         "of both kinds": lambda: hs.CentralStorageStrategy([*gpus[1:], "CPU:0"]),
     }
     for name, make in places.items():

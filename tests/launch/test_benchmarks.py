@@ -1,4 +1,4 @@
-"""The host's benchmarks run to their end on small sizes and print a table. What they measure is not looked at.
+"""The benchmarks run to their end on small sizes and print a table. What they measure is not looked at.
 
 They assert themselves that the ways which they compare have equal results.
 """
@@ -6,13 +6,15 @@ They assert themselves that the ways which they compare have equal results.
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 
 import pytest
+import simulated_gpu
+from slow import slow_but
 
-pytestmark = pytest.mark.slow
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "host_step.py": ([1, 2], "--rounds 1"),
@@ -39,18 +41,25 @@ def rows(launch):
             env["MPIR_CVAR_NUM_CLIQUES"] = "2"
         result = launch(BENCHMARKS / program, ranks, *options, timeout=90, env=env)
         assert (result.status, result.leftovers) == (0, []), result.stderr
-        lines = [line.strip("|").split("|") for line in result.stdout.splitlines() if line.startswith("|")]
-        assert len(lines) > 2 and {len(cells) for cells in lines} == {len(lines[0])}
-        return [[cell.strip() for cell in cells] for cells in lines[2:]]
+        return rows_of(result.stdout)
 
     return run
 
 
+def rows_of(text):
+    """The cells of the table in a text."""
+    lines = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) > 2 and {len(cells) for cells in lines} == {len(lines[0])}
+    return [[cell.strip() for cell in cells] for cells in lines[2:]]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("program, ranks", [(program, ranks) for program, (runs, _) in SMALL.items() for ranks in runs])
 def test_under_mpirun(rows, program, ranks):
     rows(program, ranks, *SMALL[program][1].split())
 
 
+@pytest.mark.slow
 def test_the_simulation_of_scale(launch):
     options = "--hosts 1 2 --ranks 2 --elements 10000 --megabytes 1 --many-hosts 2"
     result = launch(BENCHMARKS / "scale_simulation.py", None, *options.split())
@@ -58,6 +67,7 @@ def test_the_simulation_of_scale(launch):
     assert result.stdout.count("\n| --- |") == 3  # tables of different widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", START_MPIRUN)
 def test_that_starts_mpirun(launch, rows, program, tmp_path):
     plot = tmp_path / "growth.png"
@@ -68,6 +78,7 @@ def test_that_starts_mpirun(launch, rows, program, tmp_path):
     assert not options or plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_on_emulated_hosts(launch, rows):
     """In network namespaces, between which nothing but their addresses is known."""
     if launch.open_mpi or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
@@ -80,9 +91,35 @@ def test_on_emulated_hosts(launch, rows):
     assert "10.77.0." not in subprocess.check_output(["ip", "netns"], text=True)
 
 
+@pytest.mark.slow
 def test_a_step_beside_tensorflow(rows):
     python = os.environ.get("HPCSTRAT_TEST_TENSORFLOW")
     if python is None:
         pytest.skip("HPCSTRAT_TEST_TENSORFLOW does not name a Python that has TensorFlow")
     found = rows("host_step.py", 2, "--rounds", "1", "--tensorflow", python)
     assert "TensorFlow" in {row[1] for row in found}
+
+
+# ---- on GPUs
+
+HANGS = r"report after [\d.]+ s, end after [\d.]+ s; status [1-9]\d*, no process stayed"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("parts", slow_but(["queue events calls"], ["queue events calls", "hangs", "kills"]))
+def test_hazards_of_gpus(launch, simulated, parts, tmp_path):
+    env, log = {"MPIRUN": " ".join(launch.mpirun)}, tmp_path / "log"
+    result = simulated(BENCHMARKS / "gpu_hazards.py", None, "--parts", *parts.split(), "--log", log, env=env)
+    assert (result.status, result.leftovers) == (0, []), result.stdout
+    seen = {(part, case): text for part, case, text, _ in rows_of(result.stdout)}
+    assert " ".join(dict.fromkeys(part for part, _ in seen)) == parts
+    if parts == "hangs":
+        assert len(seen) == 3 and all(re.fullmatch(HANGS, text) for text in seen.values()), seen
+    elif parts == "kills":
+        assert seen["kills", "SIGKILL of rank 2"].startswith("the launcher ends after ")
+        assert seen["kills", "hpcstrat run --restarts 2"].startswith("1 restarts, trains after ")
+    else:
+        assert "cannot be simulated" in seen["queue", "all"]
+        assert {f"connect={connect}, allReduce" for connect in "01"} <= {case for _, case in seen}
+    assert all(path.read_text() for path in log.glob("*.log"))

@@ -1,9 +1,12 @@
 """The compiler of kernels for the host, which tests of GPU code stand on."""
 
+import contextlib
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels_on_host import CompilationError, ElementwiseKernel, RawKernel, compile_together, is_available
+from kernels_on_host import CompilationError, ElementwiseKernel, Fault, RawKernel, compile_together, is_available
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
@@ -76,6 +79,77 @@ def test_raw_kernels_run_every_thread():
     assert y.tolist() == [103 + 2 * i for i in range(9)] + [0]
     with pytest.raises(TypeError, match="have .16, 8, 8, 8. bytes, and it is called with .16, 8, 8, 4."):
         kernel((3,), (4,), (numbers, x, y, np.int32(100)))
+
+
+CHANCE = "which comes first is chance"
+THREADS = {
+    "atomicAdd(&y[0], x)": None,
+    "y[i] = x; y[i] += y[i]": None,
+    "double own[4] = {}; own[i % 4] = x; own[(int)x % 4] += 1; y[i] = own[(int)x % 3]": None,
+    "if (i) atomicAdd(&y[0], y[i])": None,
+    "y[0] += x": f"thread 1 reads word 0 of y, which thread 0 writes: {CHANCE}",
+    "y[i / 2] = x": f"thread 1 writes word 0 of y, which thread 0 writes: {CHANCE}",
+    "y[i] = x; x = y[7 - i]": f"thread 4 writes word 4 of y, which thread 3 reads: {CHANCE}",
+    "y[i] = z[i + 1]": f"thread 1 writes word 1 of y, which thread 0 reads: {CHANCE}",  # the same memory
+    "atomicAdd(&y[0], x); x = y[0]": (
+        f"thread 1 adds by an atomic operation to word 0 of y, which thread 0 writes: {CHANCE}"
+    ),
+    "atomicAdd(&y[i % 2], x); if (i == 6) x = y[1]": (
+        f"thread 6 reads word 1 of y, which another thread adds by an atomic operation to: {CHANCE}"
+    ),
+    "y[i + 1] = x": "thread 7 writes 8 bytes at an address that is outside of what its arguments say",
+    "x = z[-i]": "thread 1 reads 8 bytes at an address that is outside of what its arguments say",
+    "y[i] = *(double*)((char*)&z[0] + 4)": "thread 0 reads 8 bytes at an address that is not a multiple of them",
+}
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """Those kernels, by one run of the compiler."""
+    made = {text: ElementwiseKernel("raw float64 z", "float64 x, raw float64 y", text) for text in THREADS}
+    compile_together([(one, (np.dtype(np.float64),) * 3) for one in made.values()])
+    return made
+
+
+@pytest.mark.parametrize("operation", THREADS)
+def test_threads_meet_by_atomic_operations_only(threads, operation):
+    y = np.zeros(8)
+    expected = THREADS[operation]
+    with contextlib.nullcontext() if expected is None else pytest.raises(Fault, match=re.escape(expected)):
+        threads[operation](y, np.arange(8.0), y)
+
+
+TABLE = """
+typedef unsigned long long size;
+struct Table { const ulonglong2* source[2]; size length[2]; };
+extern "C" __global__ void copy(const Table table, ulonglong2* y, const size each, const size apart) {
+    const size i = blockIdx.x * blockDim.x + threadIdx.x;
+    y[i * apart] = table.source[i / each][i % each];
+}
+"""
+
+
+def test_raw_kernels_are_checked_too():
+    kernel = RawKernel(TABLE, "copy")
+    a, b, y = np.arange(4.0), np.arange(4.0, 8), np.zeros(8)
+    table = np.array([a.ctypes.data, b.ctypes.data, 2, 2], np.uint64)
+
+    def call(y=y, each=2, apart=1):
+        arguments = (table.tobytes(), y, each, apart)
+        assert kernel.reads(arguments) == [(int(table[0]), 16 * int(table[2])), (int(table[1]), 32)]
+        kernel((2,), (2,), arguments)
+
+    call()
+    assert y.tolist() == list(range(8))
+    with pytest.raises(Fault, match=f"copy: thread 1 writes word 0 of argument 1, which thread 0 writes: {CHANCE}"):
+        call(apart=0)
+    with pytest.raises(Fault, match="copy: thread 0 writes 16 bytes at an address that is not a multiple of them"):
+        call(np.zeros(10)[1:9])
+    with pytest.raises(Fault, match="copy: thread 2 writes 16 bytes at an address that is outside of what"):
+        call(np.zeros(4))
+    table[2] = 1
+    with pytest.raises(Fault, match="copy: thread 1 reads 16 bytes at an address that is outside of what"):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,12 @@ def report_later(text):
     _overdue.append(error)
 
 
+def raise_overdue():
+    """Raises what was found before and could not be raised there."""
+    if _overdue:
+        raise _overdue.pop()
+
+
 def place():
     """(file, line) of the caller outside of the simulation."""
     frame = sys._getframe(1)
@@ -195,8 +201,7 @@ class Lane:
 
     def begin(self):
         """One more piece of work, which the calling thread puts on the stream."""
-        if _overdue:
-            raise _overdue.pop()
+        raise_overdue()
         thread = host()
         if self._heard != (id(thread), thread.version):
             join(self.clock, thread.clock)

@@ -1,7 +1,7 @@
 """CuPy's kernels of the user's own: their very text runs, compiled for the host."""
 
+import contextlib
 import functools
-import re
 
 import kernels_on_host
 import numpy as np
@@ -33,58 +33,58 @@ class RawKernel:
             raise TypeError(f"the simulated GPU: RawKernel does not take {sorted(refused)}")
         self.code, self.name, self.options, self.backend = code, name, options, backend
         self._kernel = None
-        parameters = re.search(rf"\b{name}\s*\(([^)]*)\)", code)
-        assert parameters is not None, f"there is no function {name}"
-        self._writes = ["*" in one and not one.strip().startswith("const ") for one in parameters[1].split(",")]
 
     def __call__(self, grid, block, args, *, shared_mem=0):
         if shared_mem:
             raise TypeError("the simulated GPU: RawKernel does not take shared_mem")
         if self._kernel is None:
             self._kernel = _compiled(kernels_on_host.RawKernel, self.code, self.name)
-        kernel, queue = self._kernel, _streams.current_queue()
+        kernel, queue, where = self._kernel, _streams.current_queue(), _checker.place()
         queue.begin()
-        passed, kept = [], []
-        for argument, writes in zip(args, self._writes, strict=True):
+        passed = []
+        for argument, parameter in zip(args, kernel.parameters, strict=True):
             if isinstance(argument, ndarray):
                 argument.touch(queue, writes=False)
-                if writes:
+                if parameter.is_written:
                     argument.touch(queue, writes=True)
-                passed.append(np.uint64(argument.data.ptr))
-                kept.append(argument.host)
+                passed.append(np.atleast_1d(argument.host))  # one without dimensions would be passed by value
             else:
                 passed.append(argument.copy() if isinstance(argument, np.ndarray) else argument)
-                if isinstance(argument, (np.ndarray, np.generic)) and argument.nbytes >= 8:
-                    kept += _touch_addresses(argument, queue)
-        queue.put(functools.partial(_run, kernel, grid, block, passed, kept))
+        kept = [_touch_address(queue, where, *one) for one in kernel.reads(passed)]
+        queue.put(functools.partial(_run, kernel, where, grid, block, passed, kept))
+        _checker.raise_overdue()
 
 
-def _run(kernel, grid, block, passed, kept):
+def _run(kernel, where, grid, block, passed, kept):
     """Runs a kernel. `kept`: its memory, until then."""
-    kernel(grid, block, passed)
+    with _faults_of(where):
+        kernel(grid, block, passed)
 
 
-def _touch_addresses(value, queue):
-    """Counts words of a value that are addresses on a GPU as reads of what is there, which it returns."""
-    found = []
-    words = np.frombuffer(value.tobytes()[: value.nbytes // 8 * 8], np.uint64)
-    first, last = _memory.span()
-    for address in words[(first <= words) & (words < last)].tolist():
-        block = _memory.block_at(address)
-        if block is not None:
-            if block.is_free:
-                raise _checker.report(
-                    f"the simulated GPU: a kernel at {_checker.shown(_checker.place())} gets the address of memory "
-                    "that was given back; keep the array until it is launched"
-                )
-            if block.device != queue.device:
-                raise _checker.report(
-                    f"the simulated GPU: a kernel at {_checker.shown(_checker.place())} on {queue.name} gets the "
-                    f"address of memory on GPU {block.device}; copy the array first"
-                )
-            block.history.access(queue, address - block.ptr, address - block.ptr + 1, writes=False)
-            found.append(block.buffer)
-    return found
+@contextlib.contextmanager
+def _faults_of(where):
+    """A block that runs a kernel, at once or when what is before it on the stream is done."""
+    try:
+        yield
+    except kernels_on_host.Fault as fault:
+        _checker.report_later(f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, {fault}")
+
+
+def _touch_address(queue, where, address, nbytes):
+    """Counts memory that a structure points to as read. Returns what holds it."""
+    block = _memory.block_at(address)
+    if block is None or block.is_free or address + nbytes > block.ptr + block.size:
+        raise _checker.report(
+            f"the simulated GPU: a kernel at {_checker.shown(where)} gets the address of {nbytes:,} bytes that are not "
+            "on a GPU, or of memory that was given back; keep the array until it is launched"
+        )
+    if block.device != queue.device:
+        raise _checker.report(
+            f"the simulated GPU: a kernel at {_checker.shown(where)} on {queue.name} gets the address of memory on GPU "
+            f"{block.device}; copy the array first"
+        )
+    block.history.access(queue, address - block.ptr, address - block.ptr + nbytes, writes=False)
+    return block.buffer
 
 
 class ElementwiseKernel:
@@ -117,13 +117,21 @@ class ElementwiseKernel:
             shape = np.broadcast_shapes(*shapes) if size is None else (size,)
             args += [ndarray(shape, dtype) for dtype in dtypes[nin:]]
         numbers = [None if isinstance(one, ndarray) else one for one in args]
-        outs = args[nin:]
+        outs, where = args[nin:], _checker.place()
+        for one, (_, _, name) in zip(args, [*kernel.inputs, *kernel.outputs], strict=True):
+            if isinstance(one, ndarray) and one.size and one.data.ptr % one.itemsize:
+                raise _checker.report(
+                    f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, {self.name}, gets "
+                    f"{name} of {one.dtype} at an address that is not a multiple of {one.itemsize}"
+                )
 
         def compute(*hosts, out):
             each = iter((*hosts, out))
             values = [next(each) if one is None else one for one in numbers]
-            kernel(*values, size=size)
+            with _faults_of(where):
+                kernel(*values, size=size)
 
         arrays = [one for one in args if isinstance(one, ndarray)]
         launch(compute, *arrays[:-1], out=arrays[-1], also_writes=outs[:-1], reads_out=True)
+        _checker.raise_overdue()
         return (outs[0] if nout == 1 else tuple(outs)) if self._returns else None
