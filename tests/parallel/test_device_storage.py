@@ -313,13 +313,13 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
     v, w, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros(3)), hs.optimizers.SGD(1.0)
     short, table = hs.Variable(np.zeros(3, np.float32)), hs.Variable(np.zeros((4, 2)))
 
-    def made(shape, value, dtype=float):
+    def made(shape, value, dtype="f8"):
         with neighbour:
             return place.xp.full((*shape[:-1], shape[-1] * step), value, dtype)[..., ::step]
 
     def replica():
         there, one, other = (made((3,), RANK + 1.0) for _ in range(3))
-        rows = hs.IndexedSlices(made((1, 2), RANK + 1.0), made((1,), 2, np.int64))
+        rows = hs.IndexedSlices(made((1, 2), RANK + 1.0), made((1,), 2, "i8"))
         optimizer.apply_gradients([(there, short), (rows, table)])
         context = replica_context()
         total = context.all_reduce("SUM", there)
@@ -340,7 +340,7 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
     check(short, -SUM)
     check(table, [[0], [0], [-SUM], [0]])
     check(hs.Variable(made((3,), 7.0)), 7)
-    table.scatter_update(hs.IndexedSlices(made((1, 2), 5.0), made((1,), 1, np.int64)))
+    table.scatter_update(hs.IndexedSlices(made((1, 2), 5.0), made((1,), 1, "i8")))
     check(table, [[0], [5], [-SUM], [0]])
 
 

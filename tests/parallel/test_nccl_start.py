@@ -19,15 +19,16 @@ several = pytest.mark.mpi(min_size=2)
 class Connected:
     """What NCCL's communicator is to those who start it."""
 
-    def __init__(self):
+    def __init__(self, failing=""):
         self.is_aborted = False
         self.calls = []
+        self._failing = failing
 
     def abort(self):
         self.is_aborted = True
 
     def __getattr__(self, name):
-        return lambda *arguments: self.calls.append(name)
+        return lambda *arguments: 1 / 0 if name == self._failing else self.calls.append(name)
 
 
 @pytest.fixture
@@ -86,9 +87,7 @@ def test_it_is_connected(place, nccl, start):
 
 @several
 def test_one_rank_fails_in_a_call_after_it_has_connected(place, nccl, start):
-    mine = Connected()
-    if RANK == 0:
-        mine.allGather = lambda *arguments: 1 / 0
+    mine = Connected("" if RANK else "allGather")
     nccl(connect=lambda: mine)
     with pytest.raises(RuntimeError, match=f"does not connect the {N} ranks") as caught:
         start()
