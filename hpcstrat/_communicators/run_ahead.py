@@ -44,8 +44,11 @@ class RunAhead:
         event = self._events[self._noted % AHEAD]
         if self._noted >= AHEAD:
             # Not asked first whether it is done: that would hold Python's lock, and this returns at once if it is.
-            with self._waiting:
+            self._waiting.depth += 1
+            try:
                 event.synchronize()
+            finally:
+                self._waiting.depth -= 1
         event.record(raw)
         self._noted += 1
 
