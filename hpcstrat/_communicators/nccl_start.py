@@ -91,8 +91,8 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
         raise RuntimeError(
             f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the same everywhere"
         )
-    # So NCCL connects the ranks at its start. By default, since 2.22, the first call of each kind does, and waits for
-    # the others without a time limit.
+    # With 0 NCCL connects the ranks at its start. By default, since 2.22, it does so in their first call of each
+    # kind, and waits there without a time limit.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     outcome: list[Any] = []
 
