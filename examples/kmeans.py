@@ -48,7 +48,7 @@ def main():
         counts = hs.Variable(np.zeros(options.clusters), aggregation="SUM")
         distance = hs.metrics.Sum()
     dataset = hs.data.Dataset.from_tensor_slices((images, digits)).batch(options.batch_size)
-    batches = strategy.experimental_distribute_dataset(dataset, hs.InputOptions(even_batches=True))
+    batches = strategy.experimental_distribute_dataset(dataset)
 
     def assign(images, digits):
         chosen, squares = nearest(xp, images, centres.value())

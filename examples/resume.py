@@ -45,7 +45,7 @@ def main():
 
     data = load_data()
     data = data.shuffle(len(data), seed=0).batch(options.batch_size)
-    batches = strategy.experimental_distribute_dataset(data, hs.InputOptions(even_batches=True))
+    batches = strategy.experimental_distribute_dataset(data)
 
     # All that the next step depends on. `batches` is what the loop iterates over: its place in the epoch is saved too.
     checkpoint = hs.checkpoint.Checkpoint(

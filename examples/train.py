@@ -100,8 +100,7 @@ def main():
     print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}")
 
     train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)  # the last batch is smaller
-    evenly = hs.InputOptions(even_batches=True)  # so that every replica has elements of it
-    train_batches = strategy.experimental_distribute_dataset(train, evenly)
+    train_batches = strategy.experimental_distribute_dataset(train)
     history = []
     for epoch in range(1, options.epochs + 1):
         loss.reset_state()
@@ -112,7 +111,7 @@ def main():
         print("epoch {:2}: loss {:.6f}, accuracy {:.4f}".format(epoch, *history[-1]), flush=True)
 
     accuracy.reset_state()
-    test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size), evenly)
+    test_batches = strategy.experimental_distribute_dataset(test.batch(options.batch_size))
     for batch in test_batches:
         strategy.run(test_step, args=batch)
     test_accuracy = accuracy.result()

@@ -19,13 +19,28 @@ from hpcstrat._values import DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
 """Types that NumPy accepts directly; they are not another library's arrays."""
-_PROTOCOLS = ("__dlpack__", "__array__", "__array_interface__", "__cuda_array_interface__")
+_IN_MEMORY = ("__dlpack__", "__array_interface__", "__cuda_array_interface__")
+_PROTOCOLS = ("__array__", *_IN_MEMORY)
 _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 
 def is_foreign(value: Any) -> bool:
     """Whether `value` is an array of another library, which supports DLPack. Variables support it, too."""
     return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not _gpu.is_on_gpu(value)
+
+
+def is_stored(value: Any) -> bool:
+    """Whether `value` is an array with dimensions that is not in memory, such as one of h5py, zarr or netCDF4.
+
+    It can be indexed and has a shape and a dtype, but no memory to share. A Series of pandas looks like one, too, but
+    is in memory, and indexed by labels.
+    """
+    return (
+        not isinstance(value, PLAIN)
+        and all(hasattr(value, name) for name in ("dtype", "__getitem__"))
+        and bool(getattr(value, "shape", None))
+        and not any(hasattr(value, name) for name in (*_IN_MEMORY, "iloc"))
+    )
 
 
 def has_own_dtype(value: Any) -> bool:
@@ -138,7 +153,7 @@ def _refuse_masked(call: str, value: Any) -> None:
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
             f"{call}: this is a masked array, and its mask would be lost; pass array.filled(value), or array.data with "
-            "the mask as an array of its own"
+            "the mask as an array of its own. A netCDF4 variable gives plain arrays after variable.set_auto_mask(False)"
         )
 
 

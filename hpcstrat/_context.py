@@ -42,7 +42,7 @@ class AcrossReplicas(Context):
 
 @final
 class InUpdate(AcrossReplicas):
-    """Inside the function of `StrategyExtended.update`, which one rank runs: nothing here may communicate.
+    """Inside the function of `StrategyExtended.update`, which one rank may run alone: nothing here may communicate.
 
     Attributes:
         variables: those that may be written.
@@ -55,14 +55,15 @@ class InUpdate(AcrossReplicas):
         self.variables = variables
 
     def require_writable(self, variable: object) -> None:
-        """Refuses to write a variable that was not passed to the update.
+        """Refuses to write any but those variables.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: it is another one.
         """
         if not any(variable is one for one in self.variables):
             raise RuntimeError(
-                f"{current_call()}: this update may write only the variables that were passed to it; pass it too"
+                f"{current_call()}: this update may write only the variables that were passed to it, not ON_READ ones "
+                "together with ones that live once; pass it too, or write it in an update of its own"
             )
 
 

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TypeVar, final
+from typing import NoReturn, SupportsIndex, TypeVar, final
 
 from hpcstrat import _devices, _gpu
 from hpcstrat._communicators.base import Communicator
@@ -124,6 +124,13 @@ class ReplicaGroup:
         object.__setattr__(self, "workers", Workers(tuple(hosts), communicator.rank))
         object.__setattr__(self, "device", self.devices[communicator.rank])
         object.__setattr__(self, "stream", stream)
+
+    def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
+        # Strategies and all that works on their variables come here when they are pickled.
+        raise TypeError(
+            f"{self.name} cannot be pickled, nor what belongs to it: its ranks are connected in this job only; pickle "
+            "arrays, as by variable.numpy(), or save a hs.checkpoint.Checkpoint"
+        )
 
     @property
     def xp(self) -> ModuleType:

@@ -82,7 +82,13 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def _register(cls: type) -> bool:
-    """Registers a class that optree took for a leaf; returns whether its instances are nests."""
+    """Registers a class that optree took for a leaf; returns whether its instances are nests.
+
+    An array never is: zarr's is a dataclass.
+    """
+    if hasattr(cls, "__array__") or all(hasattr(cls, name) for name in ("shape", "dtype", "__getitem__")):
+        _leaf_types.add(cls)
+        return False
     if dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     elif issubclass(cls, dict):

@@ -17,6 +17,7 @@ from hpcstrat._communicators.collective import collective
 from hpcstrat._communicators.connection import connect, connected
 from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._edge import current_call, names_call, warn_renamed
+from hpcstrat._values import DistributedValues
 from hpcstrat._variables import Variable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -92,7 +93,19 @@ def broadcast_object(obj: Any) -> Any:
 
 @collective("any_rank", communicator_of=lambda _: connect())
 def any_rank(flag: Any) -> bool:
-    """Whether `flag` is true on any rank; every rank gets the same answer. Collective: all ranks call this."""
+    """Whether `flag` is true on any rank; every rank gets the same answer. Collective: all ranks call this.
+
+    Args:
+        flag: a bool, 0 or 1; also an array of any library with one element of `bool`.
+
+    Raises:
+        TypeError: it is something else, such as a distributed value.
+        ValueError: an array of several elements.
+    """
+    # Python finds nearly everything true, such as "no" and an object whose attribute was meant. Not distributed values.
+    is_bool = isinstance(flag, (bool, DistributedValues)) or "bool" in str(getattr(flag, "dtype", ""))
+    if not is_bool and not (isinstance(flag, (int, np.integer)) and flag in (0, 1)):
+        raise TypeError(f"{current_call()}: flag is {flag!r}; it must be True or False, as of `count > 0`")
     communicator, own = connect(), bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
@@ -143,7 +156,12 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
     Args:
         iterable: what to iterate over.
         **tqdm_arguments: those of `tqdm`.
+
+    Raises:
+        TypeError: `iterable` cannot be iterated over.
     """
+    if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
+        raise TypeError(f"progress: iterable is {iterable!r}; pass what can be iterated over, such as range(5)")
     if not is_lead():
         return iterable
     from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
@@ -182,8 +200,13 @@ def function(fn: Any = None, **options: Any) -> Any:
     Args:
         fn: the function; `@function` and `@function()` both work.
         **options: those of `tf.function`, accepted and ignored.
+
+    Raises:
+        TypeError: `fn` is not callable.
     """
     del options
+    if fn is not None and not callable(fn):
+        raise TypeError(f"function: fn is {fn!r}; pass a function, as `@function` does")
     return (lambda inner: inner) if fn is None else fn
 
 

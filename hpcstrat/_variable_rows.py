@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat import _context
 from hpcstrat._arrays import as_read_only
-from hpcstrat._communicators.reduction import check_reducible
+from hpcstrat._communicators.reduction import check_reducible, mean_dtype
 from hpcstrat._context import InReplica, InUpdate
 from hpcstrat._edge import call_named, current_call
 from hpcstrat._storage.rows import combine_rows, row_view
@@ -231,7 +231,7 @@ class WritableByRows(ReadableAsArray):
             check_reducible(self.dtype, op)
         if op is ReduceOp.MEAN and self.dtype.kind in "iu":
             raise ValueError(
-                f"{current_call()}: the mean of the replicas' values is float64 and does not fit "
+                f"{current_call()}: the mean of the replicas' values is {mean_dtype(self.dtype)} and does not fit "
                 f"{self.dtype.name}; make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
             )
         return op

@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat import _context
-from hpcstrat._context import Context, InReplica
+from hpcstrat._context import Context, InReplica, InUpdate
 from hpcstrat._edge import current_call
 from hpcstrat._group import ReplicaGroup, default_group
 from hpcstrat._memory.blocks import Block
@@ -55,7 +55,8 @@ class VariableState:
         """Whether a read in this line would have to bring several replicas' values together."""
         if not self.is_on_read or self.group.communicator.size == 1:
             return False
-        return not in_replica_of(self.group)
+        context = _context.current.get()
+        return not (isinstance(context, (InReplica, InUpdate)) and context.group is self.group)
 
     def plan_alone(self) -> Plan:
         """The plan of updates of this variable alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     A read never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the cross-replica context.
     In a replica context `value()`, and what arithmetic and indexing use, is the array in storage itself, read-only,
     valid until the next write to the variable; everywhere else reads are copies. `copy.deepcopy` makes another variable
-    of the same strategy, and is collective, too.
+    of the same strategy, and is collective, too; `copy.copy` another object of the same numbers. A variable pickles as
+    its array, on the host.
 
     Args:
         initial_value: an array, a number, a sequence of numbers, or a callable without arguments that returns one. As
@@ -48,7 +49,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         shape: the shape that the initial value must have.
 
     Raises:
-        TypeError: the initial value is not an array of numbers.
+        TypeError: the initial value is not an array of numbers, or `name` is not a string.
         ValueError: its shape is not `shape`, or an argument is not one of the choices.
         RuntimeError: made inside the function of `StrategyExtended.update`.
         ReplicaMismatchError: its shape or dtype differs between ranks.
@@ -88,6 +89,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         shape: Sequence[int] | None = None,
     ) -> None:
         group = _context.group()
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{current_call()}: name is {name!r}; it must be a string")
         self.synchronization: VariableSynchronization = parse_choice(
             VariableSynchronization, synchronization or "AUTO", current_call(), "synchronization"
         )
@@ -103,7 +106,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         is_on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
         initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
-        self.name: str = _common_name(group.communicator, "Variable" if name is None else str(name))
+        self.name: str = _common_name(group.communicator, "Variable" if name is None else name)
         with call_named(f"Variable {self.name!r}"):
             # Only the parameter rank's value counts; a rank that meant another one would never notice.
             group.communicator.require_equal([initial])
@@ -114,16 +117,27 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         # One of its own with the same value, of the same strategy; as collective as making one is.
         state = self._state
         _require_no_update()
-        # Not through the class, which would ask the creators of variables again.
-        other = object.__new__(type(self))
-        memo[id(self)] = other
-        other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
-        other.trainable = self.trainable
         # Through storage, as any new variable: the copy has its own memory, on every rank at the same place.
-        copied = other._state = VariableState(state.group, state.is_on_read, state.block.view)
+        copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # where making one took the first replica's value
             state.storage.write(copied.block, state.block.view, RULES["assign"])
+        memo[id(self)] = other = self._with_state(copied)
         return other
+
+    def __copy__(self) -> Variable:
+        return self._with_state(self._state)
+
+    def _with_state(self, state: VariableState) -> Variable:
+        # Not through the class, which would ask the creators of variables again.
+        other = object.__new__(type(self))
+        other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
+        other.trainable, other._state = self.trainable, state
+        return other
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        # As its array, which any process can load: the variable itself lives in this job's memory.
+        self._check_readable()
+        return self.numpy().__reduce_ex__(protocol)
 
     # ---- reading what is brought together
 

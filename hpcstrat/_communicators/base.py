@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,7 +74,7 @@ class Communicator(CheckedExchange):
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
         All of them are sent together. The results are new C-contiguous arrays on the arrays' devices, bit-identical on
-        every rank. `MEAN` of integers over several ranks is `float64`. Collective.
+        every rank. `MEAN` of integers over several ranks has the dtype of `mean_dtype`. Collective.
 
         Args:
             arrays: this rank's.
@@ -86,15 +86,23 @@ class Communicator(CheckedExchange):
             ReplicaMismatchError: shapes, dtypes, `op` or `must_match` differ between ranks.
         """
         with self.raise_together():
-            return self.reduce_arrays((op.name, *must_match), self._as_reducible(arrays, op), op)
+            return self._reduced(
+                arrays, op, lambda natives, *facts: self.reduce_arrays((op.name, *must_match, *facts), natives, op)
+            )
 
-    def _as_reducible(self, arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def _reduced(self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]) -> list[Array]:
+        """What `move` makes of the arrays as transports take them, given also what else must match."""
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
+        natives = [as_native(array) for array in arrays]
+        if not reduction.REDUCTIONS[op].is_mean or self.size == 1:
+            return move(natives)
+        dtypes = [array.dtype for array in natives]
+        integers = [dtype.name for dtype in dtypes if dtype.kind in "iu"]
         # Here, before any transport has the arrays, so that all transports reduce the same dtype.
-        if reduction.REDUCTIONS[op].is_mean and self.size > 1:
-            arrays = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in arrays]
-        return [as_native(array) for array in arrays]
+        wide = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives]
+        found = zip(move(wide, *integers), dtypes, strict=True)
+        return [mean.astype(reduction.mean_dtype(dtype), copy=False) for mean, dtype in found]
 
     @span(COMMUNICATION, _described)
     def reduce_scatter(self, arrays: Sequence[Array], op: ReduceOp, axis: int, *must_match: str) -> list[Array]:
@@ -109,9 +117,12 @@ class Communicator(CheckedExchange):
             ReplicaMismatchError: shapes, dtypes, `op`, `axis` or `must_match` differ between ranks.
         """
         with self.raise_together():
-            parts = [_parts_along(array, axis, self.size) for array in self._as_reducible(arrays, op)]
-            facts = [(array.dtype, array.shape) for array in arrays]
-            return self.reduce_parts((op.name, f"axis={axis}", *must_match, *facts), parts, op)
+            facts = (op.name, f"axis={axis}", *must_match, *[(array.dtype, array.shape) for array in arrays])
+
+            def move(natives: Sequence[Array], *_: Any) -> list[Array]:
+                return self.reduce_parts(facts, [_parts_along(array, axis, self.size) for array in natives], op)
+
+            return self._reduced(arrays, op, move)
 
     @span(COMMUNICATION, _described)
     def broadcast(self, arrays: Sequence[Array], root: int, *must_match: str) -> list[Array]:

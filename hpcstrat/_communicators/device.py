@@ -89,7 +89,7 @@ class DeviceCommunicator(Communicator):
 
     @abc.abstractmethod
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
-        """Sums the ranks' arrays, and brings each rank the elements of its segments, to its `out`."""
+        """Sums the ranks' arrays of floats, and brings each rank the elements of its segments, to its `out`."""
 
     @abc.abstractmethod
     def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:

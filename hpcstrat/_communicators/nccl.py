@@ -10,10 +10,9 @@ import numpy as np
 from hpcstrat import _gpu
 from hpcstrat._communicators.base import Outgoing, check_gatherable
 from hpcstrat._communicators.host import pack_shapes, unpack_shapes
-from hpcstrat._communicators.nccl_link import NcclLink, is_short
+from hpcstrat._communicators.nccl_link import NcclLink, reduced_dtype
 from hpcstrat._communicators.packing import PackKernel, layout_of
 from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._communicators.reduction import REDUCTIONS
 from hpcstrat._edge import current_call
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, ReduceOp
@@ -112,8 +111,7 @@ class NcclCommunicator(NcclLink):
             xp = self.stream.xp
             with self.stream.current():
                 flat = [xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf]) for leaf in parts]
-                if REDUCTIONS[op].is_mean:  # as in `_all_reduce`
-                    flat = [array.astype(np.float32) if is_short(array) else array for array in flat]
+                flat = [array.astype(reduced_dtype(array.dtype, op), copy=False) for array in flat]
                 out = [xp.empty(leaf[self.rank].shape, array.dtype) for leaf, array in zip(parts, flat, strict=True)]
                 self.exchange(signature_of(current_call(), *must_match))
                 self._reduce_scatter(flat, [[part.size for part in leaf] for leaf in parts], out, op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -59,10 +60,8 @@ class NcclLink(DeviceCommunicator):
 
     @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.lane))
     def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
-        if REDUCTIONS[op].is_mean and is_short(out):
-            wide = array.reshape(-1).astype(
-                np.float32
-            )  # the sum of 16-bit floats may overflow where their mean does not
+        if (dtype := reduced_dtype(out.dtype, op)) != out.dtype:
+            wide = array.reshape(-1).astype(dtype)
             self._all_reduce(what, wide, wide, op)
             out[...] = wide
         elif array.size:
@@ -74,8 +73,8 @@ class NcclLink(DeviceCommunicator):
     @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        if REDUCTIONS[op].is_mean and is_short(array):
-            wide = array.reshape(-1).astype(np.float32)
+        if (dtype := reduced_dtype(array.dtype, op)) != array.dtype:
+            wide = array.reshape(-1).astype(dtype)
             self.reduce_flat(wide, wide, op, root)
             out[...] = wide
         elif out.size:
@@ -233,9 +232,13 @@ def _beyond(equal: int, segments: Sequence[Segment]) -> list[Segment]:
     return [rest] if rest.stop > rest.start else []
 
 
-def is_short(array: Array) -> bool:
-    """Whether sums of such numbers need wider ones."""
-    return accumulator(array.dtype) != array.dtype
+@functools.cache
+def reduced_dtype(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
+    """The dtype in which NCCL reduces `dtype`; what it makes is cast back."""
+    if dtype.kind in "iu" and dtype.itemsize == 2:  # NCCL has none of these; a sum cast back is the same modulo 2**16
+        return np.dtype(np.int32)
+    # The sum of 16-bit floats may overflow where their mean does not.
+    return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype
 
 
 class _Guard:

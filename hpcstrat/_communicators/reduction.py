@@ -11,9 +11,9 @@ import numpy as np
 from hpcstrat._edge import current_call
 from hpcstrat._types import ReduceOp
 
-# NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it; it has
-# no 16-bit integers. A script behaves the same on every transport, so MPI's longer list does not count.
-_REALS = tuple("int8 int32 int64 uint8 uint32 uint64 float16 bfloat16 float32 float64".split())
+# NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it. A
+# script behaves the same on every transport, so MPI's longer list does not count.
+_REALS = tuple("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split())
 _COMPLEX = ("complex64", "complex128")
 _HALVES = ("float16", "bfloat16")
 
@@ -76,9 +76,10 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise TypeError(
             f"{current_call()}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
         )
+    count = ", to count by x.astype(np.int64)" if dtype.kind == "b" else ""
     raise TypeError(
         f"{current_call()}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {', '.join(allowed)}: cast "
-        "first"
+        f"first{count}"
     )
 
 
@@ -91,6 +92,14 @@ def _is_reducible(dtype: np.dtype[Any], op: ReduceOp) -> bool:
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype in which values of `dtype` are summed: `float32` for the 16-bit floats, else `dtype` itself."""
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype
+
+
+@functools.cache
+def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of a mean of `dtype`, TensorFlow's: `float32` of integers of up to 16 bits, `float64` of wider ones."""
+    if dtype.kind not in "iu":
+        return dtype
+    return np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
 
 
 CHUNK = 1 << 15

@@ -12,7 +12,7 @@ from hpcstrat._context import AcrossReplicas, InUpdate, check_arguments, check_c
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._group import UpdatesOn, default_group
 from hpcstrat._strategies import reduction
-from hpcstrat._strategies.transfer import from_wire, to_wire
+from hpcstrat._strategies.transfer import from_wire, regroup, to_wire
 from hpcstrat._types import IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, Mirrored, PerReplica, component_of
 from hpcstrat._variables import Variable, state_of
@@ -159,12 +159,15 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
 
-        That is the parameter rank only, or every rank for mirrored variables. Inside, writes are local, no call may
-        communicate, and only `var` and variables passed in `args` or `kwargs` may be written.
+        That is the parameter rank only, or every rank for mirrored and `ON_READ` variables. Inside, writes are local,
+        no call may communicate, and only `var` and variables passed in `args` or `kwargs` may be written: under a
+        strategy whose variables live once only the `ON_READ` ones of them, or only the others, as `var` is. An
+        `ON_READ` variable is read there as this replica's own value.
 
         Args:
             var: the variable.
-            fn: the update; what it returns, a nest, reaches every rank.
+            fn: the update; what it returns, a nest, reaches every rank. For an `ON_READ` variable each replica has its
+                own result, and with several replicas the leaves are `PerReplica`.
             args: plain values, or `Mirrored` ones.
             kwargs: likewise.
             group: if false, each leaf of the result is wrapped in a tuple.
@@ -192,7 +195,10 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on the devices of `non_slot_devices`; otherwise like `update`. Collective."""
+        """Runs `fn(*args, **kwargs)` on the devices of `non_slot_devices`; otherwise like `update`. Collective.
+
+        The first variable among the arguments, if there is one, takes the place of `var`.
+        """
         del colocate_with
         check_arguments(fn, args)
         return self._run_update(fn, tuple(args), dict(kwargs or {}), group)
@@ -213,19 +219,23 @@ class StrategyExtended:
             )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
+        is_on_read = any(state_of(v).is_on_read and state_of(v).group is group for v in variables[:1])
+        # Where one rank writes what lives once, every rank writes its own values only, and neither does both.
+        is_everyones = group.updates_on is UpdatesOn.ALL_RANKS
+        writable = [v for v in variables if is_everyones or state_of(v).is_on_read is is_on_read]
         # The function writes in place, and other ranks may still be reading: they must all have come here first.
         communicator.barrier()
-        if group.updates_on is UpdatesOn.ALL_RANKS:
+        if is_on_read or is_everyones:
             with communicator.raise_together():
-                results, returned = self._updated(lambda: fn(*args, **kwargs), variables)
+                results, returned = self._updated(lambda: fn(*args, **kwargs), writable)
+                if is_on_read:  # the replicas' values may differ, and so what comes of them
+                    results = [regroup(group, leaf) for leaf in results]
                 # Inside the block, so that what `fn` raises on one rank reaches the others here.
                 communicator.barrier()
         else:
-            written = [
-                state.block for state in map(state_of, variables) if state.group is group and not state.is_on_read
-            ]
+            written = [state.block for state in map(state_of, writable) if state.group is group]
             try:
-                result = self._updated_by_root(lambda: fn(*args, **kwargs), variables)
+                result = self._updated_by_root(lambda: fn(*args, **kwargs), variables, writable)
             except Exception:
                 # All ranks raise it. What was written before it stays, and must be the same for every reader.
                 group.storage.publish(written)
@@ -236,12 +246,12 @@ class StrategyExtended:
             results = [variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results]
         return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
-    def _updated(self, fn: Callable[[], Any], variables: Sequence[Variable]) -> tuple[list[Any], _nest.Structure]:
+    def _updated(self, fn: Callable[[], Any], writable: Sequence[Variable]) -> tuple[list[Any], _nest.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         group = self._group
         before = _context.current.get()
         try:
-            _context.current.set(InUpdate(group, self._across.owner, variables))
+            _context.current.set(InUpdate(group, self._across.owner, writable))
             # One rank may run this alone, so a collective call in it would wait for ranks that never come.
             group.communicator.pause()
             with group.on_stream():
@@ -250,13 +260,15 @@ class StrategyExtended:
             group.communicator.resume()
             _context.current.set(before)
 
-    def _updated_by_root(self, fn: Callable[[], Any], variables: Sequence[Variable]) -> Any:
+    def _updated_by_root(
+        self, fn: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
+    ) -> Any:
         """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
         group, communicator = self._group, self._group.communicator
         sent: list[Any] = []
         with group.on_stream(), communicator.raise_together():
             if communicator.rank == group.root:
-                results, returned = self._updated(fn, variables)
+                results, returned = self._updated(fn, writable)
                 leaves = [
                     # A variable stays where it is; on each rank the result names that rank's own.
                     _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,11 @@ class InputMethods:
 
         Args:
             dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
-                arrays, such as a PyTorch `DataLoader`, whose batches are split evenly. Every rank iterates over it and
-                must get the same batches; the first of each pass are compared, with `HPCSTRAT_CHECK=1` all. With N
-                replicas and a batch of B, replica r gets the next `B // N + (1 if r < B % N else 0)` elements; a short
-                last batch fills the replicas in order, and those left without elements get an empty batch. The first
-                time that happens rank 0 warns (`UserWarning`); `InputOptions(even_batches=True)` splits it evenly.
+                arrays, such as a PyTorch `DataLoader`. Every rank iterates over it and must get the same batches; the
+                first of each pass are compared, with `HPCSTRAT_CHECK=1` all. Of a batch of b elements replica r of N
+                gets the next `b // N + (1 if r < b % N else 0)`. Where b < N, the last get an empty batch; the first
+                time that happens rank 0 warns (`UserWarning`). With `AutoShardPolicy.OFF` in the dataset's options a
+                short batch fills the replicas in order, each up to its part of a full one.
             options: see `InputOptions`.
 
         Returns:
@@ -48,8 +48,8 @@ class InputMethods:
             the next batches are copied there ahead of their use, unless the options say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched, and there are several replicas; or its options say
-                `AutoShardPolicy.OFF`, and there are several workers.
+            ValueError: the dataset is not batched; or its options say `AutoShardPolicy.OFF`, and there are several
+                workers.
             TypeError: `dataset` cannot be iterated.
 
         Examples:
@@ -123,7 +123,7 @@ class InputMethods:
         """Splits arrays between the replicas: the inverse of `gather`. Collective: all ranks call this.
 
         Args:
-            value: a nest of arrays of one or more dimensions, the same on every rank. Their shapes, dtypes and samples
+            value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes, dtypes and samples
                 of their contents are compared; with `HPCSTRAT_CHECK=1` all of their contents.
             axis: the axis, counted from the end where negative.
 
@@ -135,7 +135,7 @@ class InputMethods:
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: a leaf is not an array of numbers, or is distributed already.
-            ValueError: an axis that is not there.
+            ValueError: an axis that is not there, or sizes along it that differ within `value`.
             ReplicaMismatchError: the arrays differ between ranks.
 
         Examples:
@@ -152,6 +152,7 @@ class InputMethods:
         leaves, structure = _nest.flatten(value)
         with self._group.on_stream():
             arrays = [_scatterable(leaf, axis) for leaf in leaves]
+            _check_one_size([array.shape for array in arrays], axis)
             contents = Listed(tuple([_described(array, communicator.checks) for array in arrays]))
             communicator.exchange(signature_of(current_call(), _nest.describe(structure), f"axis={axis}", contents))
             parts = [self._own_part(array, axis) for array in arrays]
@@ -206,6 +207,15 @@ def _scatterable(value: Any, axis: Any) -> Any:
             f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; pass one that does"
         )
     return array
+
+
+def _check_one_size(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+    # Split each by itself, elements that belong together would come to different replicas.
+    if len({shape[axis] for shape in shapes}) > 1:
+        raise ValueError(
+            f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes along axis {axis} "
+            "differ; pass arrays of one size, or each to a call of its own"
+        )
 
 
 def _described(array: Any, every: bool) -> str:

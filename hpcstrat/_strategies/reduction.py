@@ -11,7 +11,7 @@ from hpcstrat import _gpu, _nest
 from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
 from hpcstrat._communicators.base import Communicator, check_gatherable
 from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible, mean_dtype
 from hpcstrat._edge import current_call
 from hpcstrat._types import Array, IndexedSlices, ReduceOp
 from hpcstrat._values import DistributedValues, component_of
@@ -79,7 +79,9 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
         check_reducible(values.dtype, op)
     # Gathered, not added up: a dense sum would need memory for all rows of, say, an embedding.
     values, indices = communicator.all_gather([values, indices], 0)
-    return IndexedSlices(values / communicator.size if op is ReduceOp.MEAN else values, indices, slices.dense_shape)
+    if op is ReduceOp.MEAN and communicator.size > 1:
+        values = (values / communicator.size).astype(mean_dtype(values.dtype), copy=False)
+    return IndexedSlices(values, indices, slices.dense_shape)
 
 
 def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
@@ -156,8 +158,8 @@ class _Inner:
         if op is ReduceOp.SUM or op is ReduceOp.MEAN:
             wide = accumulator(array.dtype)
             if array.dtype.kind in "iu" and op is ReduceOp.MEAN:
-                wide = self._dtype = np.dtype(np.float64)
-            elif array.dtype.kind in "iu" and array.dtype.itemsize == 1:  # a few pixels are beyond its range
+                wide, self._dtype = np.dtype(np.float64), mean_dtype(array.dtype)
+            elif array.dtype.kind in "iu" and array.dtype.itemsize <= 2:  # a few pixels are beyond its range
                 wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
             return

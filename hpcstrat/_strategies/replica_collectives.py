@@ -36,8 +36,8 @@ class ReplicaCollectives(abc.ABC):
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            A nest like `value`, the same on every replica; integers stay integers in a sum, and become `float64` in a
-            mean.
+            A nest like `value`, the same on every replica; integers keep their dtype in a sum. Their mean over several
+            replicas is `float32` of up to 16 bits, `float64` of more.
 
         Raises:
             RuntimeError: called outside the replica context, or outside every strategy with several ranks.
@@ -100,7 +100,7 @@ class ReplicaCollectives(abc.ABC):
                 of which replica r gets number r, and `all_gather` along this axis joins them.
 
         Returns:
-            A nest like `value`; integers stay integers in a sum, and become `float64` in a mean.
+            A nest like `value`, of the dtypes that `all_reduce` gives.
 
         Raises:
             RuntimeError: called outside of the replica context; outside of every strategy there are several ranks.

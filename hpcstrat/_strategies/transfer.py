@@ -59,8 +59,8 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
         _failure.add_note(
             error,
             f"{current_call()}: this replica's part of the batch has no elements: the batch had too few for all "
-            "replicas. Leave it out by Dataset.batch(..., drop_remainder=True), split batches evenly by "
-            "InputOptions(even_batches=True), or write the function so that it takes arrays of first dimension 0",
+            "replicas. Drop it by Dataset.batch(..., drop_remainder=True), or write the function so that it takes "
+            "arrays of first dimension 0",
         )
 
 

@@ -42,9 +42,10 @@ class ValueMethods:
                 Without any elements it is nan.
 
         Returns:
-            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8-bit integers become
-            64-bit along an axis, as in NumPy; means of integers are `float64`. The mean of a plain value is the value
-            itself, or its mean along `axis`; the sum of a plain zero is that zero.
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8- and 16-bit integers
+            become 64-bit along an axis, as in NumPy; means are `float32` of integers of up to 16 bits, `float64` of
+            wider ones. The mean of a plain value is the value itself, or its mean along `axis`; the sum of a plain zero
+            is that zero.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.

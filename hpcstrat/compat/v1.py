@@ -127,8 +127,9 @@ class OneDeviceStrategy(_StrategyV1, one_device.OneDeviceStrategy):
         >>> import numpy as np
         >>> from hpcstrat.compat import v1
         >>> strategy = v1.OneDeviceStrategy("CPU:0")
-        >>> iterator = strategy.make_dataset_iterator(strategy.experimental_make_numpy_dataset(np.array([1, 4])))
+        >>> dataset = strategy.experimental_make_numpy_dataset(np.arange(4)).batch(2)
+        >>> iterator = strategy.make_dataset_iterator(dataset)
         >>> iterator.initialize()
-        >>> [int(strategy.experimental_run(lambda x: 2 * x, iterator)) for _ in range(2)]
-        [2, 8]
+        >>> [strategy.experimental_run(lambda x: 2 * x, iterator).tolist() for _ in range(2)]
+        [[0, 2], [4, 6]]
     """

@@ -12,7 +12,6 @@ from hpcstrat.data import _elements
 from hpcstrat.data._element_ops import cache
 from hpcstrat.data._index_ops import Choosing
 from hpcstrat.data._node import (
-    INFINITE,
     UNKNOWN,
     Chunk,
     EpochPass,
@@ -96,6 +95,8 @@ class Batch(_Batching):
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
         super().__init__(source, sizes, drop_remainder, call, user_code=source.user_code, rows=source)
+        # Rows of different shapes fail where one replica has them; steps are compared as if they came from user code.
+        self.user_code = source.user_code or any(None in leaf.shape for leaf in _nest.flatten(source.spec())[0])
 
     def spec(self) -> Any:
         size = self.first_size()
@@ -196,7 +197,11 @@ class Unbatch(Transformation):
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
-        return INFINITE if size == INFINITE else UNKNOWN
+        if size <= 0 or self._source.user_code:  # whose spec would call functions
+            return UNKNOWN if size > 0 else size
+        sizes = {leaf.shape[0] if leaf.shape else None for leaf in _nest.flatten(self._source.spec())[0]}
+        rows = sizes.pop() if len(sizes) == 1 else None
+        return UNKNOWN if rows is None else size * rows
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         if self._source.rows is not None:

@@ -17,7 +17,7 @@ from hpcstrat import _nest
 _SAMPLE_ROWS = 64, 1024  # the fewest and the most
 _SAMPLE_BYTES = 1 << 16  # about
 _ROW_ELEMENTS = 512  # taken from each row of a sample
-_FILE_SAMPLE = 4, 8  # rows, and elements of each, of a memory map: every one may be a read from disk
+_FILE_SAMPLE = 4, 8  # rows, and elements of each, of a file: every one may be a read from disk
 _CHUNK_BYTES = 1 << 20  # so that the copy of an array that is not contiguous stays small
 
 
@@ -73,20 +73,26 @@ def of_array(array: np.ndarray[Any, Any], value: int = 0) -> int:
     return value
 
 
-def of_arrays(arrays: Sequence[np.ndarray[Any, Any]], every: bool) -> int:
+def of_arrays(arrays: Sequence[Any], every: bool) -> int:
     """One checksum of several arrays with dimensions: of samples or, if `every`, of all that are in memory."""
     value = 0
     for array in arrays:
-        value = of_array(array, value) if every and not _is_memory_map(array) else of_sample(array, value)
+        whole = every and isinstance(array, np.ndarray) and not _is_memory_map(array)
+        value = of_array(array, value) if whole else of_sample(array, value)
     return value
 
 
-def of_sample(array: np.ndarray[Any, Any], value: int = 0) -> int:
+def of_sample(array: Any, value: int = 0) -> int:
     """As `of_array`, but of a sample of rows, spread from the first to the last; the array must have dimensions.
 
     There are many rows and a CRC depends on their order, so a reshuffle is noticed even if most rows are equal. The
-    sample of a memory map is small.
+    sample of a file, which is a memory map or a `StoredArray`, is small.
     """
+    if not isinstance(array, np.ndarray):
+        size = math.prod(array.shape[1:])
+        rows, columns = map(_spread, (array.shape[0], size), _FILE_SAMPLE)
+        sample = array.elements((rows[:, np.newaxis] * size + columns).ravel())
+        return of_array(sample, zlib.crc32(str(array.shape).encode(), value))
     if array.size == 0:
         return of_array(array, value)
     shape, row_bytes = array.shape, array.nbytes // len(array)

@@ -91,9 +91,9 @@ class _OneAfterAnother(_Combination):
     """
 
     def __init__(self, nodes: Sequence[Node], call: str, *others: Node) -> None:
-        if not any(node.user_code for node in nodes):
-            for node in nodes[1:]:
-                _elements.common_spec(nodes[0].spec(), node.spec())
+        lazy = any(node.user_code for node in nodes)
+        if not lazy:
+            functools.reduce(_elements.common_spec, [node.spec() for node in nodes])
         # Keys of one stream have one width: the narrower nodes' columns are padded with zeros.
         keyed = all(node.width is not None for node in nodes)
         super().__init__(
@@ -107,18 +107,36 @@ class _OneAfterAnother(_Combination):
         )
         self._nodes = tuple(nodes)
         self._name = call
+        self._unmet = set(range(len(nodes))) if lazy else set[int]()  # nodes whose elements have not been compared
+        self._met: Any = None  # the spec of the others' elements
 
     def spec(self) -> Any:
         return functools.reduce(_elements.common_spec, [node.spec() for node in self._nodes])
 
     def _tagged(self, which: int, chunk: Chunk) -> Chunk:
         """Items of a node as those of this one."""
+        if which in self._unmet:
+            self._meet(which, chunk)
         if self.width is None:
             return [(which, item) for item in chunk]
         keys = np.zeros((len(chunk), self.width), np.int64)
         keys[:, 0] = which
         keys[:, 1 : 1 + chunk.shape[1]] = chunk
         return keys
+
+    def _meet(self, which: int, chunk: Chunk) -> None:
+        """Compares the first element of a node with the others'.
+
+        Every rank loads it, so that all raise: the elements of a rank's own may all be of one node.
+        """
+        for item in chunk:
+            try:
+                spec = _elements.spec_of(self._nodes[which].load(item))
+            except Exception:  # raised when the element's turn comes; the next one is compared
+                continue
+            self._met = spec if self._met is None else _elements.common_spec(self._met, spec)
+            self._unmet.discard(which)
+            return
 
     def _load_object(self, item: Any) -> Any:
         which, inner = item
@@ -134,7 +152,10 @@ class _OneAfterAnother(_Combination):
         (first_leaves, structure), *rest = parts
         if any(
             other != structure
-            or any(a.dtype != b.dtype or a.shape[1:] != b.shape[1:] for a, b in zip(first_leaves, leaves, strict=True))
+            or any(
+                not _elements.are_alike(a.dtype, b.dtype) or a.shape[1:] != b.shape[1:]
+                for a, b in zip(first_leaves, leaves, strict=True)
+            )
             for leaves, other in rest
         ):
             raise ValueError(
@@ -242,7 +263,12 @@ class Sample(_Chosen):
         self._shuffle = ShuffleState(seed, reshuffle)
 
     def __repr__(self) -> str:
-        return f"Dataset.sample_from_datasets({list(self._nodes)}, {self._weights}, {self._stops})"
+        seed = self._shuffle.own_seed  # ranks compare texts, and seeds of datasets that a function makes only so
+        return f"Dataset.sample_from_datasets({list(self._nodes)}, {self._weights}, {seed}, {self._stops})"
+
+    def cardinality(self) -> int:
+        sizes = [node.cardinality() for node, weight in zip(self._nodes, self._weights, strict=True) if weight > 0]
+        return sizes[0] if len(sizes) == 1 else INFINITE if INFINITE in sizes else UNKNOWN
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)

@@ -107,7 +107,10 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def from_tensor_slices(tensors: Any) -> Dataset:
         """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
 
-        The arrays are not copied, and a `numpy.memmap` stays on disk, so do not change them while the dataset is used.
+        The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap` stays on disk, and
+        so does an array in a file, such as one of h5py, zarr or netCDF4: whatever can be indexed, has a shape and a
+        dtype, and shares no memory. Its rows are read when they are needed, consecutive ones of a batch together, and
+        by a replica its own only. A read may fail on one rank, so ranks compare their steps, as with functions.
 
         Raises:
             TypeError: a leaf cannot become an array.
@@ -192,7 +195,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             rerandomize_each_iteration: whether each iteration draws anew; by default all draw alike.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike; or `weights` are not numbers.
+            TypeError: one is not a `Dataset`, or their elements are not alike, as for `concatenate`; or `weights` are
+                not numbers.
             ValueError: there is none, or `weights` are not as many, are negative, or all 0.
         """
         call = "Dataset.sample_from_datasets"
@@ -223,7 +227,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                 choice is passed over.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike.
+            TypeError: one is not a `Dataset`, or their elements are not alike, as for `concatenate`.
             ValueError: there is none. While iterating: a choice is not the index of a dataset.
         """
         call = "Dataset.choose_from_datasets"
@@ -341,7 +345,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def element_spec(self) -> Any:
         """An element's nest of `TensorSpec`; a size is `None` if it varies or is unknown.
 
-        To find out, the function of `map` is called on the first element, and a generator without a signature starts.
+        The dtype of strings has the length of the longest that is known; other elements may be shorter or longer. To
+        find out, the function of `map` is called on the first element, and a generator without a signature starts.
         """
         return self._node.spec()
 
@@ -367,6 +372,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property whose function of the user raised AttributeError: again
+                return object.__getattribute__(self, name)
             raise missing_in_dataset(name, "'Dataset' object")
 
 

@@ -22,8 +22,8 @@ from hpcstrat.data._splitting import (
     InputReplicationMode,
     Prefetcher,
     assign_elements,
-    split_batches,
     split_evenly,
+    split_in_order,
 )
 from hpcstrat.data._transformations import node_of
 
@@ -97,31 +97,35 @@ def distribute_dataset(
 ) -> DistributedDataset:
     """Splits each batch of `dataset` between the replicas.
 
-    Of a batch of B elements replica r gets the next `B // N + (1 if r < B % N else 0)`. A short batch fills the
-    replicas in order, each up to this share; replicas without elements get arrays whose first dimension is 0.
+    Of a batch of b elements replica r of N gets the next `b // N + (1 if r < b % N else 0)`; replicas without elements
+    get arrays whose first dimension is 0. With `AutoShardPolicy.OFF` in the dataset's options a short batch fills the
+    replicas in order instead, each up to its part of a full batch, as in TensorFlow.
 
     Args:
         dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a generator function, that
             gives batches: nests of arrays with equal first dimensions, the same on every rank.
         communicator: the replicas.
-        options: see `InputOptions`; with `even_batches` a short batch is split as a full one of its size would be.
+        options: see `InputOptions`.
         prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
         TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options` is not an
             `InputOptions`.
-        ValueError: `dataset` is not batched and there are several replicas, or options contradict each other.
+        ValueError: `dataset` is not batched, or options contradict each other.
     """
     options = _check_options(options, _DISTRIBUTE)
     node = _node_of(dataset, _DISTRIBUTE)
-    if communicator.size > 1 and not node.batch_sizes:
+    # With one replica too: a program that is right on one rank must not fail on two.
+    if not node.batch_sizes:
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but its batches are split between "
-            f"{communicator.size} replicas; call Dataset.batch(global_batch_size) on it first. (A generator function "
-            "that yields batches is passed as it is, without Dataset.from_generator)"
+            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but it is batches that are split between replicas; "
+            "call Dataset.batch(global_batch_size) on it first, or .unbatch().batch(global_batch_size) if its elements "
+            "have several rows each. (A generator function that yields batches is passed as it is, without "
+            "Dataset.from_generator)"
         )
-    split = split_evenly if options.even_batches else split_batches
+    evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
+    split = split_evenly if evenly else split_in_order
     workers = Workers((0,) * communicator.size, communicator.rank)
     return DistributedDataset(Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers))
 
@@ -156,10 +160,6 @@ def distribute_from_function(
         ValueError: options contradict each other.
     """
     options = _check_options(options, FROM_FUNCTION, takes_per_replica)
-    if options.even_batches:
-        raise ValueError(
-            f"{FROM_FUNCTION}: even_batches is True, but only {_DISTRIBUTE} splits batches; leave it False"
-        )
     if not callable(dataset_fn):
         raise TypeError(
             f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
@@ -179,12 +179,18 @@ def check_sharding(dataset: Dataset) -> None:
     Raises:
         ValueError: they do not.
     """
-    if dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF:
+    if _is_off(dataset):
         raise ValueError(
             f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so that each worker would take all its elements, "
             "but batches are always split between all replicas; leave it AUTO, or give each worker its own dataset by "
             f"{FROM_FUNCTION}"
         )
+
+
+def _is_off(dataset: Any) -> bool:
+    if not isinstance(dataset, Dataset):
+        return False
+    return dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF
 
 
 def _check_options(options: InputOptions | None, call: str, takes_per_replica: bool = False) -> InputOptions:
@@ -222,6 +228,8 @@ def _node_of(dataset: Any, call: str) -> Node:
             f"{call}: {kind} is not a dataset; make one with "
             "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
         )
+    if isinstance(getattr(dataset, "__self__", None), Dataset):
+        raise TypeError(f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it returns")
     if isinstance(dataset, DistributedDataset):
         raise TypeError(f"{call}: the dataset is already distributed; pass the Dataset it was made of")
     if isinstance(dataset, Iterator):

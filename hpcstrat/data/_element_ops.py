@@ -20,7 +20,7 @@ from hpcstrat.data._node import (
     unwrapped,
     with_failures,
 )
-from hpcstrat.data._sources import name_of
+from hpcstrat.data._sources import Generated, name_of
 from hpcstrat.data._threads import map_in_threads
 
 
@@ -32,9 +32,12 @@ class Map(Transformation):
         source: the input.
         function: the function.
         calls: how many of its calls may run at once, in threads.
+        dataset_of: makes a dataset of a node.
     """
 
-    def __init__(self, source: Node, function: Callable[..., Any], calls: int) -> None:
+    def __init__(
+        self, source: Node, function: Callable[..., Any], calls: int, dataset_of: Callable[[Node], Any]
+    ) -> None:
         super().__init__(
             source,
             f"map({name_of(function)})",
@@ -46,6 +49,7 @@ class Map(Transformation):
         )
         self._function = function
         self._calls = calls
+        self._dataset_of = dataset_of
         self._spec: Any = None
 
     def spec(self) -> Any:
@@ -58,7 +62,7 @@ class Map(Transformation):
             inner = self._source.spec()
             example = next(self._source.elements(EpochPass(frozen=True)), None)
             if example is None:
-                example = _nest.map_leaves(lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner)
+                example = self._example(inner)
             resized = _resized(example, inner)
             found = _elements.spec_of(self._apply(example))
             if resized is not None:
@@ -91,6 +95,16 @@ class Map(Transformation):
         else:  # one gather for the whole chunk, then the function row by row
             elements = _elements.unstack(self._source.fetch(chunk))
         return _elements.stack(list(map_in_threads(self._apply, elements, min(self._calls, len(chunk)))))
+
+    def _example(self, spec: Any) -> Any:
+        """An element that `spec` describes, made of zeros; a dataset in it has one element."""
+
+        def example(leaf: Any) -> Any:
+            if not isinstance(leaf, _elements.DatasetSpec):
+                return np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()]
+            return self._dataset_of(Generated(lambda: [self._example(leaf.element_spec)], (), None, None))
+
+        return _nest.map_leaves(example, spec)
 
     def _apply(self, element: Any) -> Any:
         result = call_on(self._function, element, "Dataset.map", "map_func")

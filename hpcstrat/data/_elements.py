@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import functools
 import reprlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -67,11 +68,12 @@ def as_leaf(value: Any) -> Any:
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
             array = _narrowed(array)
     if array.dtype == object:
-        raise TypeError(_no_numbers(value))
+        raise TypeError(no_numbers(value))
     return array[()]
 
 
-def _no_numbers(value: Any) -> str:
+def no_numbers(value: Any) -> str:
+    """The message for a leaf that does not hold numbers, booleans or strings."""
     if not hasattr(value, "__array__"):
         return (
             f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it must be an array, or "
@@ -98,13 +100,13 @@ def _narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return narrow if narrow.dtype == np.float32 or np.array_equal(array, narrow) else array
 
 
-def as_element(value: Any) -> Any:
-    """`value` with an array for every leaf. As in `tf.data`, a list is an array, not a nest.
+def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
+    """`value` with `convert(leaf)`, an array, for every leaf. As in `tf.data`, a list is an array, not a nest.
 
     Raises:
         TypeError: A leaf does not become an array.
     """
-    return _nest.map_leaves(as_leaf, _without_lists(value))
+    return _nest.map_leaves(convert, _without_lists(value))
 
 
 def _without_lists(value: Any) -> Any:
@@ -152,10 +154,7 @@ def stack(elements: Sequence[Any]) -> Any:
     for element in elements[1:]:
         leaves, other = _nest.flatten(element)
         if other != structure:
-            raise ValueError(
-                "Dataset.batch: the elements of a batch must be nests of the same structure; "
-                f"they are {structure} and {other}"
-            )
+            raise _unlike_structures(_nest.describe(structure), _nest.describe(other))
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
         if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
@@ -166,13 +165,50 @@ def stack(elements: Sequence[Any]) -> Any:
         shapes = {leaf.shape for leaf in leaves}
         dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
         if len(shapes) > 1 or len(dtypes) > 1:
-            kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
-            raise ValueError(
-                "Dataset.batch: the elements of a batch must have the same shape and dtype; "
-                f"they have {', '.join(kinds)}; pad or cast them with Dataset.map first"
-            )
+            raise _unlike_kinds([_kind(leaf, leaf.shape) for leaf in leaves])
         columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
     return structure.unflatten(columns)
+
+
+_Kind: TypeAlias = tuple[str, tuple[int, ...]]
+"""What must be equal in arrays that are stacked: the dtype but for the length of strings, and the shape."""
+
+
+def kinds_of_rows(batch: Any) -> tuple[str, tuple[_Kind, ...]]:
+    """What must be equal in all parts of a batch: the structure of a row as text, and the kinds of its arrays."""
+    leaves, structure = _nest.flatten(batch)
+    return _nest.describe(structure), tuple([_kind(leaf, leaf.shape[1:]) for leaf in leaves])
+
+
+def unlike(parts: Iterable[tuple[str, tuple[_Kind, ...]]]) -> ValueError:
+    """What `stack` would raise if it were given all rows of a batch whose parts differ."""
+    structures, kinds = zip(*parts, strict=True)
+    if len(set(structures)) > 1:
+        return _unlike_structures(*sorted(set(structures))[:2])
+    return _unlike_kinds(next(column for column in map(set, zip(*kinds, strict=True)) if len(column) > 1))
+
+
+def _kind(leaf: Any, shape: tuple[int, ...]) -> _Kind:
+    return _name(leaf.dtype), shape
+
+
+@functools.lru_cache(maxsize=64)  # NumPy makes the name anew each time, in as long as the rest of a step's comparison
+def _name(dtype: np.dtype[Any]) -> str:
+    return {"S": "bytes", "U": "str"}.get(dtype.kind) or dtype.name
+
+
+def _unlike_structures(first: str, second: str) -> ValueError:
+    return ValueError(
+        f"Dataset.batch: the elements of a batch must be nests of the same structure; they are {first} and {second}"
+    )
+
+
+def _unlike_kinds(kinds: Iterable[_Kind]) -> ValueError:
+    found = ", ".join(sorted({f"{dtype}{list(shape)}" for dtype, shape in kinds}))
+    return ValueError(
+        f"Dataset.batch: the elements of a batch must have the same shape and dtype; they have {found}; pad or cast "
+        "them with Dataset.map first"
+    )
 
 
 def unstack(batch: Any) -> Iterator[Any]:
@@ -227,7 +263,7 @@ def spec_of(element: Any) -> Any:
 
 
 def common_spec(first: Any, second: Any) -> Any:
-    """The spec that describes both: a size in which they differ is `None`.
+    """The spec that describes both: a size in which they differ is `None`, and strings are as long as the longer.
 
     Raises:
         TypeError: they differ in structure, dtype or number of dimensions.
@@ -235,13 +271,24 @@ def common_spec(first: Any, second: Any) -> Any:
     ours, structure = _nest.flatten(first)
     theirs, other = _nest.flatten(second)
     if structure != other or any(
-        a.dtype != b.dtype or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
+        not are_alike(a.dtype, b.dtype) or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
             "Dataset: elements must be alike in structure, dtype and number of dimensions; they are "
             f"{first} and {second}"
         )
-    return structure.unflatten(
-        a if a == b else TensorSpec([m if m == n else None for m, n in zip(a.shape, b.shape, strict=True)], a.dtype)
-        for a, b in zip(ours, theirs, strict=True)
-    )
+    return structure.unflatten(map(_common_leaf, ours, theirs))
+
+
+def are_alike(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
+    """Whether elements of one dataset can have these dtypes: equal ones, or strings of any length."""
+    return first == second or (first.kind == second.kind and first.kind in "SU")
+
+
+def _common_leaf(first: Any, second: Any) -> TensorSpec:
+    if first == second:
+        return first
+    if isinstance(first, DatasetSpec):
+        return DatasetSpec(common_spec(first.element_spec, second.element_spec))
+    shape = [m if m == n else None for m, n in zip(first.shape, second.shape, strict=True)]
+    return TensorSpec(shape, np.result_type(first.dtype, second.dtype))

@@ -15,6 +15,7 @@ from hpcstrat._group import Workers
 from hpcstrat._spans import INPUT, span
 from hpcstrat._types import PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._values import PerReplica
+from hpcstrat.data import _elements
 from hpcstrat.data._checksum import Checksum
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
 from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetched
@@ -170,14 +171,14 @@ class DistributedIterator(ResumableIterator):
                 step = next(self._steps, _END)
                 # One exchange tells all that can differ. Without it a rank whose generator ends early would leave the
                 # others waiting in a collective of the step.
-                own = step.total, step.checksum, step.error is not None, step.is_scarce
+                own = step.total, step.checksum, step.error is not None, step.is_scarce, self._kinds(step.value)
                 everyones = self._communicator.all_gather_obj(own)
         except BaseException:
             self._end()
             raise
         number = self._number
         self._number += 1
-        totals, checksums, failed, scarce = zip(*everyones, strict=True)
+        totals, checksums, failed, scarce, kinds = zip(*everyones, strict=True)
         if any(failed):
             return step._replace(error=self._error_of_all(step.error))
         if seen := self._differences(totals):
@@ -193,10 +194,18 @@ class DistributedIterator(ResumableIterator):
                 "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch. Do not use a "
                 "DistributedSampler: every batch is split between the replicas anyway"
             )
+        if len(found := set(kinds) - {None}) > 1:  # no replica has seen all rows of the batch
+            return step._replace(error=_elements.unlike(found))
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
             return (step if step.total is not None else empty)._replace(is_scarce=True)
         return step._replace(is_scarce=True) if any(scarce) else step
+
+    def _kinds(self, value: Any) -> tuple[Any, ...] | None:
+        """What all parts of a batch must have in common; `None` where no part was loaded by itself."""
+        if value is None or self._assigns or self._node.rows is None:
+            return None
+        return _elements.kinds_of_rows(value)
 
     def _error_of_all(self, error: Exception | None) -> Exception | None:
         """The error of this step: this rank's own, or that of the first rank that has one. Collective."""
@@ -213,17 +222,16 @@ class DistributedIterator(ResumableIterator):
         self._distribution.has_warned = True
         size = self._communicator.size
         if self._assigns:
-            count = total if self._distribution.workers.count == 1 else "some"
-            what = f"a step has batches for {count} of {size} replicas, and the others have no elements"
-            remedy = "make the number of batches a multiple of the number of replicas"
+            what = "some replicas have no elements in a step"
+            remedy = "make the number of batches a multiple of that of the replicas"
         else:
-            what = f"a batch of {total} elements does not reach all {size} replicas, and the last have no elements"
-            remedy = "drop the batch: Dataset.batch(..., drop_remainder=True)"
+            what = f"some of {size} replicas have no elements of a batch of {total}"
+            remedy = "drop it: batch(..., drop_remainder=True)"
             if total and total >= size:
-                remedy += ", or split it evenly: InputOptions(even_batches=True)"
+                remedy += ", or do without AutoShardPolicy.OFF"
         warn_together(
-            f"{self._call}: {what}: a mean over no elements is nan, and summed over replicas it is nan on all of them; "
-            f"divide a sum by the size of the global batch instead, or {remedy}. The dataset is {self._node!r}",
+            f"{self._call}: {what}, and a mean over none is nan; divide sums by the size of the global batch, or "
+            f"{remedy}",
             UserWarning,
             is_lead=self._communicator.rank == 0,
         )

@@ -40,7 +40,7 @@ class ShuffleState:
         seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
         next_round: the round with which the next pass begins.
         reshuffle: whether rounds differ.
-        own_seed: the seed that the user gave, or 0.
+        own_seed: the seed that the user gave, or `None`.
     """
 
     __slots__ = ("next_round", "own_seed", "reshuffle", "seed")
@@ -49,7 +49,7 @@ class ShuffleState:
         self.seed = None if seed is None else seed % 2**64
         self.next_round: int = 0
         self.reshuffle: bool = reshuffle
-        self.own_seed: int = self.seed or 0
+        self.own_seed: int | None = self.seed
 
     def state(self) -> tuple[int, int]:
         """The seed, drawn now if there is none yet, and the next round. Equal states give equal orders."""
@@ -66,8 +66,10 @@ class EpochPass:
     Args:
         rounds: the round with which each shuffle begins; a shuffle not listed continues after its last pass.
         frozen: whether every shuffle begins with its first round instead, and its count of rounds stays as it is.
-        salt: numbers from which all orders derive; for a pass over a dataset that a function of the pipeline makes,
-            whose shuffles no other rank, and no program that resumes, could know of.
+        salt: numbers from which orders without a seed derive; for a pass over a dataset that a function of the pipeline
+            makes, whose shuffles no other rank, and no program that resumes, could know of.
+        place: numbers from which, and from its seed, an order with a seed derives there: the round of the pipeline's
+            pass and the position of the dataset in it, the same in every program.
 
     Attributes:
         checksum: the checksum of what user code yields in this pass.
@@ -81,24 +83,27 @@ class EpochPass:
         *,
         frozen: bool = False,
         salt: tuple[int, ...] | None = None,
+        place: tuple[int, ...] = (),
     ) -> None:
         self._rounds = dict(rounds or {})
         self._first = dict(self._rounds)
         self._frozen = frozen
         self._salt = salt
+        self._place = place
         self.reached: Mapping[ShuffleState, int] = {}
         self.runs_ahead: bool = False
         self.checksum: Checksum = Checksum()
 
     def frozen(self) -> EpochPass:
         """A pass that meets the same orders each time, as a cache needs it."""
-        return EpochPass(frozen=True, salt=self._salt)
+        return EpochPass(frozen=True, salt=self._salt, place=self._place)
 
     def inner_passes(self, shuffle: ShuffleState) -> Iterator[EpochPass]:
         """Passes over the datasets that a function makes, one after the other, in a round of the node's own shuffle."""
         salt = int(self.generator(shuffle).integers(2**63))
+        place = *self._place, self._rounds[shuffle] - 1
         for number in itertools.count():
-            inner = EpochPass(salt=(salt, number))
+            inner = EpochPass(salt=(salt, number), place=(*place, number))
             inner.checksum = self.checksum
             yield inner
 
@@ -117,9 +122,11 @@ class EpochPass:
         if self._salt is not None:
             number = self._rounds.setdefault(shuffle, 0)
             self._rounds[shuffle] = number + 1
-            place = list(self._rounds).index(shuffle)  # two shuffles without a seed have different orders
-            of_round = (*self._salt, number) if shuffle.reshuffle else ()
-            return np.random.default_rng([shuffle.own_seed, place, *of_round])
+            if shuffle.own_seed is None:  # two of them have different orders; two with one seed equal ones, as outside
+                own, within = (0, list(self._rounds).index(shuffle)), self._salt
+            else:
+                own, within = (shuffle.own_seed,), self._place
+            return np.random.default_rng([*own, *((*within, number) if shuffle.reshuffle else ())])
         seed, next_round = shuffle.state()
         number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
         self._rounds[shuffle] = number + 1

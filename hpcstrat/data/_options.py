@@ -44,12 +44,12 @@ class _Group:
 
 @final
 class Options(_Group):
-    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; they change nothing in it.
+    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; one changes something.
 
-    The order of elements is always kept, whatever `deterministic` says, and batches are always shared exactly, so
-    `experimental_distribute.auto_shard_policy` has no effect either; `AutoShardPolicy.OFF` is refused where a strategy
-    has several workers. The groups are `autotune`, `experimental_distribute`, `experimental_optimization` and
-    `threading`.
+    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF` a short batch fills the replicas in order,
+    each up to its part of a full one, where else it is split evenly; a strategy of several workers refuses it. The
+    order of elements is always kept, whatever `deterministic` says. The groups are `autotune`,
+    `experimental_distribute`, `experimental_optimization` and `threading`.
     """
 
     def __init__(self) -> None:

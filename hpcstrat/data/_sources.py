@@ -13,6 +13,7 @@ from hpcstrat._types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
+from hpcstrat.data._stored_array import StoredArray, as_rows
 
 _CHUNK = 1 << 16  # keys: half a megabyte, so that a dataset of any length starts at once
 _FEW = 32  # elements that ranks compare: a single one may be equal by chance
@@ -84,11 +85,13 @@ class Tensors(Indexed):
 
 @final
 class Slices(Indexed):
-    """The slices of arrays along their first dimension. The arrays are not copied."""
+    """The slices of arrays along their first dimension. The arrays are not copied, and stay in files."""
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._leaves, self._structure = _nest.flatten(_elements.as_element(tensors))
+        self._leaves, self._structure = _nest.flatten(_elements.as_element(tensors, as_rows))
+        # To read a file may fail on one rank only, so steps are compared as if it ran user code.
+        self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
         # For each batch: the structure itself takes four times as long as `tuple`.
         is_tuple = self._structure.type is tuple and self._structure.num_nodes == 1 + len(self._leaves)
@@ -103,12 +106,16 @@ class Slices(Indexed):
     def cardinality(self) -> int:
         return self._size
 
+    @property
+    def seekable(self) -> bool:
+        return True
+
     def checksums(self, every: bool) -> list[tuple[str, int]]:
         return [(repr(self), of_arrays(self._leaves, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
         rows, size = chunk[:, 0], len(chunk)
-        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of a memory map.
+        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of a file.
         if size and rows[-1] - rows[0] == size - 1 and np.count_nonzero(rows[1:] > rows[:-1]) == size - 1:
             run = slice(int(rows[0]), int(rows[0]) + size)
             return self._nested([leaf[run].copy() for leaf in self._leaves])

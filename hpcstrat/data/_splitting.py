@@ -68,20 +68,26 @@ class InputOptions:
         experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
             `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied to the device.
         experimental_per_replica_buffer_size: the number of batches that are copied ahead, besides the next one.
-        even_batches: whether a short batch is split evenly too, so that shares differ by at most one element. If not,
-            it fills the replicas in order, each up to its share of a full batch, and may leave some replicas without
-            elements. Either way no element is dropped or repeated. With `experimental_distribute_dataset` only.
+        even_batches: deprecated: `True`, every batch split evenly, is what happens anyway; `False` is what
+            `AutoShardPolicy.OFF` of the dataset's options asks for.
     """
 
     experimental_fetch_to_device: bool | None = None
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
-    even_batches: bool = False
+    even_batches: bool | None = None
 
     def __post_init__(self) -> None:
         if self.experimental_fetch_to_device is None:
             object.__setattr__(self, "experimental_fetch_to_device", True)
+        if self.even_batches is not None:
+            warnings.warn(
+                f"InputOptions: even_batches is {self.even_batches}, but every batch is split evenly now; leave it out"
+                + ("" if self.even_batches else ", and have AutoShardPolicy.OFF in the options of the dataset"),
+                DeprecationWarning,
+                stacklevel=3,
+            )
 
 
 class Step(NamedTuple):
@@ -106,36 +112,33 @@ Prefetcher: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
 """Passes steps on with their arrays moved elsewhere, perhaps ahead of their use. It does not communicate."""
 
 
-def split_batches(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
-    """One replica's rows of each batch. A short batch fills the replicas in order, up to their shares of a full one."""
-    return _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
-
-
 def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
-    """One replica's rows of each batch, where shares differ by at most one element, in short batches too."""
+    """One replica's rows of each batch: of b rows `b // size`, or one more if `rank < b % size`."""
     return _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, 0)
+
+
+def split_in_order(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
+    """As `split_evenly`, but a short batch fills the replicas in order, each up to its share of a full one."""
+    return _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
     if node.rows is not None and node.rows.seekable:
         return _split_keys(node.rows, node.chunks(epoch), rank, size, batch_size)
-    full = bounds(rank, size, batch_size, batch_size)  # of nearly all batches, so computed once
 
     def step(item: Any, checksum: int) -> Step:
         total, value, failed = 0, None, None
         try:
             if node.rows is not None:  # the item is the batch's keys: only this replica's rows are loaded
                 total = len(item)
-                start, stop = full if total == batch_size else bounds(rank, size, batch_size, total)
-                value = load_rows(node.rows, item, start, stop)
+                value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
                 total = _elements.leading_size(_nest.flatten(batch)[0])
                 value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
         except Exception as error:  # every rank must come to the exchange of this step, where all raise
             failed = error
-        is_scarce = 0 < total < size if total == batch_size else _is_scarce(size, batch_size, total)
-        return Step(total, value, checksum, failed, is_scarce)
+        return Step(total, value, checksum, failed, _is_scarce(size, batch_size, total))
 
     items = ((item, epoch.checksum.value) for chunk in node.chunks(epoch) for item in chunk)
     return map_in_threads(lambda of_item: step(*of_item), items, node.threads)
@@ -157,7 +160,7 @@ def _split_keys(rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch
 
 
 def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
-    """The rows, of `count`, that replica `rank` gets if a full batch has `batch_size`."""
+    """The rows, of `count`, that replica `rank` gets: even parts of them, or of the `batch_size` if that is larger."""
     share, rest = divmod(max(batch_size, count), size)
     start = rank * share + min(rank, rest)
     return min(count, start), min(count, start + share + (rank < rest))

@@ -185,13 +185,15 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: while iterating: a leaf cannot become an array.
         """
         function = _function(map_func, "Dataset.map", "map_func")
-        return type(self)(_element_ops.Map(self._node, function, _threads(num_parallel_calls, "Dataset.map") or 1))
+        threads = _threads(num_parallel_calls, "Dataset.map") or 1
+        return type(self)(_element_ops.Map(self._node, function, threads, type(self)))
 
     def flat_map(self, map_func: Callable[..., TransformableDataset]) -> Self:
         """The elements of the datasets that `map_func` makes, one dataset after the other.
 
         Every rank calls `map_func` for all elements, but loads its own elements of the datasets only, if these can be
-        indexed. Shuffles in the datasets have an order of their own in each, also if they have a seed.
+        indexed. A shuffle in the datasets has an order of its own in each of them and in each pass. With a seed, these
+        orders are the same in every program.
 
         Args:
             map_func: receives an element, or the members of a tuple as separate arguments; returns a `Dataset`. To
@@ -306,7 +308,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
 
         Raises:
             TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtypes or numbers of
-                dimensions.
+                dimensions; strings of any length are alike. If functions or generators make elements, this is raised
+                while iterating: every rank calls them for the first element of each dataset.
         """
         return type(self)(_combine_ops.Concatenate(self._node, checked_node(dataset, "Dataset.concatenate")))
 
@@ -315,7 +318,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         return type(self)(_combine_ops.Enumerate(self._node, operator.index(start)))
 
     def cache(self, filename: str = "") -> Self:
-        """Keeps the order, and in memory the results of functions and generators, for later iterations.
+        """Keeps the order, and in memory the results of functions, generators and reads, for later iterations.
 
         Args:
             filename: must be empty: `Dataset.save` and `Dataset.load` keep elements in files.

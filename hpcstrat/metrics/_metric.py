@@ -54,6 +54,9 @@ class Metric(abc.ABC):
     def result(self) -> Any:
         """The metric over all replicas, on the host. Collective: all ranks call this."""
         context = _context.context()
+        if isinstance(context, _context.InUpdate) and context.group.communicator.size > 1:
+            # Where the totals would be this replica's own.
+            _context.require_cross_replica(context.group, f"{type(self).__name__}.result")
         if isinstance(context, _context.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
             with _edge.call_named(f"{type(self).__name__}.result"):

@@ -66,7 +66,7 @@ def namespace():
     losses = {loss.__name__: with_gradient(loss)
               for loss in (softmax_cross_entropy, sigmoid_cross_entropy, squared_error, huber)}
     names = {name: getattr(tf.distribute, name) for name in (
-        "get_replica_context", "in_cross_replica_context", "has_strategy", "get_strategy", "ReduceOp", "InputOptions",
+        "get_replica_context", "DistributedValues", "DistributedDataset", "InputContext", "in_cross_replica_context", "has_strategy", "get_strategy", "ReduceOp", "InputOptions",
         "InputReplicationMode")}
     metrics = {name: thing for name, thing in vars(tf.keras.metrics).items() if not name.startswith("_")}
     return types.SimpleNamespace(
@@ -79,22 +79,11 @@ def namespace():
                                      scale_regularization_loss=tf.nn.scale_regularization_loss))
 
 
-def unsharded(dataset):
-    """Without TensorFlow's sharding by file or by element, which also splits batches otherwise than documented."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.with_options(options) if isinstance(dataset, tf.data.Dataset) else dataset
-
-
 def build(strategy, n):
     devices = [f"CPU:{i}" for i in range(n)]
     if strategy == "mirrored":
-        made = tf.distribute.MirroredStrategy(devices)
-    else:
-        made = tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
-    distribute = made.experimental_distribute_dataset
-    made.experimental_distribute_dataset = lambda dataset, options=None: distribute(unsharded(dataset), options)
-    return made
+        return tf.distribute.MirroredStrategy(devices)
+    return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
 
 
 def overridden(values, overrides, case, n):

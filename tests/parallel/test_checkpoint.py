@@ -722,8 +722,10 @@ def distributed(replicas, make):
     return replicas.experimental_distribute_dataset(make())
 
 
-def split_evenly(replicas, make):
-    return replicas.experimental_distribute_dataset(make(), hs.InputOptions(even_batches=True))
+def split_in_order(replicas, make):
+    options = hs.data.Options()
+    options.experimental_distribute.auto_shard_policy = hs.data.AutoShardPolicy.OFF
+    return replicas.experimental_distribute_dataset(make().with_options(options))
 
 
 def dealt(replicas, make):
@@ -752,7 +754,7 @@ SLOW_PIPELINES = ("slices", "mapped", "in threads")  # parts of others
         for name in PIPELINES
     ],
 )
-@pytest.mark.parametrize("distribute", slow_but([distributed], [distributed, split_evenly, dealt, plain]))
+@pytest.mark.parametrize("distribute", slow_but([distributed], [distributed, split_in_order, dealt, plain]))
 def test_data_goes_on_where_it_was(replicas, path, volatile, pipeline, distribute):
     make = PIPELINES[pipeline]
     dataset = distribute(replicas, make)

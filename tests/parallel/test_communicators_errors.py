@@ -46,12 +46,10 @@ def _in_a_call():
 
 REFUSED = {
     "objects": (np.array([None, 1]), SUM, "object cannot be reduced"),
-    "int16": (np.arange(3, dtype=np.int16), SUM, "int16 cannot be reduced; it takes int8, int32"),
-    "uint16": (np.arange(3, dtype=np.uint16), MAX, "uint16 cannot be reduced"),
-    "long double": (np.arange(3, dtype=np.longdouble), SUM, "cannot be reduced"),
+    "long double": (np.arange(3, dtype=np.longdouble), SUM, "cannot be reduced; it takes int8, int16"),
     "text": (np.array(["a"]), MIN, "cannot be reduced"),
     "records": (np.zeros(2, [("a", "f4")]), SUM, "cannot be reduced"),
-    "bool": (np.array([True]), SUM, "SUM of bool is not defined; bool takes MIN, MAX"),
+    "bool": (np.array([True]), SUM, "SUM of bool is not defined; bool takes MIN, MAX: .* x.astype.np.int64"),
     "bool mean": (np.array([True]), MEAN, "MEAN of bool is not defined"),
     "complex": (np.array([1j]), MAX, "MAX of complex128 is not defined; complex128 takes SUM, MEAN"),
     "complex64": (np.array([1j], np.complex64), MIN, "MIN of complex64 is not defined"),
@@ -244,9 +242,9 @@ def test_a_joint_block_around_another_and_around_a_call(group, place):
                 if group.rank == 1:
                     raise ValueError("inner")
             group.barrier()
-    with pytest.raises(TypeError, match="int16"):
+    with pytest.raises(TypeError, match="SUM of bool"):
         with group.raise_together():
-            group.all_reduce([place.xp.ones(3, np.int16 if group.rank == 0 else np.int32)], SUM)
+            group.all_reduce([place.xp.ones(3, bool if group.rank == 0 else np.int32)], SUM)
     with pytest.raises(ReplicaMismatchError):
         with group.raise_together():
             named("one" if group.rank else "other", group.barrier)

@@ -10,7 +10,7 @@ import pytest
 from slow import slow_but
 
 import hpcstrat as hs
-from hpcstrat.data import Dataset
+from hpcstrat.data import AutoShardPolicy, Dataset
 
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
 several_replicas = pytest.mark.mpi(min_size=2)  # one agrees with itself, and has all elements
@@ -58,7 +58,7 @@ CORE_PIPELINES = ("range", "generated", "rebatched")
 )
 def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, batch_size):
     dataset = PIPELINES[pipeline]().batch(batch_size)
-    expected = [shares(batch.tolist(), batch_size, strategy.num_replicas_in_sync) for batch in dataset]
+    expected = [shares(batch.tolist(), len(batch), strategy.num_replicas_in_sync) for batch in dataset]
     dataset = PIPELINES[pipeline]().batch(batch_size)
     assert steps(strategy, strategy.experimental_distribute_dataset(dataset)) == expected
 
@@ -422,7 +422,7 @@ def test_the_lead_warns_once_of_a_batch_that_does_not_reach_all_replicas(strateg
         assert found == []
         return
     ((text, place, category),) = found
-    assert f"a batch of 1 elements does not reach all {n} replicas" in text and "drop_remainder=True" in text
+    assert f"some of {n} replicas have no elements of a batch of 1" in text and "drop_remainder=True" in text
     assert (place, category) == (__file__, UserWarning)
 
 
@@ -434,21 +434,22 @@ def test_where_warnings_are_errors_all_ranks_raise(strategy):
     next(iterator)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=f"does not reach all {n} replicas"):
+        with pytest.raises(UserWarning, match=f"some of {n} replicas have no elements"):
             next(iterator)
     hs.barrier()
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("rest", [1, 3, 7])
-def test_short_batches_are_split_evenly_where_it_is_asked(strategy, rest):
+@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.OFF])
+def test_short_batches_are_split_evenly_or_in_order(strategy, rest, policy):
     n = strategy.num_replicas_in_sync
-    distributed = strategy.experimental_distribute_dataset(
-        Dataset.range(16 * n + rest).batch(8 * n), hs.InputOptions(even_batches=True)
-    )
-    *full, last = steps(strategy, distributed)
+    options = hs.data.Options()
+    options.experimental_distribute.auto_shard_policy = policy
+    dataset = Dataset.range(16 * n + rest).batch(8 * n).with_options(options)
+    *full, last = steps(strategy, strategy.experimental_distribute_dataset(dataset))
     assert full == [shares(range(8 * n * step, 8 * n * (step + 1)), 8 * n, n) for step in range(2)]
-    assert last == shares(range(16 * n, 16 * n + rest), rest, n)
+    assert last == shares(range(16 * n, 16 * n + rest), rest if policy == AutoShardPolicy.AUTO else 8 * n, n)
 
 
 @pytest.mark.core
@@ -466,7 +467,7 @@ def test_an_error_in_a_part_without_elements_says_so(strategy):
             assert notes == []
         else:
             (note,) = notes
-            assert "this replica's part of the batch has no elements" in note and "even_batches=True" in note
+            assert "this replica's part of the batch has no elements" in note and "drop_remainder=True" in note
     hs.barrier()
 
 

@@ -208,7 +208,6 @@ def test_wrong_values_in_an_update(strategy, xp):
 def collectives(strategy):
     xp = strategy.xp
     ready = strategy.run(lambda: xp.full(2, float(RANK)))
-    on_read = hs.Variable(np.zeros(2), synchronization="ON_READ", aggregation="SUM")
     w = hs.Variable(np.zeros(2), aggregation="SUM")
     metric = hs.metrics.Mean()
     optimizer = hs.optimizers.SGD(0.1)
@@ -224,7 +223,6 @@ def collectives(strategy):
         "broadcast_to": lambda v: strategy.extended.broadcast_to(1, v),
         "update": lambda v: strategy.extended.update(v, lambda var: None),
         "update_non_slot": lambda v: strategy.extended.update_non_slot(CPU, lambda: None),
-        "read of ON_READ": lambda v: on_read.read_value(),
         "metric": lambda v: metric.result(),
         "new variable": lambda v: hs.Variable(1.0),
         "optimizer": lambda v: optimizer.apply_gradients([(xp.ones(2), w)]),
@@ -241,7 +239,7 @@ COMMUNICATING = [
     *("update_non_slot", "new variable", "optimizer", "barrier", "any_rank", "broadcast_object", "close"),
 ]
 if N > 1:  # with one replica these have nothing to ask others for
-    COMMUNICATING += ["local results", "read of ON_READ", "metric", "dataset"]
+    COMMUNICATING += ["local results", "metric", "dataset"]
 
 
 @pytest.mark.parametrize("name", COMMUNICATING)

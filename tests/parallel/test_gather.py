@@ -178,7 +178,9 @@ def own_part(array, axis):
 def test_what_is_scattered_is_gathered_again(strategy, place, axis, size):
     shape = [2, 3, 4]
     shape[axis] = size
-    whole = {"a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "b": np.arange(24).reshape(2, 3, 4)}
+    whole = {"a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "b": np.ones((*shape, 2))}
+    if axis < 0:
+        whole["b"] = np.arange(size)
     parts = strategy.scatter(whole, axis)
     for name, array in whole.items():
         seen = []
@@ -208,6 +210,13 @@ UNSCATTERED = {
     "half an axis": (np.arange(3), 0.5, TypeError, "axis is 0.5; it must be an int"),
     "text": ("text", 0, TypeError, "array of numbers"),
     "None": (None, 0, TypeError, "None"),
+    "sizes that differ": (
+        (np.zeros((20, 3)), np.zeros(5)),
+        0,
+        ValueError,
+        r"shapes \(20, 3\), \(5,\), whose sizes along",
+    ),
+    "last sizes that differ": ([np.zeros((5, 3)), np.zeros(5)], -1, ValueError, r"sizes along axis -1 differ"),
 }
 
 

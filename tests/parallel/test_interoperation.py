@@ -1,8 +1,10 @@
 """Arrays by their protocols alone, on their way in; what consumers of protocols get, on the way out."""
 
+import dataclasses
 import gc
 import sys
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,9 +39,11 @@ class ByInterface:
         return self.array.__array_interface__
 
 
+@dataclasses.dataclass
 class ByMethod:
-    def __init__(self, array):
-        self.array = array
+    """As zarr's arrays a dataclass, and yet not a nest."""
+
+    array: Any
 
     def __array__(self, dtype=None, copy=None):
         return self.array if dtype is None else self.array.astype(dtype)

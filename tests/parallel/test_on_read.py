@@ -172,6 +172,52 @@ def test_no_aggregation_cannot_be_read(strategy, xp):
     assert [found.tolist() for found in own] == [[rank] * 3 for rank in range(N)]
 
 
+@pytest.mark.parametrize("aggregation", [*AGGREGATIONS, "NONE"])
+def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation):
+    v = make(strategy, xp.zeros(2), aggregation)
+    strategy.run(lambda: v.assign(xp.full(2, 5.0 + RANK)))
+
+    def add(v, x):
+        before = [v.value(), v.read_value(), v + 1, v[:1], v.numpy(), v.sum()]
+        v.assign_add(x)
+        return [*before, v.value()]
+
+    results = strategy.extended.update(v, add, (xp.ones(2),))
+    for rank, found in enumerate(strategy.experimental_local_results(results)):
+        own = 5.0 + rank
+        expected = [[own] * 2, [own] * 2, [own + 1] * 2, [own], [own] * 2, 2 * own, [own + 1] * 2]
+        assert [one.tolist() for one in found] == expected
+
+    def copies():
+        return [one.tolist() for one in strategy.experimental_local_results(strategy.run(v.read_value))]
+
+    assert copies() == [[6.0 + rank] * 2 for rank in range(N)]
+    assert strategy.extended.update(v, lambda v: v.assign([1.0, 1.0])) is v
+    assert copies() == [[1, 1]] * N
+    merged = lambda strategy: strategy.extended.update(v, lambda v: v.assign([2.0, 2.0], read_value=False))  # noqa: E731
+    strategy.run(lambda: hs.get_replica_context().merge_call(merged))
+    assert copies() == [[2, 2]] * N
+    strategy.extended.update_non_slot([v], lambda: None)
+    strategy.extended.update_non_slot([], lambda v: v.assign_sub(v.value() / 2), (v,))
+    assert copies() == [[1, 1]] * N
+
+
+def test_an_update_writes_what_lives_as_its_variable_does(strategy, xp):
+    """Where variables live once, one rank writes them, and every rank its own values."""
+    v = make(strategy, xp.full(2, 5.0), "SUM", name="own")
+    with strategy.scope():
+        w = hs.Variable(xp.zeros(2), name="shared")
+    strategy.extended.update(w, lambda w, v: w.assign(v.value()), (v,))
+    assert w.numpy().tolist() == [5, 5]
+    for one, other, name in ((v, w, "shared"), (w, v, "own")):
+        if N > 1 and isinstance(strategy, hs.CentralStorageStrategy):
+            with pytest.raises(RuntimeError, match=f"'{name}': this update may write only"):
+                strategy.extended.update(one, lambda _, other: other.assign([1.0, 1.0]), (other,))
+        else:
+            strategy.extended.update(one, lambda _, other: other.assign([5.0, 5.0]), (other,))
+    assert w.numpy().tolist() == [5, 5] and v.numpy().tolist() == [5 * N] * 2
+
+
 @pytest.mark.mpi(max_size=1)  # what is special of one replica
 def test_with_one_replica_it_is_an_array(strategy, xp):
     v = make(strategy, np.arange(3.0), "SUM")
@@ -180,7 +226,7 @@ def test_with_one_replica_it_is_an_array(strategy, xp):
     assert v.value().tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint32])
+@pytest.mark.parametrize("dtype", [np.int16, np.int32, np.int64, np.uint32])
 def test_a_sum_of_integers_is_shared_out(strategy, xp, dtype):
     v = make(strategy, np.zeros(3, dtype), "SUM")
     strategy.run(lambda: v.assign_add(xp.arange(3, dtype=dtype)))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWa
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-DTYPES = [np.int8, np.int32, np.int64, np.uint8, np.float32, np.float64]
+DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
     st.sampled_from([(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]),  # in a record, in a mailbox, in chunks

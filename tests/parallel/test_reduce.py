@@ -79,21 +79,26 @@ def test_elementwise(strategy):
 
 @pytest.mark.core
 def test_dtypes(strategy):
-    """Sums of integers keep their dtype, but along an axis those of 8 bits; means along an axis are float64."""
-    for dtype in (np.int8, np.int32, np.uint64, np.float16, BFLOAT16, np.float64, np.complex64):
+    """Sums of integers keep their dtype, but along an axis those of up to 16 bits; means have TensorFlow's."""
+    means = {np.int8: np.float32, np.uint16: np.float32, np.int32: np.float64, np.uint64: np.float64}
+    for dtype in (*means, np.float16, BFLOAT16, np.float64, np.complex64):
         if dtype is BFLOAT16 and not has_bfloat16(strategy.xp):
             continue
         value = each(strategy, [np.full(3, r + 1).astype(dtype) for r in range(N)])
         total = strategy.reduce("SUM", value, None)
         assert total.dtype == dtype and total.tolist() == [N * (N + 1) / 2] * 3
         total = strategy.reduce("SUM", value, 0)
-        assert total.dtype == (np.int64 if dtype is np.int8 else dtype) and hs.asnumpy(total) == 3 * N * (N + 1) / 2
+        assert (
+            total.dtype == {np.int8: np.int64, np.uint16: np.uint64}.get(dtype, dtype)
+            and hs.asnumpy(total) == 3 * N * (N + 1) / 2
+        )
         mean = strategy.reduce("MEAN", value, 0)
-        assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
+        assert mean.dtype == means.get(dtype, dtype)
         assert hs.asnumpy(mean) == np.asarray((N + 1) / 2).astype(mean.dtype)
         if N > 1:
             mean = strategy.reduce("MEAN", value, None)
-            assert mean.dtype == (np.float64 if np.dtype(dtype).kind in "iu" else dtype)
+            assert mean.dtype == means.get(dtype, dtype)
+            assert hs.asnumpy(mean).tolist() == [(N + 1) / 2] * 3
     flags = each(strategy, [np.array([r == 0, True, False]) for r in range(N)])
     assert strategy.reduce("MIN", flags, None).tolist() == [N == 1, True, False]
     assert strategy.reduce("MAX", flags, None).tolist() == [True, True, False]
@@ -338,7 +343,7 @@ def test_within_merge_call(strategy):
 CORE_STRATEGIES = [pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]]
 core_on_one_strategy = pytest.mark.parametrize("strategy", CORE_STRATEGIES, indirect=True)
 
-DTYPES = [np.int32, np.int64, np.uint8, np.float32, np.float64]
+DTYPES = [np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
 leaf = st.tuples(
     st.sampled_from(DTYPES), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.integers(0, 1000)
 )
@@ -411,9 +416,10 @@ def test_any_nest_along_its_first_axis(strategy, plan, op):
     def expected_of(leaves):
         whole = np.concatenate(leaves)
         if op == "SUM":
-            return whole.sum(0, dtype=whole.dtype if whole.dtype.itemsize > 1 else None)
+            return whole.sum(0, dtype=whole.dtype if whole.dtype.itemsize > 2 else None)
         mean = whole.mean(0, dtype=np.float64) if len(whole) else np.full(whole.shape[1:], np.nan)
-        return np.asarray(mean).astype(np.float64 if whole.dtype.kind in "iu" else whole.dtype)
+        integers = np.float32 if whole.dtype.itemsize <= 2 else np.float64
+        return np.asarray(mean).astype(integers if whole.dtype.kind in "iu" else whole.dtype)
 
     parts = [build(plan, rank, 0) for rank in range(N)]
     found = strategy.reduce(op, strategy.run(lambda: build(plan, RANK, 0, strategy.xp)), 0)

@@ -333,9 +333,24 @@ def test_a_run_on_one_rank_does_not_count_as_a_fault_later(strategy):
 
 def test_any_rank_fails_on_all_ranks(strategy):
     with pytest.raises(ValueError, match="truth value"):
-        hs.any_rank(np.ones(2) if RANK == N - 1 else True)
+        hs.any_rank(np.ones(2, bool) if RANK == N - 1 else True)
+    with pytest.raises(TypeError, match="any_rank: flag is 'no'"):
+        hs.any_rank("no" if RANK == N - 1 else False)
     assert hs.any_rank(RANK == N - 1) is True
     assert hs.any_rank(False) is False
+
+
+def test_what_is_a_flag(strategy, xp):
+    with strategy.scope():
+        found = [
+            hs.Variable(True),
+            xp.arange(N)[RANK] == N - 1,
+            np.bool_(RANK == 0),
+            int(RANK == 0),
+            np.int8(RANK == 0),
+        ]
+    assert [hs.any_rank(one) for one in found] == [True] * 5
+    assert [hs.any_rank(one) for one in (hs.Variable(False), xp.zeros((), bool), np.False_, 0)] == [False] * 4
 
 
 # ---- HPCSTRAT_CHECK

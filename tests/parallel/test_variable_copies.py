@@ -1,12 +1,15 @@
-"""`copy.deepcopy` of a variable, and of what holds variables: copies of their own, of the same strategy."""
+"""Copies of a variable, and of what holds variables: of their own and the same strategy; pickles, of its array."""
 
 import copy
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import ShardedMirroredStrategy
 
 import hpcstrat as hs
 
@@ -113,3 +116,66 @@ def test_in_an_update_it_is_refused(strategy):
         with pytest.raises(RuntimeError, match="Variable: deepcopy of 'v' was made inside an update"):
             strategy.extended.update(v, lambda v: copy.deepcopy(v))
     assert v.numpy() == 1
+
+
+def test_a_shallow_copy_shares_the_numbers(strategy):
+    with strategy.scope():
+        v = hs.Variable([1.0, 2.0], name="v", trainable=False, aggregation="MEAN")
+    w = copy.copy(v)
+    assert (w.name, w.trainable, w.aggregation, w.synchronization) == ("v", False, v.aggregation, v.synchronization)
+    w.assign([3.0, 4.0])
+    assert w is not v and v.numpy().tolist() == [3, 4]
+
+
+# ---- pickles
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [np.float32, np.bool_, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
+def test_a_variable_pickles_as_its_array(strategy, dtype):
+    array = np.array([[1, 0, 1], [1, 1, 0]]).astype(dtype)
+    with strategy.scope():
+        v, scalar = hs.Variable(array), hs.Variable(5)
+    calls = strategy._group.communicator.calls
+    before = calls.number
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        message = pickle.dumps({"model": [v, v], "step": scalar}, protocol)
+        found = pickle.loads(message)
+        assert type(found["model"][0]) is np.ndarray and found["model"][0] is found["model"][1]
+        assert found["model"][0].dtype == array.dtype and np.array_equal(found["model"][0], array)
+        assert (found["step"].shape, found["step"].dtype, int(found["step"])) == ((), np.int32, 5)
+        assert b"hpcstrat" not in message  # which loads without it
+        found["model"][0][...] = 0  # a copy
+    assert calls.number == before and np.array_equal(v.numpy(), array)
+    received = hs.broadcast_object(v)
+    assert type(received) is np.ndarray and np.array_equal(received, array)
+
+
+@pytest.mark.core
+def test_each_replica_pickles_its_own_value(strategy):
+    with strategy.scope():
+        v = hs.Variable(np.zeros(2), name="total", synchronization="ON_READ", aggregation="SUM")
+
+    def replica():
+        v.assign([RANK, 1.0])
+        assert pickle.loads(pickle.dumps(v)).tolist() == [RANK, 1]
+
+    strategy.run(replica)
+    if N == 1:
+        assert pickle.loads(pickle.dumps(v)).tolist() == [0, 1]
+        return
+    with pytest.raises(RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"):
+        pickle.dumps(v)
+
+
+def test_variables_of_split_updates_and_of_no_scope_pickle_too(place):
+    with place.make(ShardedMirroredStrategy) as strategy, strategy.scope():
+        v = hs.Variable(np.arange(300.0))
+        assert pickle.loads(pickle.dumps(v)).tolist() == list(range(300))
+    assert pickle.loads(pickle.dumps(hs.Variable([RANK, 2]))).tolist() == [RANK, 2]
+
+
+def test_a_strategy_does_not_pickle(strategy):
+    for one in (strategy, strategy.extended, {"a": [strategy]}):
+        with pytest.raises(TypeError, match=f"{type(strategy).__name__} cannot be pickled.*Checkpoint"):
+            pickle.dumps(one)

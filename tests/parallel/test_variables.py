@@ -281,7 +281,7 @@ def test_writes_in_a_replica_context_are_aggregated(strategy, place, verb, aggre
 @pytest.mark.core
 @pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
-@pytest.mark.parametrize("dtype", [np.int32, np.uint8])
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int16, np.uint16])
 def test_writes_of_integers_in_a_replica_context_are_aggregated(strategy, place, verb, aggregation, dtype):
     check_writes(strategy, place, verb, aggregation, dtype)
 

@@ -25,7 +25,7 @@ COMM = MPI.COMM_WORLD
 SUM, MEAN, MIN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX
 ARITHMETIC = (SUM, MEAN, MIN, MAX)
 OPERATIONS = {
-    **dict.fromkeys("int8 int32 int64 uint8 uint32 uint64 float16 float32 float64".split(), ARITHMETIC),
+    **dict.fromkeys("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split(), ARITHMETIC),
     "bfloat16": ARITHMETIC,
     "complex64": (SUM, MEAN),
     "complex128": (SUM, MEAN),
@@ -111,7 +111,8 @@ def reduced(parts, op):
     if op is SUM:
         return total.astype(dtype)
     if dtype.kind in "iu":
-        return total / len(parts) if len(parts) > 1 else parts[0]
+        mean = total / len(parts)  # TensorFlow's dtypes
+        return mean.astype(np.float32 if dtype.itemsize < 4 else np.float64) if len(parts) > 1 else parts[0]
     narrow = {"float16": np.float32, "bfloat16": np.float32}.get(dtype.name, dtype)
     return (total.astype(narrow) / np.asarray(len(parts), narrow)).astype(dtype)
 

@@ -11,11 +11,12 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import _element_ops, _node
+from internals import _element_ops, _node, distribute_dataset
+from thread_ranks import on_ranks
 
 import hpcstrat as hs
 from hpcstrat import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, AutoShardPolicy, Dataset, Optional, Options
+from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, AutoShardPolicy, Dataset, DatasetSpec, Optional, Options
 
 
 def plain(element) -> Any:
@@ -492,6 +493,10 @@ def test_cardinality():
     assert ten.concatenate(ten.take(4)).cardinality() == 14
     assert ten.concatenate(endless).cardinality() == -1
     assert ten.enumerate().shuffle(3).map(lambda i, x: x).prefetch(1).cache().cardinality() == 10
+    assert len(Dataset.from_tensor_slices((np.zeros((3, 2)), np.ones((3, 2, 4)))).repeat(2).unbatch()) == 12
+    assert len(ten.batch(3, True).unbatch()) == 9 and ten.repeat().batch(3, True).unbatch().cardinality() == -1
+    varying = [ten.batch(3), ten.batch(3, True).map(lambda x: x[1:]), ten, Dataset.zip(ten.batch(2, True), ten)]
+    assert [dataset.unbatch().cardinality() for dataset in varying] == [-2, -2, -2, -2]
     assert len(ten) == 10
     assert unknown
     with pytest.raises(TypeError, match="unknown"):
@@ -513,6 +518,84 @@ def test_element_spec():
     )
     assert pairs.batch(1).map(lambda a, b: a).element_spec == TensorSpec((None,), np.int64)
     assert pairs.take(0).map(lambda a, b: b * 2).element_spec == TensorSpec((2,), np.float32)
+
+
+def test_an_attribute_error_in_element_spec_is_the_functions_own():
+    dataset = Dataset.range(3).map(lambda x: x.nothing)
+    for ask in (lambda: dataset.element_spec, lambda: iter(dataset).element_spec, lambda: next(iter(dataset))):
+        with pytest.raises(AttributeError, match="int64' object has no attribute 'nothing'") as caught:
+            ask()
+        assert "lambda x: x.nothing" in str(caught.traceback[-1].statement)
+    with pytest.raises(AttributeError, match="'Dataset' object has no attribute 'nothing'"):
+        _ = getattr(dataset, "nothing")  # noqa: B009
+
+
+@pytest.mark.parametrize("code", ["U", "S"])
+def test_strings_of_different_lengths_are_alike(code):
+    def strings(*values):
+        return Dataset.from_tensor_slices(np.array(values, code))
+
+    short, long = strings("zz", "a"), strings("abc", "d")
+    common = TensorSpec((), np.dtype(f"{code}3"))
+    joined = short.concatenate(long)
+    assert joined.element_spec == joined.shuffle(4).element_spec == long.concatenate(short).element_spec == common
+    assert joined.batch(3).element_spec == TensorSpec((None,), common.dtype)
+    assert items(joined) == np.array(["zz", "a", "abc", "d"], code).tolist()
+    (batch,) = joined.batch(4)
+    assert batch.dtype == common.dtype and batch.tolist() == items(joined)
+    functions = joined.map(lambda x: x).concatenate(long)
+    assert items(functions.batch(6)) == [items(functions)] == [items(joined) + items(long)]
+    numbers = Dataset.from_tensor_slices(np.array([0, 1, 0]))
+    assert items(Dataset.choose_from_datasets([short, long], numbers)) == np.array(["zz", "abc", "a"], code).tolist()
+    assert items(Dataset.sample_from_datasets([short, long], [1.0, 0.0])) == items(short)
+    each = Dataset.range(2).interleave(lambda i: [short, long][i], 2)
+    assert each.element_spec == common and items(each.batch(4)) == [np.array(["zz", "abc", "a", "d"], code).tolist()]
+    windows = short.window(2).concatenate(long.window(2))
+    assert windows.element_spec == DatasetSpec(common) and items(windows.flat_map(lambda x: x)) == items(joined)
+    with pytest.raises(TypeError, match="must be alike"):
+        strings("a").concatenate(Dataset.from_tensor_slices(np.array(["a"], {"U": "S", "S": "U"}[code])))
+
+
+UNLIKE = {
+    "structure": (lambda x: {"a": x}, r"\{'a': TensorSpec"),
+    "dtype": (lambda x: x / 2, "dtype=float64"),
+    "dimensions": (lambda x: np.full(2, x), r"shape=\(2,\)"),
+}
+JOINED = {
+    "concatenate": lambda a, b: a.concatenate(b),
+    "choose": lambda a, b: Dataset.choose_from_datasets([a, b], Dataset.range(2).repeat()),
+    "sample": lambda a, b: Dataset.sample_from_datasets([a, b], seed=0),
+}
+
+
+@pytest.mark.parametrize("join", JOINED)
+@pytest.mark.parametrize("unlike", UNLIKE)
+def test_datasets_that_are_not_alike_are_refused_with_functions_too(unlike, join):
+    function, found = UNLIKE[unlike]
+    mapped = Dataset.range(4).map(function)
+    given = Dataset.from_tensor_slices(next(iter(mapped.batch(4))))
+    with pytest.raises(TypeError, match=f"must be alike .*{found}"):
+        JOINED[join](Dataset.range(4), given)
+    for other in (mapped, given.filter(lambda x: True), given.map(lambda x: x).cache().shuffle(4)):
+        dataset = JOINED[join](Dataset.range(4), other)
+        for _ in range(2):
+            with pytest.raises(TypeError, match=f"must be alike .*{found}") as caught:
+                list(dataset)
+            assert str(Dataset.range(4).element_spec) in str(caught.value)
+
+
+@pytest.mark.parametrize("join", JOINED)
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_datasets_that_are_not_alike_are_refused_on_all_ranks(join, batch_size):
+    """Also if the elements of each rank are alike."""
+
+    def program(rank):
+        first, second = (Dataset.range(4).map(function) for function in (lambda x: x, lambda x: {"a": x}))
+        with pytest.raises(TypeError, match="must be alike") as caught:
+            list(distribute_dataset(JOINED[join](first, second).batch(batch_size), rank, None))
+        return str(caught.value).partition(" (found by")[0]
+
+    assert len(set(on_ranks(2, program))) == 1
 
 
 def test_the_next_element_or_none():

@@ -35,10 +35,14 @@ def lists(steps):
 
 
 def shares(batch, batch_size, size):
-    """The parts of one batch, by the rule."""
+    """The parts of one batch, by the rule: even ones, or of a short batch those of a full one, as far as it goes."""
     sizes = [batch_size // size + (r < batch_size % size) for r in range(size)]
     ends = list(itertools.accumulate(sizes))
     return [list(batch[end - n : end]) for n, end in zip(sizes, ends, strict=True)]
+
+
+OFF = Options()
+OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
 
 
 PIPELINES = {
@@ -106,8 +110,22 @@ FEW = hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.example(size=5, n=19, b=3)
 def test_the_parts_of_all_ranks_are_the_batches(pipeline, size, n, b):
     make = functools.partial(PIPELINES[pipeline], n, b)
-    expected = [shares(batch.tolist(), b, size) for batch in make()]
+    expected = [shares(batch.tolist(), len(batch), size) for batch in make()]
     assert lists(parts(size, make)) == expected
+
+
+@FEW
+@hypothesis.given(
+    pipeline=st.sampled_from(["range", "mapped batches", "generated", "joined batches"]),
+    size=st.integers(1, 5),
+    n=st.integers(0, 25),
+    b=st.integers(1, 12),
+)
+@hypothesis.example(pipeline="range", size=2, n=13, b=8)
+def test_without_sharding_a_short_batch_fills_the_replicas_in_order(pipeline, size, n, b):
+    make = functools.partial(PIPELINES[pipeline], n, b)
+    expected = [shares(batch.tolist(), b, size) for batch in make()]
+    assert lists(parts(size, lambda: make().with_options(OFF).prefetch(2))) == expected
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -309,14 +327,60 @@ def test_one_order_for_good_without_reshuffling_and_from_a_cache():
 # ---- what is refused, and where ranks disagree
 
 
-def test_unbatched_datasets_are_refused_where_there_is_something_to_split():
-    rank = Rank(0, threading.Barrier(1), [None] * 2)
+@pytest.mark.parametrize("size", [1, 2])
+def test_unbatched_datasets_are_refused(size):
+    rank = Rank(0, threading.Barrier(1), [None] * size)
     ten = Dataset.range(10)
-    for unbatched in (ten, ten.batch(2).unbatch(), ten.batch(2).enumerate(), Dataset.zip((ten, ten.batch(2)))):
-        with pytest.raises(ValueError, match=r"experimental_distribute_dataset: .* call Dataset\.batch"):
+    slabs = ten.map(lambda i: np.arange(i, i + 3))
+    for unbatched in (ten, ten.batch(2).unbatch(), ten.batch(2).enumerate(), Dataset.zip((ten, ten.batch(2))), slabs):
+        with pytest.raises(ValueError, match=r"experimental_distribute_dataset: .* call Dataset\.batch.*\.unbatch\(\)"):
             distribute_dataset(unbatched, rank, None)
     distribute_dataset(ten.batch(2).batch(2).unbatch(), rank, None)
-    assert lists(parts(1, lambda: Dataset.range(2))) == [[0], [1]]
+    distribute_dataset(slabs.unbatch().batch(4), rank, None)
+
+
+def joined(first, second):
+    return Dataset.from_tensor_slices(first).concatenate(Dataset.from_tensor_slices(second))
+
+
+RAGGED = {
+    "mapped": (lambda: Dataset.range(4).map(lambda i: np.zeros(i // 2)).batch(4), r"float64\[0\], float64\[1\]"),
+    "joined": (
+        lambda: joined(np.zeros((2, 2)), np.ones((2, 3))).batch(4),
+        r"must (have the same|be alike in structure,) shape",
+    ),
+    "generated": (
+        lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))).batch(4),
+        r"int64\[1\], int64\[2\]",
+    ),
+    "dtypes": (lambda: Dataset.range(4).map(lambda i: i if i < 2 else 0.5).batch(4), r"float32\[\], int64\[\]"),
+    "structures": (
+        lambda: Dataset.range(4).map(lambda i: {"a" if i < 2 else "b": i}).batch(4),
+        r"nests of the same structure; they are \{'a': \*\} and \{'b': \*\}",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", RAGGED)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind, size):
+    """Also where the rows of each replica are alike, as with two of them; the next batch follows."""
+    make, message = RAGGED[kind]
+
+    def program(rank):
+        iterator = iter(distribute_dataset(make().repeat(2), rank, None))
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message):
+                next(iterator)
+        return list(iterator)
+
+    assert on_ranks(size, program) == [[]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_strings_of_different_lengths_make_a_batch(size):
+    words = ["a", "bc", "def", "g"]
+    assert lists(parts(size, lambda: Dataset.range(4).map(lambda i: words[i]).batch(4))) == [shares(words, 4, size)]
 
 
 @pytest.mark.parametrize(
@@ -327,12 +391,13 @@ def test_unbatched_datasets_are_refused_where_there_is_something_to_split():
         ({"x": np.arange(4)}, "dict is not a dataset"),
         ("data", "str is not a dataset"),
         (3, "int is not a dataset"),
+        (Dataset.range(4).batch, "batch is a method of a Dataset; call it"),
         (
             (x for x in [np.arange(4)]),
             r"generator can be iterated over only once; pass the generator function itself \(`f`, not `f\(\)`\)",
         ),
     ],
-    ids=["array", "tuple", "dict", "text", "number", "generator"],
+    ids=["array", "tuple", "dict", "text", "number", "method", "generator"],
 )
 def test_what_is_no_dataset_is_refused(wrong, text):
     rank = Rank(0, threading.Barrier(1), [None])
@@ -411,7 +476,7 @@ def test_an_error_of_a_source_has_its_step_and_the_next_follows(monkeypatch):
             distribute_dataset(Dataset.from_tensor_slices(np.arange(10)).shuffle(1).batch(4), rank, None)
         ),
     )
-    assert every == [[[0, 1], "no 5", [8, 9]], [[2, 3], [6, 7], []]]
+    assert every == [[[0, 1], "no 5", [8]], [[2, 3], [6, 7], [9]]]
 
 
 FAILING = {
@@ -439,7 +504,7 @@ def test_an_error_is_raised_on_all_ranks_and_the_next_step_follows(source, size)
             if failed:
                 assert set(step) <= set(failed)
             else:
-                assert list(step) == (shares(batch, 4, size) if size > 1 else [batch])
+                assert list(step) == shares(batch, len(batch), size)
 
 
 @pytest.mark.parametrize("source", FAILING)
@@ -452,7 +517,7 @@ def test_an_error_on_one_rank_alone_is_raised_on_all(source):
 
     every = on_ranks(2, program)
     assert [parts[0] for parts in every] == [[0, 1], [2, 3]]
-    assert [parts[2:] for parts in every] == [[[8, 9], [12, 13]], [[10, 11], []]]
+    assert [parts[2:] for parts in every] == [[[8, 9], [12]], [[10, 11], [13]]]
     assert {type(parts[1]) for parts in every} == {str}
 
 

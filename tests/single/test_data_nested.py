@@ -44,6 +44,19 @@ def test_windows_are_those_of_lists(kind, n, size, shift, stride, drop):
     assert dataset.cardinality() in (len(expected), UNKNOWN_CARDINALITY)
 
 
+@pytest.mark.parametrize("n", [0, 5])
+def test_the_spec_of_a_function_of_windows_is_known_without_a_window(n):
+    windows = Dataset.range(n).window(2)
+    sums = windows.map(lambda window: window.reduce(np.int64(0), lambda total, x: total + x))
+    assert sums.element_spec == TensorSpec((), np.int64)
+    assert windows.map(lambda window: window.batch(2)).element_spec == DatasetSpec(TensorSpec((None,), np.int64))
+    pairs = Dataset.from_tensor_slices({"x": np.ones((n, 3)), "y": np.arange(n)}).window(2)
+    rows = pairs.map(lambda w: {"x": next(iter(w["x"])), "n": w["y"].reduce(0, lambda count, y: count + 1)})
+    assert rows.element_spec == {"x": TensorSpec((3,), np.float64), "n": TensorSpec((), np.int32)}
+    of_windows = windows.window(2).map(lambda outer: outer.reduce(0.0, lambda count, window: count + 1))
+    assert of_windows.element_spec == TensorSpec((), np.float32)
+
+
 def test_windows_of_nests_are_nests_of_windows():
     rows = Dataset.from_tensor_slices({"a": np.arange(5), "b": (np.arange(5) * 10, np.ones((5, 2)))})
     found = list(rows.window(2, drop_remainder=True))
@@ -155,6 +168,79 @@ def test_shuffles_within_have_an_order_of_their_own_each():
     assert len({str(order) for order in items(one) + items(one)}) == 1
     kept = Dataset.range(3).flat_map(lambda x: Dataset.range(9).shuffle(9)).cache()
     assert items(kept) == items(kept)
+
+
+def shuffled_within(seed, reshuffle=True):
+    return lambda x: Dataset.range(10 * x, 10 * x + 9).shuffle(9, seed, reshuffle)
+
+
+def of_one_dataset(one):
+    return Dataset.range(4).flat_map(lambda x: one.map(lambda y: 10 * x + y))
+
+
+SEEDED = {
+    "flat_map": lambda seed: Dataset.range(4).flat_map(shuffled_within(seed)),
+    "interleave": lambda seed: Dataset.range(4).interleave(shuffled_within(seed), 2, 2),
+    "threads": lambda seed: Dataset.range(4).interleave(shuffled_within(seed), 2, 2, 3),
+    "nested": lambda seed: Dataset.range(2).interleave(
+        lambda x: Dataset.range(2 * x, 2 * x + 2).flat_map(shuffled_within(seed)).repeat(2), 2, 2
+    ),
+    "sampled": lambda seed: Dataset.range(4).flat_map(
+        lambda x: Dataset.sample_from_datasets(
+            [Dataset.range(10), Dataset.range(10, 20)], seed=seed, rerandomize_each_iteration=True
+        )
+    ),
+    "of one dataset": lambda seed: of_one_dataset(Dataset.range(9).shuffle(9, seed=seed)),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDED)
+def test_orders_with_a_seed_within_are_the_same_in_every_program(kind):
+    passes = [[items(dataset) for _ in range(3)] for dataset in map(SEEDED[kind], [5, 5, 5, 6])]
+    assert passes[0] == passes[1] == passes[2]
+    assert len({str(order) for order in passes[0] + passes[3]}) == 6
+    assert len({str(sorted(order)) for order in passes[0] + passes[3]}) == 1
+    assert items(SEEDED[kind](5).repeat(2)) == passes[0][0] + passes[0][1]
+    if kind == "threads":
+        assert passes[0][0] == items(SEEDED["interleave"](5))
+
+
+def test_equal_seeds_within_give_equal_orders_in_a_dataset():
+    pairs = Dataset.range(3).flat_map(lambda x: Dataset.zip(shuffled_within(5)(x), shuffled_within(5)(x)))
+    assert all(x == y for x, y in items(pairs))
+    one = Dataset.range(3).flat_map(lambda x: shuffled_within(5, False)(0).repeat(2))
+    assert items(one) == items(Dataset.range(9).shuffle(9, seed=5, reshuffle_each_iteration=False)) * 6 == items(one)
+
+
+@pytest.mark.parametrize("kind", SEEDED)
+@pytest.mark.parametrize("sizes", [(1, 3), (2, 1), (3, 2)])
+def test_orders_with_a_seed_within_go_on_in_a_dataset_on_other_ranks(kind, sizes):
+    """In the second pass, in the middle of the second inner dataset."""
+    taken = 14  # elements: 7 batches
+    passes = SEEDED[kind](5)
+    first, second, third = [items(passes) for _ in range(3)]
+
+    def saved(rank):
+        distributed = distribute_dataset(SEEDED[kind](5).batch(2), rank, None)
+        list(distributed)
+        iterator = iter(distributed)
+        for _ in range(taken // 2):
+            next(iterator)
+        return iterator._position()
+
+    position, *others = on_ranks(sizes[0], saved)
+    assert all(other == position for other in others) and position.taken == taken
+
+    def resumed(rank):
+        distributed = distribute_dataset(SEEDED[kind](5).batch(2), rank, None)
+        distributed._seek(position)
+        return [[select(step).tolist() for step in distributed] for _ in range(2)]
+
+    every = on_ranks(sizes[1], resumed)
+    rest, following = (
+        [x for parts in zip(*steps, strict=True) for part in parts for x in part] for steps in zip(*every, strict=True)
+    )
+    assert rest == second[taken:] and following == third and first not in (second, third)
 
 
 @pytest.mark.parametrize("source", FAILING)
@@ -363,6 +449,10 @@ def test_elements_are_drawn_by_their_weights(make):
     assert items(again) != items(again)
     assert items(Dataset.sample_from_datasets(datasets[2:])) == list(range(200, 250))
     assert max(items(Dataset.sample_from_datasets(datasets, weights))) < 200
+    many, few = Dataset.range(3).repeat(), Dataset.range(5)
+    of_one = [Dataset.sample_from_datasets([few]), Dataset.sample_from_datasets([many, few], [0, 2])]
+    of_two = [Dataset.sample_from_datasets([many, few, few], weights) for weights in ([1, 1, 0], [0, 1, 1])]
+    assert [dataset.cardinality() for dataset in (*of_one, *of_two)] == [5, 5, -1, -2]
     stopped = items(Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=4, stop_on_empty_dataset=True))
     assert stopped == found[: len(stopped)] and (stopped.count(39) or stopped.count(159))
 
@@ -394,7 +484,7 @@ def test_to_choose_is_lazy_and_drawing_may_be_infinite():
     seen = []
     noted = Dataset.range(9).map(lambda x: seen.append(int(x)) or x)
     both = Dataset.choose_from_datasets([noted, Dataset.range(9)], Dataset.from_tensors(np.int64(0)).repeat())
-    assert items(both.take(2)) == [0, 1] == seen
+    assert items(both.take(2)) == [0, 1] and seen == [0, 0, 1]  # the first one also to compare it with the others
     endless = [Dataset.range(2).repeat(), Dataset.range(10, 12).repeat()]
     drawn = Dataset.sample_from_datasets(endless, seed=1)
     assert drawn.cardinality() == INFINITE_CARDINALITY and len(items(drawn.take(3000))) == 3000

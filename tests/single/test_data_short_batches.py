@@ -2,17 +2,16 @@
 
 import warnings
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 from internals import Workers, _edge, _failure, distribute_dataset, distribute_from_function
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
-from hpcstrat.data import Dataset, InputOptions
+from hpcstrat.data import AutoShardPolicy, Dataset, InputOptions, Options
 
-EVENLY = InputOptions(even_batches=True)
+OFF = Options()
+OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
 
 
 def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **kwargs):
@@ -33,75 +32,45 @@ def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **
     return texts
 
 
-@hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
-@hypothesis.given(size=st.integers(2, 5), n=st.integers(0, 25), b=st.integers(1, 12), mapped=st.booleans())
-def test_batches_are_split_evenly_where_it_is_asked(size, n, b, mapped):
-    def make():
-        return Dataset.range(n).batch(b).map(lambda x: x) if mapped else Dataset.range(n).batch(b)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        steps = parts(size, make, options=EVENLY)
-    for batch, step in zip(make(), steps, strict=True):
-        assert np.concatenate(step).tolist() == batch.tolist()
-        sizes = [len(part) for part in step]
-        assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
+    for count in range(1, 2 * size):
+        texts = warned(size, lambda n=count: Dataset.range(9 * size + n).batch(9 * size), passes=3)
+        if count >= size:
+            assert texts == []
+            continue
+        (text,) = texts
+        assert f"some of {size} replicas have no elements of a batch of {count}" in text
+        assert text.endswith("drop it: batch(..., drop_remainder=True)")
+        assert len(text) < 240  # two lines
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_batch_that_does_not_reach_all_replicas_is_warned_of_once(size):
+def test_of_batches_that_fill_replicas_in_order_more_leave_some_empty(size):
     for full in (size, 2 * size + 1, 5 * size):
         for count in range(1, full + 1):
-            (found,) = warned(size, lambda f=full, n=count: Dataset.range(f + n).batch(f), passes=3) or [""]
-            last = parts_of(size, full, count)[-1]
-            assert bool(found) == (last == 0)
-            if found:
-                assert f"a batch of {count} elements does not reach all {size} replicas" in found
-                assert "Dataset.batch(..., drop_remainder=True)" in found and f"range(0, {full + count})" in found
-                assert ("even_batches=True" in found) == (count >= size)
+            texts = warned(size, lambda f=full, n=count: Dataset.range(f + n).batch(f).with_options(OFF))
+            share, rest = divmod(full, size)
+            last = max(0, count - (size - 1) * share - min(rest, size - 1))
+            assert bool(texts) == (last == 0)
+            if texts:
+                assert ("without AutoShardPolicy.OFF" in texts[0]) == (count >= size)
 
 
-def parts_of(size, full, count):
-    """By the rule: each replica's share of a full batch, in order, as far as the elements go."""
-    sizes = []
-    for rank in range(size):
-        sizes.append(min(count - sum(sizes), full // size + (rank < full % size)))
-    return sizes
-
-
-def test_a_batch_for_fewer_than_all_replicas_is_warned_of():
-    assert len(warned(3, lambda: Dataset.range(8).batch(2))) == 1
+def test_lists_of_batches_are_warned_of():
     assert len(warned(3, lambda: [np.arange(2)] * 3, passes=2)) == 1
-    assert len(warned(3, lambda: Dataset.range(8).batch(2), options=EVENLY)) == 1
+    assert warned(3, lambda: [np.arange(6), np.arange(3), np.arange(0)]) == []
 
 
 def test_there_is_no_warning_where_all_replicas_have_elements():
     assert warned(1, lambda: Dataset.range(5).batch(4)) == []
     assert warned(3, lambda: Dataset.range(5).batch(4, drop_remainder=True)) == []
-    assert warned(3, lambda: Dataset.range(7).batch(4), options=EVENLY) == []
-    assert warned(3, lambda: [np.arange(6), np.arange(3), np.arange(0)]) == []
-
-
-def test_each_dataset_is_warned_of():
-    """Python shows a text once for each line of the program; each dataset has a text of its own."""
-
-    def make():
-        return [Dataset.range(n).batch(4) for n in (5, 9)]
-
-    def program(rank):
-        for dataset in make():
-            for _ in distribute_dataset(dataset, rank, None):
-                pass
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        on_ranks(2, program)
-    assert ["range(0, 5)" in str(one.message) for one in caught] == [True, False]
+    assert warned(3, lambda: Dataset.range(7).batch(4)) == []
 
 
 def test_steps_with_batches_for_some_replicas_only_are_warned_of():
     (text,) = warned(3, lambda: lambda context: Dataset.range(10).batch(2), distribute_from_function, passes=2)
-    assert "a step has batches for 2 of 3 replicas" in text
+    assert "some replicas have no elements in a step" in text
     assert warned(2, lambda: lambda context: Dataset.range(8).batch(2), distribute_from_function) == []
 
 
@@ -111,7 +80,7 @@ def test_of_two_workers_either_may_be_short(short):
         return Dataset.range(8 - 2 * (context.input_pipeline_id == short)).batch(2)
 
     (text,) = warned(4, lambda: dataset_fn, distribute_from_function, workers=(0, 0, 1, 1))
-    assert "a step has batches for some of 4 replicas" in text
+    assert "some replicas have no elements in a step" in text
     assert warned(4, lambda: lambda c: Dataset.range(8).batch(2), distribute_from_function, workers=(0, 0, 1, 1)) == []
 
 
@@ -119,7 +88,7 @@ def test_where_warnings_are_errors_all_ranks_raise():
     def program(rank):
         iterator = iter(distribute_dataset(Dataset.range(5).batch(4), rank, None))
         next(iterator)
-        with pytest.raises(UserWarning, match="does not reach all 3 replicas"):
+        with pytest.raises(UserWarning, match="some of 3 replicas have no elements"):
             next(iterator)
         return "raised"
 
@@ -153,9 +122,15 @@ def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
         assert len(caught) == (is_lead and not raises and filter["action"] != "ignore")
 
 
-def test_even_batches_go_with_splitting():
-    with pytest.raises(ValueError, match=r"distribute_datasets_from_function: even_batches is True.* leave it False"):
-        on_ranks(2, lambda rank: distribute_from_function(lambda context: Dataset.range(4), rank, EVENLY))
+@pytest.mark.parametrize(
+    ("even", "last"), [(True, [[8, 9, 10], [11, 12]]), (False, [[8, 9, 10, 11], [12]])], ids=["evenly", "in order"]
+)
+def test_even_batches_is_deprecated(even, last):
+    with pytest.warns(DeprecationWarning, match=f"InputOptions: even_batches is {even}, but.* leave it out") as caught:
+        options = InputOptions(even_batches=even)
+    assert caught[0].filename == __file__ and ("AutoShardPolicy.OFF" in str(caught[0].message)) == (not even)
+    step = parts(2, lambda: Dataset.range(13).batch(8), options=options)[-1]
+    assert [part.tolist() for part in step] == last
 
 
 @pytest.mark.parametrize("has_notes", [True, False])

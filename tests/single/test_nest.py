@@ -83,6 +83,34 @@ def test_dataclasses_are_nests_and_not_made_through_their_init():
     assert _nest.flatten(nest)[1] == structure
 
 
+def test_arrays_that_are_dataclasses_are_leaves():
+    @dataclasses.dataclass
+    class Exported:
+        store: Any
+
+        def __array__(self, dtype=None, copy=None):
+            return np.zeros(2)
+
+    @dataclasses.dataclass
+    class Indexed:
+        store: Any
+        shape = property(len)
+        dtype = np.dtype(int)
+
+        def __getitem__(self, index):
+            return self.store[index]
+
+    @dataclasses.dataclass
+    class Description:
+        shape: Any
+        dtype: Any
+
+    for array in (Exported([1]), Indexed([1])):
+        leaves, _ = _nest.flatten({"x": array, "y": 1})
+        assert leaves[0] is array and len(leaves) == 2
+    assert _nest.flatten(Description((2,), int))[0] == [2, int]
+
+
 def test_a_dataclass_class_is_a_leaf():
     assert _nest.flatten([Plain])[0] == [Plain]
 

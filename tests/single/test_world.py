@@ -95,6 +95,27 @@ def test_mpich_that_speaks_pmix_may_be_started_by_it(mpi, monkeypatch):
     _mpi.start(mpi)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "version", "refused"),
+    [("MPICH", (5, 0, 2), True), ("MPICH", (4, 3, 2), False), ("Open MPI", (5, 0, 8), False)],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_without_shared_memory(mpi, monkeypatch, tmp_path, vendor, version, refused, size):
+    started = []
+    mpi.Is_initialized, mpi.THREAD_MULTIPLE, mpi.Init_thread = (lambda: False), 3, started.append
+    mpi.get_vendor = lambda: (vendor, version)
+    monkeypatch.setattr(_mpi, "_SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(_launcher, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
+    if refused:
+        with pytest.raises(
+            RuntimeError, match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size"
+        ):
+            _mpi.start(mpi)
+    else:
+        _mpi.start(mpi)
+    assert started == ([] if refused else [3])
+
+
 def test_the_users_thread_level_of_mpi4py_stays(mpi, monkeypatch):
     import mpi4py
 

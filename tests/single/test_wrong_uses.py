@@ -22,6 +22,8 @@ V1 = hs.compat.v1
 VARIABLE = hs.Variable(np.ones(3), name="w")
 PAIRS = r"pass zip\(gradients, variables\)"
 A_DATASET: Any = Dataset.range(4)
+A_NUMBER: Any = 5
+A_FUNCTION: Any = hs.function
 
 
 def simple(tasks):
@@ -73,6 +75,18 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     # the program
     "extend_timeout: negative": (lambda _: hs.extend_timeout(-1), ValueError, "extend_timeout: seconds is -1; it must"),
     "extend_timeout: nan": (lambda _: hs.extend_timeout(np.nan), ValueError, "extend_timeout: seconds is nan"),
+    "any_rank: text": (lambda _: hs.any_rank("no"), TypeError, "any_rank: flag is 'no'; it must be True or False"),
+    "any_rank: None": (lambda _: hs.any_rank(None), TypeError, "any_rank: flag is None"),
+    "any_rank: a count": (lambda _: hs.any_rank(3), TypeError, "any_rank: flag is 3; .* `count > 0`"),
+    "any_rank: a function": (lambda _: hs.any_rank(hs.is_lead), TypeError, "any_rank: flag is <function is_lead"),
+    "any_rank: an array": (lambda _: hs.any_rank(np.ones(1)), TypeError, r"any_rank: flag is array\(\[1\.\]\)"),
+    "function of a number": (lambda _: A_FUNCTION(5), TypeError, "function: fn is 5; pass a function"),
+    "progress of a number": (lambda _: hs.progress(A_NUMBER), TypeError, "progress: iterable is 5; pass .* range"),
+    "Variable: name": (
+        lambda _: hs.Variable(1.0, name=A_NUMBER),
+        TypeError,
+        "Variable: name is 5; it must be a string",
+    ),
     "broadcast_object": (
         lambda _: hs.broadcast_object(lambda: 0),
         TypeError,

@@ -4,7 +4,7 @@ import tempfile
 
 import numpy as np
 
-from _common import local, on, plain, raises, spec
+from _common import in_order, local, on, plain, raises, spec
 
 
 def items(hs, dataset):
@@ -31,7 +31,7 @@ def case_dataset_optional(hs, strategy):
 
 def case_distributed_optional(hs, strategy):
     def taken(dataset):
-        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        iterator = iter(strategy.experimental_distribute_dataset(in_order(hs, dataset)))
         found = []
         while True:
             step = iterator.get_next_as_optional()
@@ -313,7 +313,7 @@ def case_distributed_pipelines(hs, strategy):
     Dataset = hs.data.Dataset
 
     def parts(dataset):
-        return [local(hs, strategy, x) for x in strategy.experimental_distribute_dataset(dataset)]
+        return [local(hs, strategy, x) for x in strategy.experimental_distribute_dataset(in_order(hs, dataset))]
 
     def repeated(x):
         return Dataset.from_tensors(x).repeat(x)

@@ -1,0 +1,188 @@
+"""Arrays in files as sources: rows are read when they are needed, in long reads, by the ranks that need them."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from internals import distribute_dataset, select
+from test_data_dataset import items
+from thread_ranks import on_ranks
+
+from hpcstrat import ReplicaMismatchError, TensorSpec
+from hpcstrat.data import Dataset
+
+ROWS = np.arange(120.0).reshape(40, 3)
+
+
+class Stored:
+    """Stands in for an array in a file: notes the slices that are read, and how many elements."""
+
+    def __init__(self, array, fails_at=None):
+        self.array, self.reads, self.elements, self.fails_at = array, [], 0, fails_at
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    @property
+    def dtype(self):
+        return np.dtype(np.int16)  # of the file; that of what is read differs, as netCDF4's does where it scales
+
+    def __array__(self, dtype=None, copy=None):
+        raise AssertionError("read as a whole")
+
+    def __getitem__(self, index):
+        found = self.array[index]
+        if self.fails_at is not None and self.fails_at in found:
+            raise OSError("the disk is gone")
+        if found.size:
+            self.reads.append((index.start, index.stop) if isinstance(index, slice) else index)
+            self.elements += found.size
+        return found
+
+
+def test_rows_are_read_when_they_are_needed_and_in_one_read_for_a_batch():
+    stored = Stored(ROWS)
+    dataset = Dataset.from_tensor_slices({"x": stored, "y": np.arange(40)})
+    batches = dataset.batch(16)
+    assert batches.element_spec == {"x": TensorSpec((None, 3), np.float64), "y": TensorSpec((None,), np.int64)}
+    assert len(dataset) == 40 and len(batches) == 3 and stored.reads == []
+    found = list(batches)
+    assert stored.reads == [(0, 16), (16, 32), (32, 40)]
+    assert np.array_equal(np.concatenate([batch["x"] for batch in found]), ROWS)
+    found[0]["x"][:] = -1  # the batch is the program's
+    assert ROWS[0, 0] == 0 and next(iter(batches))["y"].tolist() == list(range(16))
+    stored.reads.clear()
+    assert len(list(dataset.skip(5).take(2).batch(2))) == 1 and stored.reads == [(5, 7)]
+
+
+def test_elements_that_are_not_batched_are_read_many_at_once():
+    stored = Stored(ROWS)
+    assert items(Dataset.from_tensor_slices(stored)) == ROWS.tolist() and stored.reads == [(0, 40)]
+
+
+@pytest.mark.parametrize("array", [ROWS, np.arange(40), np.arange(40 * 24).reshape(40, 2, 3, 4)], ids=["2", "1", "4"])
+def test_shuffled_rows_are_read_once_and_neighbours_together(array):
+    stored = Stored(array)
+    (batch,) = Dataset.from_tensor_slices(stored).shuffle(40, seed=1).take(30).batch(30)
+    (order,) = items(Dataset.range(40).shuffle(40, seed=1).take(30).batch(30))
+    assert batch.tolist() == array[order].tolist() and order != sorted(order)
+    assert [row for run in stored.reads for row in range(*run)] == sorted(order)
+    assert all(stop < start for (_, stop), (start, _) in itertools.pairwise(stored.reads))
+    stored.reads.clear()
+    rows = Dataset.from_tensor_slices(stored)
+    (batch,) = rows.take(3).repeat(2).batch(6)
+    assert batch.tolist() == array[[0, 1, 2, 0, 1, 2]].tolist() and stored.reads == [(0, 3)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_reads_its_own_rows_only(size):
+    def program(rank):
+        stored = Stored(ROWS)
+        distributed = distribute_dataset(Dataset.from_tensor_slices(stored).batch(12), rank, None)
+        steps = [select(step).tolist() for step in distributed]
+        return steps, stored.elements, stored.reads
+
+    every = on_ranks(size, program)
+    together = [row for parts in zip(*[steps for steps, _, _ in every], strict=True) for part in parts for row in part]
+    assert together == ROWS.tolist()
+    for steps, elements, reads in every:
+        rows = sum(map(len, steps))
+        sample = elements - 3 * rows  # that ranks compare
+        assert 0 < sample <= 32
+        assert len([read for read in reads if isinstance(read[0], int)]) == len(list(filter(len, steps)))
+
+
+def test_ranks_compare_a_few_elements(monkeypatch):
+    def program(rank, array):
+        stored = Stored(array)
+        iter(distribute_dataset(Dataset.from_tensor_slices(stored).batch(8), rank, None))
+        return stored.elements
+
+    monkeypatch.setenv("HPCSTRAT_CHECK", "1")
+    for shape in ((3000,), (5000, 7), (50, 40, 300), (2, 3)):
+        array = np.arange(math.prod(shape)).reshape(shape)
+        assert max(on_ranks(2, lambda rank, array=array: program(rank, array))) == min(4, shape[0]) * min(
+            8, array[0].size
+        )
+        for other in (array[::-1], array[..., ::-1], array + 1, array.astype(np.int32)):
+            if not np.array_equal(other, array) or other.dtype != array.dtype:
+                with pytest.raises(ReplicaMismatchError, match="(different arrays in|must make the same dataset)"):
+                    on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
+    assert on_ranks(2, lambda rank: program(rank, np.zeros((0, 3)))) == [0, 0]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_read_that_fails_on_one_rank_is_raised_on_all_and_the_next_step_follows(shuffle):
+    def program(rank):
+        stored = Stored(ROWS, fails_at=ROWS[17, 1] if rank.rank == 1 else None)
+        dataset = Dataset.from_tensor_slices(stored)
+        dataset = dataset.shuffle(1) if shuffle else dataset
+        iterator = iter(distribute_dataset(dataset.batch(10), rank, None))
+        found = []
+        for _ in range(4):
+            try:
+                found.append(select(next(iterator)).tolist())
+            except OSError as error:
+                assert "the disk is gone" in str(error)
+                found.append(None)
+        assert next(iterator, None) is None
+        return found
+
+    first, second = on_ranks(2, program)
+    assert [step is None for step in first] == [step is None for step in second] == [False, True, False, False]
+    assert second[2] == ROWS[25:30].tolist()
+
+
+def test_what_is_not_an_array_of_rows_is_refused():
+    with pytest.raises(TypeError, match=r"masked array.*variable\.set_auto_mask\(False\)"):
+        Dataset.from_tensor_slices(Stored(np.ma.masked_equal(np.arange(3), 1)))
+    with pytest.raises(TypeError, match="a leaf of an element is a Stored of dtype int16.* Python objects"):
+        Dataset.from_tensor_slices(Stored(np.array(["a", "bb"], object)))
+    with pytest.raises(ValueError, match="must have a first dimension, all the same"):
+        Dataset.from_tensor_slices((Stored(ROWS), np.arange(3)))
+    shrinks = Stored(ROWS)
+    dataset = Dataset.from_tensor_slices(shrinks).batch(10)
+    shrinks.array = ROWS[:35]
+    with pytest.raises(ValueError, match=r"of shape \(40, 3\) gave an array of shape \(5, 3\).*slice\(30, 40, None\)"):
+        list(dataset)
+
+
+def test_a_series_with_labels_is_an_array_in_memory():
+    class Series:
+        shape, dtype, iloc = (3,), np.dtype(float), None
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array([2.0, 0.0, 1.0])
+
+        def __getitem__(self, index):
+            raise AssertionError("indexed by position")
+
+    assert items(Dataset.from_tensor_slices(Series())) == [2, 0, 1]
+
+
+@pytest.fixture(params=["h5py", "zarr"])
+def real(request, tmp_path):
+    """A function that puts an array into a file of the library."""
+    library = pytest.importorskip(request.param, reason=f"the arrays are those of {request.param}")
+    if request.param == "zarr":
+        return lambda array: library.array(array, chunks=(7, *array.shape[1:]))
+    return lambda array: library.File(tmp_path / f"{id(array)}.h5", "w").create_dataset("x", data=array)
+
+
+def test_arrays_of_libraries(real, monkeypatch):
+    stored = real(ROWS)
+    monkeypatch.setattr(type(stored), "__array__", Stored.__array__)
+    dataset = Dataset.from_tensor_slices({"x": stored, "n": real(np.arange(40))})
+    assert dataset.element_spec == {"x": TensorSpec((3,), np.float64), "n": TensorSpec((), np.int64)}
+    plain = Dataset.from_tensor_slices({"x": ROWS, "n": np.arange(40)})
+    for change in (lambda d: d.batch(9), lambda d: d.shuffle(40, seed=2).batch(9), lambda d: d.shuffle(3, seed=2)):
+        assert items(change(dataset)) == items(change(plain))
+
+    def program(rank):
+        shared = distribute_dataset(dataset.batch(10), rank, None)
+        return [select(step["x"]).tolist() for step in shared]
+
+    first, second = on_ranks(2, program)
+    assert [row for pair in zip(first, second, strict=True) for part in pair for row in part] == ROWS.tolist()
