@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import sys
 from dataclasses import dataclass
 
@@ -76,6 +77,20 @@ def find() -> Launcher | None:
     if rank is not None:
         return Launcher(name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None)
     return None
+
+
+def has_program_alone(launcher: Launcher) -> bool:
+    """Whether this rank runs a program from standard input that the launcher has given to no other."""
+    if launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun":  # which gives it to all
+        return False
+    # What Python itself calls a program that it reads there; not one of -c or -m, a prompt's, or a notebook's.
+    if getattr(sys.modules.get("__main__"), "__file__", None) != "<stdin>":
+        return False
+    # A shell between the two may give each rank a program: `mpirun -n 2 sh -c 'python - < prog.py'`.
+    try:
+        return stat.S_ISFIFO(os.fstat(0).st_mode) and find_process() == os.getppid()
+    except OSError:  # the program has closed it
+        return False
 
 
 def mark_children() -> None:

@@ -16,6 +16,7 @@ _DEFAULTS = {
 _OPEN_MPI = "Open MPI"
 _OF_OPEN_MPI = ("mpirun of Open MPI", "prterun (PMIx)")
 _OF_MPICH = ("mpirun of MPICH", "mpirun of Intel MPI")
+_SHARED_MEMORY = "/dev/shm"
 _MPICHS = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
 
 
@@ -50,14 +51,14 @@ def start(mpi: Any) -> None:
 
     Raises:
         RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank would believe it is
-            alone; or `/dev/shm` is too full.
+            alone; or `/dev/shm` is too full, or not there, and MPI needs it.
     """
     if mpi.Is_initialized():
         return
     launcher = _launcher.find()
     if launcher is not None and _is_foreign(launcher, mpi):
         refuse(launcher, mpi, "is another")
-    _check_shared_memory(launcher)
+    _check_shared_memory(launcher, mpi)
     import mpi4py
 
     rc = mpi4py.rc
@@ -72,25 +73,32 @@ def start(mpi: Any) -> None:
         atexit.register(_finalize, mpi)
 
 
-def _check_shared_memory(launcher: _launcher.Launcher | None) -> None:
-    """Refuses a `/dev/shm` so full that MPI's start would end in a bus error or a segmentation fault.
+def _check_shared_memory(launcher: _launcher.Launcher | None, mpi: Any) -> None:
+    """Refuses a `/dev/shm` without which, or so full that, MPI's start would end in errors of its own, or a bus error.
 
     The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks and 32 MiB for 4 and 8; with less, not always.
     """
+    if not os.access(_SHARED_MEMORY, os.W_OK):
+        vendor, version = mpi.get_vendor()
+        if vendor == "MPICH" and version >= (5,):  # even for one rank; Open MPI and MPICH 4 can use another folder
+            what = "cannot be written to" if os.path.exists(_SHARED_MEMORY) else "does not exist"
+            raise RuntimeError(
+                f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not start without it. "
+                "Give a container one (`--shm-size=1g`; as root, `mount -t tmpfs tmpfs /dev/shm`), or use Open MPI, "
+                "which can do without"
+            )
+        return
     ranks = launcher.local_size if launcher is not None else None
     # One rank alone shares memory with nobody.
     if ranks is None or ranks < 2:
         return
-    try:
-        there = os.statvfs("/dev/shm")
-    except OSError:  # no such folder: MPI uses another
-        return
+    there = os.statvfs(_SHARED_MEMORY)
     free, needed = there.f_bavail * there.f_frsize / 2**20, 16 + 4 * ranks
     if free < needed:
         raise RuntimeError(
-            f"/dev/shm has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks of this "
-            "host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
-            "lies there (`ls -l /dev/shm`)"
+            f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks "
+            "of this host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
+            f"lies there (`ls -l {_SHARED_MEMORY}`)"
         )
 
 

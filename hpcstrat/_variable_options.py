@@ -83,5 +83,10 @@ class VariableType(type):
     @property
     def __signature__(cls) -> inspect.Signature:
         """The arguments of the class, for `inspect`, which would find those of `__call__`."""
-        _, *arguments = inspect.signature(cls.__init__).parameters.values()
-        return inspect.Signature(arguments)
+        return constructor_signature(cls)
+
+
+def constructor_signature(cls: type) -> inspect.Signature:
+    """The arguments of a class's `__init__`, without its `self`."""
+    _, *arguments = inspect.signature(cls.__init__).parameters.values()
+    return inspect.Signature(arguments)

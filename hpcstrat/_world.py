@@ -58,8 +58,8 @@ def start() -> World:
     Without mpi4py, or without an MPI library, it is a world of one.
 
     Raises:
-        RuntimeError: MPI and the launcher disagree on the number of ranks, or a launcher started several and MPI is not
-            installed or was finalised already.
+        RuntimeError: MPI and the launcher disagree on the number of ranks; or a launcher started several, and MPI is
+            not installed or was finalised already, or only this rank has the program.
     """
     global _world
     with _start_lock:
@@ -108,6 +108,7 @@ def _connect() -> World:
     launcher = _launcher.find()
     if launcher is not None:
         _check_process()
+        _check_program(launcher)
         _launcher.mark_children()
     mpi = _load_mpi(launcher)
     if mpi is None:
@@ -201,6 +202,15 @@ def _check_process() -> None:
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
     raise RuntimeError(text)
+
+
+def _check_program(launcher: _launcher.Launcher) -> None:
+    """Refuses a program that the other ranks do not have: the start of MPI would wait for them, for ever."""
+    if _launcher.has_program_alone(launcher):
+        raise RuntimeError(
+            f"hpcstrat cannot connect the ranks: the program comes from standard input, which {launcher.name} gives to "
+            f"rank 0 only. Save it as a file, or start it with `hpcstrat run -n {launcher.size} -`"
+        )
 
 
 def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:

@@ -24,6 +24,7 @@ _EXAMPLES = """
   hpcstrat run -n 4 --bind train.py           each rank on the cores beside its GPU
   hpcstrat run -n 4 --share-gpu train.py      four ranks on one GPU
   hpcstrat run -n 2 -m my.package             as python -m my.package
+  hpcstrat run -n 2 - < train.py              a program from standard input; also -c CODE
 """
 
 
@@ -44,7 +45,10 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="ranks; by default one for each GPU of this host, or else for each core, and in a Slurm job its tasks",
     )
-    parser.add_argument("-m", action="store_true", dest="is_module", help="PROGRAM is a module, as for python -m")
+    for option, what in (("-m", "a module"), ("-c", "Python code")):
+        parser.add_argument(
+            option, action="store_const", const=option, dest="option", help=f"PROGRAM is {what}, as for python {option}"
+        )
     parser.add_argument("--bind", action="store_true", help="each rank on the cores and the memory beside its GPU")
     parser.add_argument("--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon")
     parser.add_argument("--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2")
@@ -60,7 +64,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--min-ranks", type=_count, metavar="M", help="with --restarts, on fewer ranks if need be")
     parser.add_argument("--mpiexec", metavar="COMMAND", help="this mpiexec, perhaps with options of its own")
     parser.add_argument("--dry-run", action="store_true", help="print the command line that would start the ranks")
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file, a folder with __main__.py, or an executable")
+    parser.add_argument(
+        "program", metavar="PROGRAM", help="a Python file, a folder with __main__.py, an executable, or -"
+    )
     parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
 
 
@@ -72,18 +78,18 @@ def run(options: argparse.Namespace) -> int:
             raise LaunchError("--nccl goes with --share-gpu")
         if options.min_ranks is not None and not options.restarts:
             raise LaunchError("--min-ranks goes with --restarts")
-        program = mpiexec.python_command([options.program, *options.arguments], options.is_module)
         ranks = options.n or _default_ranks()
         if options.min_ranks is not None and options.min_ranks > ranks:
             raise LaunchError(f"--min-ranks is {options.min_ranks}, more than the {ranks} ranks")
-        job, variables = _job(program, options)
-        if options.dry_run:
-            print(_command_line(job, ranks, variables(ranks), options))
-            return 0
-        with job.passing_signals_on():
-            if options.restarts:
-                return restarts.run(job, restarts.Policy(ranks, options.restarts, options.min_ranks), variables)
-            return job.start(ranks, variables(ranks))
+        with _program(options) as program:
+            job, variables = _job(program, options)
+            if options.dry_run:
+                print(_command_line(job, ranks, variables(ranks), options))
+                return 0
+            with job.passing_signals_on():
+                if options.restarts:
+                    return restarts.run(job, restarts.Policy(ranks, options.restarts, options.min_ranks), variables)
+                return job.start(ranks, variables(ranks))
     except LaunchError as error:
         _say(str(error))
         return 2
@@ -91,6 +97,18 @@ def run(options: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(f"hpcstrat run: {text}", file=sys.stderr)
+
+
+def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
+    """A block with the command of the program."""
+    if options.program != "-" or options.option is not None:
+        words = [options.program, *options.arguments]
+        return contextlib.nullcontext(mpiexec.python_command(words, options.option))
+    if options.dry_run:
+        raise LaunchError("--dry-run prints a command line to use later, when standard input is gone; name a file")
+    if sys.stdin is None:
+        raise LaunchError("standard input, which the program - comes from, is closed")
+    return mpiexec.from_input(options.arguments)
 
 
 def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable[[int], dict[str, str]]]:
@@ -170,7 +188,7 @@ def _slurm_mpirun(named: str | None) -> dict[str, str]:
 
 def _refuse_other_launchers(options: argparse.Namespace) -> None:
     """Every process of another launcher would start a job of its own."""
-    words = [*(["-m"] if options.is_module else []), options.program, *options.arguments]
+    words = [*([options.option] if options.option else []), options.program, *options.arguments]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         name, rank, size = "torchrun", int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "N")
         instead = f"hpcstrat run -n {size} {shlex.join(words)}"

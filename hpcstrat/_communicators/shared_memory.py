@@ -110,9 +110,10 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         slots_start = -(-(records_end + self.size * LINE) // 4096) * 4096
         head = -(-(slots_start + self.size * SLOT) // 4096) * 4096
         # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory comes as it grows.
-        reserve = min(physical_memory(), (_LARGEST - head) // (self.size + 1)) // 4096 * 4096
-        self.segment = shared_segment(comm, head + reserve * (self.size + 1))
-        self.heap = RangeAllocator(head + reserve * self.size, self.segment.size)
+        wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
+        self.segment = shared_segment(comm, head + wanted * (self.size + 1))
+        reserve = (self.segment.size - head) // (self.size + 1) // 4096 * 4096
+        self.heap = RangeAllocator(head + reserve * self.size, self.segment.size, self.segment.hint)
         self._reserve = reserve
         self._mailbox_starts = [head + reserve * rank for rank in range(self.size)]
         self._mailboxes: list[Bytes] = [self.segment.array[:0]] * self.size
@@ -191,6 +192,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             if wanted > capacity:
                 raise MemoryError(
                     f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller arrays"
+                    f"{self.segment.hint}"
                 )
             start = self._mailbox_starts[self.rank]
             self.segment.commit(start, start + capacity)

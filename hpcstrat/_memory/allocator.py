@@ -33,9 +33,11 @@ class RangeAllocator:
     Args:
         start: the first byte to hand out.
         stop: the byte after the last one.
+        hint: the end of the message that there is too little.
     """
 
-    def __init__(self, start: int, stop: int) -> None:
+    def __init__(self, start: int, stop: int, hint: str = "") -> None:
+        self._hint = hint
         self._free: list[tuple[int, int]] = [(start, stop)]
         self._last = start  # where the range that was handed out last ends
 
@@ -61,7 +63,7 @@ class RangeAllocator:
                 return begin
         raise MemoryError(
             f"no {nbytes:,} contiguous bytes are left of the memory that was reserved for variables; "
-            "make them smaller, or start fewer ranks on a host"
+            f"make them smaller, or start fewer ranks on a host{self._hint}"
         )
 
     def free(self, start: int, nbytes: int) -> tuple[int, int]:
@@ -84,7 +86,7 @@ class PrivateMemory:
 
     def __init__(self) -> None:
         self.segment = private_segment()
-        self._heap = RangeAllocator(0, self.segment.size)
+        self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
         self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
         self._lock = threading.Lock()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,8 +84,26 @@ def _left(group: Path, controller: _Controller) -> Iterator[int]:
     yield limit - usage + sum(int(stat.get(name, 0)) for name in controller.cached)
 
 
+def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:
+    """How much of a reservation this process can have, and the limit of `ulimit` that keeps it below `nbytes`, if any.
+
+    Args:
+        nbytes: what is wanted.
+        part: one in so many of the bytes that `ulimit -v` leaves; the others are for the program, and for libraries.
+    """
+    found = [(nbytes, "")]
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        found.append((max(0, addresses - used) // part, f"`ulimit -v` ({addresses:,} bytes)"))
+    file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if file != resource.RLIM_INFINITY:
+        found.append((file, f"`ulimit -f` ({file:,} bytes)"))
+    return min(found)
+
+
 _LARGE = 1 << 26
-_SMALLEST = 1 << 30
+_SMALLEST = 1 << 26
 
 
 # A file of our own, and not an MPI window: a window cannot grow, one on a full /dev/shm ends in a bus error, and
@@ -94,15 +113,22 @@ class Segment:
 
     It is a sparse file that has no name, so nothing is left behind however the job ends.
 
+    Args:
+        file: it.
+        size: how many of its bytes.
+        limit: what keeps it so small; empty where nothing does.
+
     Attributes:
         array: all of its bytes. Writing where nothing was committed ends the process.
         size: how many they are.
+        hint: the end of a message that it is too small.
     """
 
-    def __init__(self, file: int, size: int) -> None:
+    def __init__(self, file: int, size: int, limit: str = "") -> None:
         self._file = file
         self._map = mmap.mmap(file, size)
         self.size = size
+        self.hint: str = f"; {limit} leaves no more: raise it, or ask for more memory for the job" if limit else ""
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8)
 
     def commit(self, start: int, stop: int) -> None:
@@ -123,6 +149,7 @@ class Segment:
         if stop > self.size:
             raise MemoryError(
                 f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make variables smaller"
+                f"{self.hint}"
             )
         try:
             os.posix_fallocate(self._file, start, nbytes)
@@ -147,26 +174,29 @@ class Segment:
 
 
 def private_segment() -> Segment:
-    """A segment of this process alone."""
+    """A segment of this process alone, as large as the host's memory, or as limits allow.
+
+    Raises:
+        RuntimeError: they allow next to nothing.
+    """
+    # Reserved addresses cost nothing, but `ulimit -v` may count them.
+    size, limit = _checked(reservable(physical_memory()))
     file = _nameless_file()
-    size = physical_memory()
-    # Reserved addresses cost nothing, but `ulimit -v` may count them: then less has to do.
-    while True:
-        try:
-            os.ftruncate(file, size)
-            return Segment(file, size)
-        except OSError as error:
-            if size <= _SMALLEST:
-                raise RuntimeError(f"no address space for variables: {error.strerror}; raise `ulimit -v`") from error
-            size //= 2
+    os.ftruncate(file, size)
+    return Segment(file, size, limit)
 
 
 def shared_segment(comm: Any, size: int) -> Segment:
-    """One segment of `size` bytes for all ranks of `comm`, an MPI communicator of one host. Collective.
+    """One segment for all ranks of `comm`, an MPI communicator of one host. Collective.
+
+    Args:
+        comm: the ranks.
+        size: its bytes; where limits allow a rank less, all ranks have that.
 
     Raises:
         RuntimeError: the ranks cannot share memory; on every rank, with the reasons.
     """
+    size, limit = _checked(min(comm.allgather(reservable(size))))
     problems: list[str] = []
     # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide from another. A
     # file whose name is taken away as soon as all have opened it is the second choice.
@@ -186,7 +216,7 @@ def shared_segment(comm: Any, size: int) -> Segment:
         segment = None
         if file >= 0:
             try:
-                segment = Segment(file, size)
+                segment = Segment(file, size, limit)
             except (OSError, ValueError) as error:
                 problem = f"rank {comm.rank}: {error}"
         # All ranks take the same way, or none: memory that one of them lacks is of no use to the others.
@@ -200,8 +230,18 @@ def shared_segment(comm: Any, size: int) -> Segment:
         problems += found
     raise RuntimeError(
         f"hpcstrat cannot connect the ranks: those of this host cannot share {size:,} bytes of memory: "
-        f"{'; '.join(problems)}. Start them as one user, in one container, with `ulimit -v unlimited`"
+        f"{'; '.join(dict.fromkeys(problems))}. Start them as one user, in one container"
     )
+
+
+def _checked(found: tuple[int, str]) -> tuple[int, str]:
+    nbytes, limit = found
+    if nbytes < _SMALLEST:
+        raise RuntimeError(
+            f"hpcstrat cannot reserve memory: {limit} leaves {nbytes:,} bytes for variables and messages, and "
+            f"{_SMALLEST:,} are the least; raise it, or ask for more memory for the job"
+        )
+    return nbytes // mmap.PAGESIZE * mmap.PAGESIZE, limit
 
 
 def _create(create: Callable[[], int], size: int) -> tuple[int, str]:

@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -179,15 +180,19 @@ def allocation_command(program: Sequence[str]) -> list[str]:
 # ---- what a rank is started with
 
 
-def python_command(words: Sequence[str], is_module: bool) -> list[str]:
+def python_command(words: Sequence[str], option: str | None) -> list[str]:
     """The command of a program that was named as to `python`; a program that is not Python's stays as it is.
+
+    Args:
+        words: the program and its arguments.
+        option: `-m` or `-c` of `python`, or None for a file.
 
     Raises:
         LaunchError: there is no such file and no such program.
     """
     first = words[0]
-    if is_module:
-        return [sys.executable, "-m", *words]
+    if option is not None:
+        return [sys.executable, option, *words]
     if first == "python":
         return [sys.executable, *words[1:]]
     is_python = first.endswith((".py", ".pyz")) or not os.access(first, os.X_OK) or os.path.isdir(first)
@@ -196,6 +201,18 @@ def python_command(words: Sequence[str], is_module: bool) -> list[str]:
     if not first.endswith(".py") and shutil.which(first) is not None:
         return list(words)
     raise LaunchError(f"there is no file {first!r}, and no program of this name")
+
+
+@contextlib.contextmanager
+def from_input(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """A block with the command of a Python program that comes from standard input, for each rank and each start."""
+    # In a Slurm job in the working directory, which its other nodes have too.
+    folder = os.curdir if in_allocation() else None
+    with tempfile.NamedTemporaryFile(prefix="hpcstrat-", suffix=".py", dir=folder) as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        read = 'file=$1; shift; exec "$0" - "$@" <"$file"'
+        yield ["sh", "-c", read, sys.executable, os.path.abspath(file.name), *arguments]
 
 
 def bound(program: Sequence[str]) -> list[str]:

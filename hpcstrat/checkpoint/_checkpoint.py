@@ -51,7 +51,7 @@ class Checkpoint:
         the program, with a non-zero status.
 
         Args:
-            path: the file; symbolic links are followed, and missing folders are made.
+            path: the file; symbolic links are followed, and missing folders are made, as by TensorFlow.
             keep: the number of files to keep: `path`, always the newest, and the previous ones, `path.1`, `path.2`
                 ...; older files are removed. `None` keeps no previous file, and removes none.
             blocking: whether to wait until the file is on disk.

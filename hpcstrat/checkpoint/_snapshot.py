@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcstrat._job_memory import GENERATIONS, JobMemory
-from hpcstrat._memory.segment import Segment
+from hpcstrat._memory.segment import Segment, reservable
 from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._safetensors import Contents
 
@@ -147,7 +147,7 @@ def newest_step(memory: JobMemory) -> int | None:
 
 def _segment(path: str) -> Segment:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    return Segment(file, os.fstat(file).st_size)
+    return Segment(file, *reservable(os.fstat(file).st_size, 4))
 
 
 def _committed(path: str) -> int:

@@ -194,8 +194,8 @@ class DistributedIterator(ResumableIterator):
                 "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch. Do not use a "
                 "DistributedSampler: every batch is split between the replicas anyway"
             )
-        if len(found := set(kinds) - {None}) > 1:  # no replica has seen all rows of the batch
-            return step._replace(error=_elements.unlike(found))
+        if kinds.count(kinds[0]) < len(kinds):  # no replica has seen all rows of the batch
+            return step._replace(error=_elements.unlike(kinds))
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
             return (step if step.total is not None else empty)._replace(is_scarce=True)

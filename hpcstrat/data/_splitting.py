@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
@@ -159,6 +160,7 @@ def _split_keys(rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch
                     yield Step(total, None, error=error)
 
 
+@functools.lru_cache(maxsize=64)  # nearly all batches have one size
 def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
     """The rows, of `count`, that replica `rank` gets: even parts of them, or of the `batch_size` if that is larger."""
     share, rest = divmod(max(batch_size, count), size)
@@ -166,6 +168,7 @@ def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]
     return min(count, start), min(count, start + share + (rank < rest))
 
 
+@functools.lru_cache(maxsize=64)
 def _is_scarce(size: int, batch_size: int, count: int) -> bool:
     """Whether `count` elements do not reach the last replica."""
     start, stop = bounds(size - 1, size, batch_size, count)

@@ -90,6 +90,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     def unbatch(self) -> Self:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
 
+        Directly after `batch` nothing is stacked, and so elements that make no batch go through.
+
         Raises:
             ValueError: while iterating: a leaf has no dimensions, or first dimensions differ.
         """

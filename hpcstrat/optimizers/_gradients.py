@@ -262,3 +262,14 @@ def summed_rows(group: ReplicaGroup, slices: IndexedSlices, variable: Variable, 
             indices, values = communicator.all_gather([indices, values], 0)
     with group.on_stream():
         return combine_rows(indices, values)
+
+
+def accumulated(pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator) -> list[tuple[Any, Variable]] | None:
+    """Adds gradients to those of the calls before; gives the means of all with their variables where they are due."""
+    for pair in pairs:
+        check_pair(pair)
+    gradients, dense, sparse = sorted_pairs(pairs)
+    variables = [*dense, *(v for _, v in sparse)]
+    if variables:
+        check_variables(group_of(variables[0], "to"), variables)
+    return accumulator.add([*gradients, *(as_dense(slices, v) for slices, v in sparse)], variables)

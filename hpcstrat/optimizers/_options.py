@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
+from hpcstrat._variable_options import constructor_signature
 from hpcstrat.optimizers import schedules
 
 EMA = "ema"
@@ -19,6 +21,7 @@ LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_FORMULA = ("clipvalue", "weight_decay")
+_FIXED = ("use_ema", "ema_overwrite_frequency", "gradient_accumulation_steps")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -99,6 +102,62 @@ def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
         raise ValueError(f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too")
     return options
+
+
+class OptimizerType(abc.ABCMeta):
+    """Marks an optimizer as made when its `__init__`, perhaps of a class of the user's, has ended."""
+
+    if not TYPE_CHECKING:  # to which an optimizer is made by its `__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = super().__call__(*args, **kwargs)
+            made._is_made = True
+            return made
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of the class, for `inspect`, which would find those of `__call__`."""
+        return constructor_signature(cls)
+
+
+def set_attribute(optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]) -> None:
+    """Sets an attribute of an optimizer, where that has an effect.
+
+    Args:
+        optimizer: it.
+        name: the attribute.
+        value: its new value.
+        assign: sets it without any check.
+
+    Raises:
+        AttributeError: there is no such attribute, or it cannot change any more; nothing has changed.
+    """
+    if name.startswith("_"):
+        assign(name, value)
+        return
+    owner, own = type(optimizer).__name__, vars(optimizer)
+    if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
+        import difflib  # a millisecond, which `import hpcstrat` need not take
+
+        known = sorted(["learning_rate", *(one for one in own if not one.startswith("_"))])
+        nearest = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(name, known, 1))
+        raise AttributeError(
+            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; a class of your own sets "
+            "more of them in its __init__"
+        )
+    if name in _FIXED and "_formulas" in own and value != own[name]:
+        raise AttributeError(
+            f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer instead"
+        )
+    before = list(optimizer.all_slots) if "_state" in own and own["_state"].slots else None
+    previous = None if before is None else getattr(optimizer, name)
+    assign(name, value)
+    if before is not None and before != (after := list(optimizer.all_slots)):
+        assign(name, previous)
+        raise AttributeError(
+            f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} they would be {after}. "
+            f"Pass {name}={value!r} to a new optimizer instead"
+        )
 
 
 def not_negative(owner: str, argument: str, value: Any) -> float:

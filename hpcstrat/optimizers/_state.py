@@ -79,10 +79,12 @@ class OptimizerState:
             seen += [v for v in self.accumulator.variables() if id(v) not in self.slots]
         return sorted(seen, key=_number_of)
 
-    def slot_variables(self, name: str, kinds: Sequence[str]) -> list[OptimizerVariable]:
-        """The slots of all variables, one kind after the other."""
+    def shown(self, name: str, rate: float, kinds: Sequence[str]) -> list[OptimizerVariable]:
+        """The number of steps, the learning rate, and the slots of all variables, one kind after the other."""
+        numbers = [("iterations", np.int64(self.iterations)), ("learning_rate", np.float64(rate))]
+        found = [OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers]
         pairs = [self.slots[id(v)] for v in self.variables() if id(v) in self.slots]
-        return [
+        return found + [
             OptimizerVariable(f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i]))
             for i, kind in enumerate(kinds)
             for v, blocks in pairs

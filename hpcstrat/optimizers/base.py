@@ -7,8 +7,6 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hpcstrat import _context
 from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._context import InReplica
@@ -21,7 +19,7 @@ from hpcstrat.optimizers._buffers import GradientBuffers, agreed_group
 from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import (
     Accumulator,
-    as_dense,
+    accumulated,
     check_pair,
     check_variables,
     clipped,
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-class Optimizer(abc.ABC):
+class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
@@ -145,6 +143,18 @@ class Optimizer(abc.ABC):
         self._constant_rate: float | None = None if callable(value) else self._rate_after(0)
         self._learning_rate = value
 
+    @property
+    def lr(self) -> Any:
+        """`learning_rate`, by its name in Keras 2."""
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, value: LearningRate) -> None:
+        self.learning_rate = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _options.set_attribute(self, name, value, super().__setattr__)
+
     def __repr__(self) -> str:
         shown = _options.arguments_of(self) | {"iterations": self.iterations}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -166,9 +176,7 @@ class Optimizer(abc.ABC):
     def variables(self) -> list[OptimizerVariable]:
         """What the optimizer keeps from step to step: the number of steps, the learning rate, and each slot."""
         rate = float(self._rate_after(self._state.iterations))
-        numbers = [("iterations", np.int64(self._state.iterations)), ("learning_rate", np.float64(rate))]
-        found = [OptimizerVariable(f"{self.name}/{name}", (), n.dtype, n.copy) for name, n in numbers]
-        return found + self._state.slot_variables(self.name, list(self.all_slots))
+        return self._state.shown(self.name, rate, list(self.all_slots))
 
     @property
     def ema_overwrites(self) -> float:
@@ -226,23 +234,11 @@ class Optimizer(abc.ABC):
 
     def _add_or_apply(self, pairs: list[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
         if self._state.accumulator is not None:
-            means = self._accumulated(pairs, self._state.accumulator)
-            if means is None:
+            if (means := accumulated(pairs, self._state.accumulator)) is None:
                 return
             pairs = means
         if skip_gradients_aggregation or not self._apply_as_before(pairs):
             self._apply(pairs, skip_gradients_aggregation)
-
-    def _accumulated(
-        self, pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator
-    ) -> list[tuple[Any, Variable]] | None:
-        for pair in pairs:
-            check_pair(pair)
-        gradients, dense, sparse = sorted_pairs(pairs)
-        variables = [*dense, *(v for _, v in sparse)]
-        if variables:
-            check_variables(group_of(variables[0], "to"), variables)
-        return accumulator.add([*gradients, *(as_dense(slices, v) for slices, v in sparse)], variables)
 
     def _apply(self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
         if not pairs:
@@ -356,8 +352,7 @@ class Optimizer(abc.ABC):
         """
         if not self.use_ema:
             raise ValueError(f"{current_call()}: there are no moving averages; pass use_ema=True to the optimizer")
-        variables = list(var_list)
-        if not variables:
+        if not (variables := list(var_list)):
             return
         group = group_of(variables[0], "of")
         with group.communicator.raise_together():
@@ -391,14 +386,13 @@ class Optimizer(abc.ABC):
         """
         variables = list(variables)
         group = agreed_group(variables)
-        plan = self._state.plan_of(group, variables, self.name, self.all_slots)
+        state = self._state
+        plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        return GradientBuffers(self._state.step, group, plan, variables, self._sums_buffers_first)
-
-    def _sums_buffers_first(self) -> bool:
-        """Whether buffers are summed over the replicas as they are, before anything is done with them."""
-        return self._state.accumulator is None and not self._clips_norms()
+        return GradientBuffers(
+            state.step, group, plan, variables, lambda: state.accumulator is None and not self._clips_norms()
+        )
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from internals import _mpi
 from slow import slow_but
 
 START = """
@@ -196,14 +197,17 @@ def test_a_killed_rank_leaves_nothing(launch):
     assert result.leftovers == []
 
 
-def test_too_little_shared_memory(launch, tmp_path):
+@pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
+def test_too_little_shared_memory(launch, tmp_path, ranks, options):
     """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("a /dev/shm of its own needs root")
+    if options == "ro" and _mpi.load().get_vendor() < ("MPICH", (5,)):
+        pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
     program = tmp_path / "program.py"
-    program.write_text("import hpcstrat as hs\nhs.barrier()\n")
-    mount = "mount -t tmpfs -o size=4m none /dev/shm"
-    mpirun = shlex.join([*launch.mpirun, "-n", "2", sys.executable, str(program)])
+    program.write_text("import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n")
+    mount = f"mount -t tmpfs -o {options} none /dev/shm"
+    mpirun = shlex.join([*launch.mpirun, "-n", str(ranks), sys.executable, str(program)])
     result = subprocess.run(
         ["unshare", "-m", "sh", "-c", f"{mount} && exec {mpirun}"],
         capture_output=True,
@@ -211,6 +215,44 @@ def test_too_little_shared_memory(launch, tmp_path):
         timeout=90,
         check=False,
     )
+    if options == "ro" and launch.open_mpi:
+        assert result.returncode == 0
+        return
     assert result.returncode not in (0, 7)
-    assert "RuntimeError: /dev/shm has 4 MiB left, and MPI takes up to 24 MiB of it for the 2 ranks" in result.stderr
+    problems = {"ro": "cannot be written to, and MPI (MPICH ", "size=4m": "has 4 MiB left, and MPI takes up to 24 MiB"}
+    assert f"RuntimeError: /dev/shm {problems[options]}" in result.stderr
     assert "--shm-size=1g" in result.stderr
+
+
+@pytest.mark.parametrize("limited", ["range(2)", "[1]"], ids=["all ranks", "one rank"])
+def test_little_address_space(launch, limited):
+    """As where a batch system sets `ulimit -v`: all ranks reserve what the one that has least can have."""
+    result = launch(
+        f"""
+        import os, resource
+        import numpy as np
+        import hpcstrat as hs
+
+        if hs.rank() in {limited}:
+            resource.setrlimit(resource.RLIMIT_AS, (2_000_000_000, 2_000_000_000))
+        strategy = hs.CentralStorageStrategy()
+        with strategy.scope():
+            w = hs.Variable(np.arange(3.0))
+        w.assign_add([1.0, 2.0, 3.0])
+        total = strategy.reduce("SUM", strategy.run(lambda: np.full(10**6, hs.rank() + w[2])), axis=None)
+        text = f"{{w.numpy()}} {{total[0]}} {{total[-1]}}"
+        try:
+            with strategy.scope():
+                hs.Variable(np.zeros(50_000_000))
+        except MemoryError as error:
+            os.write(2, f"{{text}} {{error}}\\n".encode())
+        """,
+        2,
+        env={"OMP_NUM_THREADS": "1"},
+    )
+    assert result.status == 0
+    message = (
+        "[1. 3. 5.] 11.0 11.0 no 400,000,000 contiguous bytes are left of the memory that was reserved for variables; "
+        "make them smaller, or start fewer ranks on a host; `ulimit -v` (2,000,000,000 bytes) leaves no more: "
+    )
+    assert result.stderr.count(message) == 2

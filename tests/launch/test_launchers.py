@@ -1,5 +1,8 @@
 """Who started the ranks: the launcher and MPI must agree, and one rank needs no MPI."""
 
+import subprocess
+import sys
+
 import pytest
 from slow import slow_but
 
@@ -49,6 +52,25 @@ def test_two_hosts(launch):
     hosts = (0, 1, 0)
     assert lines == [f"0/3 0/2 {hosts}", f"1/3 0/1 {hosts}", f"2/3 1/2 {hosts}"]
     assert result.leftovers == []
+
+
+def test_a_program_that_only_rank_0_has(launch):
+    """Else MPI would wait for the others for ever."""
+    if launch.open_mpi:
+        pytest.skip("Open MPI's mpirun never tells rank 0 that its input has ended, so no program runs")
+    text = "import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint('done')\n"
+    command = [*launch.mpirun, "-n", "2", sys.executable, "-"]
+    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode and "hpcstrat run -n 2 -" in result.stderr and "done" not in result.stdout
+    assert "the program comes from standard input, which mpirun of MPICH gives to rank 0 only" in result.stderr
+
+
+def test_a_program_from_input_that_each_rank_has(launch, tmp_path):
+    (tmp_path / "program.py").write_text("import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint(hs.size())\n")
+    for given in (f"'{sys.executable}' - < program.py", f"cat program.py | '{sys.executable}'"):
+        command = [*launch.mpirun, "-n", "2", "sh", "-c", given]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        assert (result.returncode, result.stdout) == (0, "2\n")
 
 
 def test_without_mpirun(launch):

@@ -75,10 +75,10 @@ class Run:
     def write(self, text):
         (self.folder / "program.py").write_text(textwrap.dedent(text))
 
-    def start(self, *words, **env):
+    def start(self, *words, stdin=subprocess.DEVNULL, **env):
         return subprocess.Popen(
             [sys.executable, "-m", "hpcstrat", "run", *words],
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -87,10 +87,10 @@ class Run:
             start_new_session=True,
         )
 
-    def __call__(self, *words, **env):
-        """The exit status, and what was printed."""
-        process = self.start(*words, **env)
-        stdout, stderr = process.communicate(timeout=90)
+    def __call__(self, *words, text=None, **env):
+        """The exit status, and what was printed; `text` is standard input."""
+        process = self.start(*words, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, **env)
+        stdout, stderr = process.communicate(text, timeout=90)
         print(stdout, stderr, sep="\n")
         return process.returncode, stdout, stderr
 
@@ -130,6 +130,35 @@ def test_ranks(run, program):
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     lines = [f"{rank} of 2 {threads} ['-n', '3', '--bind']" for rank in range(2)]
     assert (status, sorted(stdout.splitlines()), stderr) == (0, lines, "")
+
+
+@pytest.mark.parametrize("name", ["-", "-c"])
+def test_a_program_that_is_no_file(run, name):
+    """At each start all of it, with `sys.argv` as Python has it; of what is made for it nothing is left."""
+    code = textwrap.dedent("""
+        import os, pathlib, sys, mine
+        if not os.path.exists("again"):
+            pathlib.Path("again").touch()
+            os.kill(os.getpid(), 9)
+        import hpcstrat as hs
+        hs.barrier()
+        os.write(1, f'{hs.rank()} of {hs.size()} {sys.argv}\\n'.encode())
+    """)
+    (run.folder / "mine.py").touch()
+    (run.folder / "tmp").mkdir()
+    words = ["-"] if name == "-" else ["-c", code]
+    program = {"text": code} if name == "-" else {}
+    options = ("-n", "2", "--restarts", "1", "--prefix")
+    status, stdout, stderr = run(*options, *words, "-n", "a b", TMPDIR=str(run.folder / "tmp"), **program)
+    lines = [f"[rank {rank}] {rank} of 2 {[name, '-n', 'a b']}" for rank in range(2)]
+    assert (status, sorted(stdout.splitlines()[-2:])) == (0, lines)
+    assert "restart 1 of 1, on 2 ranks" in stderr
+    assert not list(run.folder.glob("tmp/hpcstrat-*.py"))
+
+
+def test_a_program_from_input_has_no_command_line(run):
+    status, stdout, stderr = run("-n", "2", "--dry-run", "-", text="print(1)")
+    assert (status, stdout) == (2, "") and "--dry-run prints a command line to use later" in stderr
 
 
 @pytest.mark.slow

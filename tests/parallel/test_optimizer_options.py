@@ -308,3 +308,44 @@ def test_there_are_averages_only_with_use_ema(strategy):
     v, optimizer = model(strategy)
     with pytest.raises(ValueError, match=r"SGD\.finalize_variable_values: there are no moving averages; pass use_ema"):
         optimizer.finalize_variable_values([v])
+
+
+def test_numbers_that_change_between_steps(strategy):
+    """`lr` is Keras 2's name of `learning_rate`."""
+    v, optimizer = model(strategy, momentum=0.9)
+    velocity, value = np.zeros_like(START), START
+    for step, (rate, momentum) in enumerate([(0.5, 0.9), (0.25, 0.9), (2.0, 0.5)]):
+        optimizer.lr, optimizer.momentum = rate, momentum
+        assert optimizer.lr == optimizer.learning_rate == rate
+        gradient, total = own(step)
+        strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(strategy.xp.asarray(gradient), v)]))
+        velocity = momentum * velocity - rate * total
+        value = value + velocity
+    close(v.numpy(), value)
+    with pytest.raises(ValueError, match="SGD: learning_rate is -1"):
+        optimizer.lr = -1
+    assert optimizer.lr == 2.0
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("momentm", 0.9, r"SGD: momentm is not an attribute; did you mean momentum\? It has clipnorm, .*learning_rate"),
+        ("learningrate", 0.9, r"did you mean learning_rate\?"),
+        ("wd", 0.9, r"SGD: wd is not an attribute; It has clipnorm, .*weight_decay"),
+        ("momentum", 0.9, r"SGD: momentum is 0\.0, and the slots are made: \[\]; .* \['momentum'\]"),
+        ("use_ema", True, r"SGD: use_ema is False for good; pass use_ema=True to a new optimizer"),
+        ("ema_overwrite_frequency", 1, "SGD: ema_overwrite_frequency is None for good"),
+        ("gradient_accumulation_steps", 2, "SGD: gradient_accumulation_steps is None for good"),
+    ],
+    ids=["misspelt", "run together", "like none", "momentum", "averages", "overwriting", "accumulation"],
+)
+def test_an_attribute_without_effect_is_refused(strategy, name, value, message):
+    v, optimizer = trained(strategy, steps=1)
+    before = repr(optimizer)
+    with pytest.raises(AttributeError, match=message):
+        setattr(optimizer, name, value)
+    optimizer.use_ema = False  # as it is
+    assert repr(optimizer) == before
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.asarray(own(1)[0]), v)]))
+    close(v.numpy(), by_hand(lambda g, _: g, steps=2)[-1])

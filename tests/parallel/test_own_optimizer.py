@@ -2,6 +2,7 @@
 
 import copy
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,38 @@ def test_its_repr_and_its_name(strategy):
         "Adadelta(learning_rate=0.5, rho=0.95, epsilon=1e-06, global_clipnorm=None, iterations=0)"
     )
     assert optimizer.name == "Adadelta"
+
+
+def test_its_attributes_are_those_of_its_init_and_its_class(strategy):
+    class Own(hs.optimizers.Optimizer):
+        in_class = 1.0
+
+        def __init__(self, factor):
+            self.early = factor
+            super().__init__(0.5)
+            self.set_factor(factor)
+
+        def set_factor(self, factor):
+            self.factor = factor
+
+        @property
+        def slots(self):
+            return {}
+
+        @staticmethod
+        def formula(value, gradient, *, factor, in_class, early):
+            return value - factor * in_class * early * gradient
+
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.zeros(3)), Own(3.0)
+    changed: Any = optimizer
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
+    for one in (changed, copy.deepcopy(changed)):
+        one.factor, one.early, one.in_class, one._own = 2.0, 0.5, 4.0, 1
+        with pytest.raises(AttributeError, match=r"Own: facter is not an attribute; did you mean factor\?"):
+            one.facter = 7.0
+    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
+    np.testing.assert_array_equal(w.numpy(), -N * (9.0 + 4.0))
 
 
 @pytest.mark.core

@@ -139,11 +139,12 @@ def test_what_a_rank_runs(tmp_path, monkeypatch):
         (["./tool", "x"], ["./tool", "x"]),
         (["sh", "-c", "true"], ["sh", "-c", "true"]),
     ]:
-        assert mpiexec.python_command(words, is_module=False) == command
-    assert mpiexec.python_command(["a.b", "-x"], is_module=True) == [python, "-m", "a.b", "-x"]
+        assert mpiexec.python_command(words, None) == command
+    for option in ("-m", "-c"):
+        assert mpiexec.python_command(["a.b", "-x"], option) == [python, option, "a.b", "-x"]
     for name in ("missing.py", "no-such-program"):
         with pytest.raises(LaunchError, match=f"^there is no file '{name}', and no program of this name"):
-            mpiexec.python_command([name], is_module=False)
+            mpiexec.python_command([name], None)
 
 
 def test_the_threads_of_a_core_count_once():

@@ -1,8 +1,9 @@
 import os
+import resource
 
 import numpy as np
 import pytest
-from internals import available_memory, physical_memory, private_segment, segment
+from internals import RangeAllocator, available_memory, physical_memory, private_segment, segment
 
 MIB = 1 << 20
 
@@ -67,6 +68,50 @@ def test_nothing_is_left_behind():
     made = private_segment()
     made.commit(0, MIB)
     assert os.fstat(made._file).st_nlink == 0  # it has no name
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """`limits(AS=number, FSIZE=number)`: in place of those that `ulimit` has set."""
+
+    def set_limits(**given):
+        found = {getattr(resource, f"RLIMIT_{name}"): value for name, value in given.items()}
+        monkeypatch.setattr(resource, "getrlimit", lambda one: (found.get(one, resource.RLIM_INFINITY), 0))
+
+    return set_limits
+
+
+@pytest.mark.parametrize("part", [2, 4])
+def test_a_part_of_the_addresses_that_are_left(limits, part):
+    limits()
+    assert segment.reservable(1 << 50, part) == (1 << 50, "")
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits(AS=used + 8192 * MIB)
+    found, limit = segment.reservable(1 << 50, part)
+    assert abs(found - 8192 * MIB // part) < 64 * MIB  # what other threads have taken in the meantime
+    assert limit == f"`ulimit -v` ({used + 8192 * MIB:,} bytes)"
+    assert segment.reservable(MIB, part) == (MIB, "")
+    limits(AS=used // 2)
+    assert segment.reservable(MIB, part)[0] == 0
+
+
+def test_limits_make_it_smaller(limits):
+    limits(FSIZE=100 * MIB + 1)
+    made = private_segment()
+    assert made.size == 100 * MIB
+    with pytest.raises(
+        MemoryError, match=r"make variables smaller; `ulimit -f` \(104,857,601 bytes\) leaves no more: "
+    ):
+        made.commit(0, made.size + 1)
+    heap = RangeAllocator(0, made.size, made.hint)
+    with pytest.raises(MemoryError, match=r"fewer ranks on a host; `ulimit -f` \(104,857,601 bytes\) leaves no more: "):
+        heap.allocate(101 * MIB, 8)
+    limits(AS=1000)
+    with pytest.raises(RuntimeError, match=r"`ulimit -v` \(1,000 bytes\) leaves 0 bytes .* raise it"):
+        private_segment()
+    limits()
+    assert private_segment().hint == ""
 
 
 @pytest.fixture
