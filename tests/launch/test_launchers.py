@@ -65,6 +65,7 @@ def test_a_program_that_only_rank_0_has(launch):
     assert "the program comes from standard input, which mpirun of MPICH gives to rank 0 only" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_program_from_input_that_each_rank_has(launch, tmp_path):
     (tmp_path / "program.py").write_text("import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint(hs.size())\n")
     for given in (f"'{sys.executable}' - < program.py", f"cat program.py | '{sys.executable}'"):

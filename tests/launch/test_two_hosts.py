@@ -133,9 +133,9 @@ def test_results_devices_and_datasets_of_each_host(launch, shape):
     for step, size in enumerate((7, 4)):
         begin, expected = 7 * step, []
         for rank in range(n):
-            share = 7 // n + (rank < 7 % n)
-            expected.append(list(range(begin, min(begin + share, 7 * step + size))))
-            begin = min(begin + share, 7 * step + size)
+            share = size // n + (rank < size % n)
+            expected.append(list(range(begin, begin + share)))
+            begin += share
         assert [batches[step] for batches in of_one] == expected
 
 

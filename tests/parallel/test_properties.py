@@ -133,9 +133,9 @@ def test_a_nest_into_run_and_out(strategy, plan):
                 check_equal(found, part(rank))
 
 
-def shares(batch, size):
-    """How many elements of a batch each replica gets."""
-    sizes = [size // N + (rank < size % N) for rank in range(N)]
+def shares(batch):
+    """Each replica's part of a batch."""
+    sizes = [len(batch) // N + (rank < len(batch) % N) for rank in range(N)]
     ends = list(itertools.accumulate(sizes))
     return [batch[end - one : end].tolist() for one, end in zip(sizes, ends, strict=True)]
 
@@ -147,7 +147,7 @@ def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexe
     dataset = source.skip(skipped).batch(size, drop_remainder=drops)
     rows = every[skipped:]
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-    expected = [shares(batch, size) for batch in batches if len(batch) == size or not drops]
+    expected = [shares(batch) for batch in batches if len(batch) == size or not drops]
     for _ in range(2):
         found = [
             [hs.asnumpy(part).tolist() for part in strategy.experimental_local_results(batch)]
