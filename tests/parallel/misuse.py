@@ -43,7 +43,7 @@ class Env:
 
     def here(self, value) -> Any:
         """`value` with its arrays on this rank's device, where that has their dtype."""
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.char != "g":
             return self.place.xp.asarray(value)
         if isinstance(value, list):
             return [self.here(one) for one in value]
