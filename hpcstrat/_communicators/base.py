@@ -98,7 +98,7 @@ class Communicator(CheckedExchange):
         if not reduction.REDUCTIONS[op].is_mean or self.size == 1:
             return move(natives)
         dtypes = [array.dtype for array in natives]
-        integers = [dtype.name for dtype in dtypes if dtype.kind in "iu"]
+        integers = [f"{dtype.name} as float64" for dtype in dtypes if dtype.kind in "iu"]
         # Here, before any transport has the arrays, so that all transports reduce the same dtype.
         wide = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives]
         found = zip(move(wide, *integers), dtypes, strict=True)

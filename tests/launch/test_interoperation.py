@@ -122,7 +122,7 @@ TRAINING = """
 @pytest.mark.parametrize(
     "harm, env, message",
     [
-        ("harm, steps = int, 3 + hs.rank()", {}, "rank 1: all_reduce_gradients(MEAN, weight, bias)"),
+        ("harm, steps = int, 3 + hs.rank()", {}, "rank 1: all_reduce_gradients(MEAN, weight, bias, int32 as float64)"),
         ("harm = fail", {}, "ZeroDivisionError: of this rank alone"),
         ("harm = add", {"HPCSTRAT_CHECK": "1"}, "equal after hs.torch.broadcast"),
     ],
