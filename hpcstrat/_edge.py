@@ -1,4 +1,4 @@
-"""The edge between a program and the library: the name of the call that a line is in, warnings at the program's line.
+"""The edge between a program and the library: names of calls, signatures of classes, warnings at the program's line.
 
 A public method names itself here once. Messages, signatures and spans of all that it calls ask for that name, so no
 layer in between carries it. It is a context variable, because several threads may be in calls of their own at once.
@@ -7,6 +7,7 @@ layer in between carries it. It is a context variable, because several threads m
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -64,6 +65,12 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
         return cast("_Function", edge)
 
     return decorate
+
+
+def constructor_signature(cls: type) -> inspect.Signature:
+    """The arguments of a class, for `inspect`, which would find those of the `__call__` of its metaclass."""
+    _, *arguments = inspect.signature(cls.__init__).parameters.values()
+    return inspect.Signature(arguments)
 
 
 # ---- warnings

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._edge import constructor_signature
 from hpcstrat._types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
@@ -82,11 +83,5 @@ class VariableType(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The arguments of the class, for `inspect`, which would find those of `__call__`."""
+        """See `constructor_signature`."""
         return constructor_signature(cls)
-
-
-def constructor_signature(cls: type) -> inspect.Signature:
-    """The arguments of a class's `__init__`, without its `self`."""
-    _, *arguments = inspect.signature(cls.__init__).parameters.values()
-    return inspect.Signature(arguments)

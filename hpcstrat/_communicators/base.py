@@ -95,14 +95,16 @@ class Communicator(CheckedExchange):
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
         natives = [as_native(array) for array in arrays]
-        if not reduction.REDUCTIONS[op].is_mean or self.size == 1:
+        integers = [array.dtype for array in natives if array.dtype.kind in "iu"]
+        if not integers or not reduction.REDUCTIONS[op].is_mean or self.size == 1:
             return move(natives)
-        dtypes = [array.dtype for array in natives]
-        integers = [f"{dtype.name} as float64" for dtype in dtypes if dtype.kind in "iu"]
         # Here, before any transport has the arrays, so that all transports reduce the same dtype.
         wide = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives]
-        found = zip(move(wide, *integers), dtypes, strict=True)
-        return [mean.astype(reduction.mean_dtype(dtype), copy=False) for mean, dtype in found]
+        means = move(wide, *[f"{dtype.name} as float64" for dtype in integers])
+        return [
+            mean.astype(reduction.mean_dtype(array.dtype), copy=False)
+            for mean, array in zip(means, natives, strict=True)
+        ]
 
     @span(COMMUNICATION, _described)
     def reduce_scatter(self, arrays: Sequence[Array], op: ReduceOp, axis: int, *must_match: str) -> list[Array]:

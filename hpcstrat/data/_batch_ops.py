@@ -94,9 +94,9 @@ class Batch(_Batching):
 
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
-        super().__init__(source, sizes, drop_remainder, call, user_code=source.user_code, rows=source)
         # Rows of different shapes fail where one replica has them; steps are compared as if they came from user code.
-        self.user_code = source.user_code or any(None in leaf.shape for leaf in _nest.flatten(source.spec())[0])
+        may_fail = source.user_code or any(None in leaf.shape for leaf in _nest.flatten(source.spec())[0])
+        super().__init__(source, sizes, drop_remainder, call, user_code=may_fail, rows=source)
 
     def spec(self) -> Any:
         size = self.first_size()

@@ -226,7 +226,7 @@ class DistributedIterator(ResumableIterator):
             remedy = "make the number of batches a multiple of that of the replicas"
         else:
             what = f"some of {size} replicas have no elements of a batch of {total}"
-            remedy = "drop it: batch(..., drop_remainder=True)"
+            remedy = "drop the batch: batch(..., drop_remainder=True)"
             if total and total >= size:
                 remedy += ", or do without AutoShardPolicy.OFF"
         warn_together(

@@ -44,10 +44,10 @@ class _Group:
 
 @final
 class Options(_Group):
-    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; one changes something.
+    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; only one has an effect.
 
     With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF` a short batch fills the replicas in order,
-    each up to its part of a full one, where else it is split evenly; a strategy of several workers refuses it. The
+    each up to its part of a full one, instead of being split evenly; a strategy of several workers refuses it. The
     order of elements is always kept, whatever `deterministic` says. The groups are `autotune`,
     `experimental_distribute`, `experimental_optimization` and `threading`.
     """

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
-from hpcstrat._variable_options import constructor_signature
+from hpcstrat._edge import constructor_signature
 from hpcstrat.optimizers import schedules
 
 EMA = "ema"
@@ -116,7 +116,7 @@ class OptimizerType(abc.ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """The arguments of the class, for `inspect`, which would find those of `__call__`."""
+        """See `constructor_signature`."""
         return constructor_signature(cls)
 
 
