@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 import hpcstrat
@@ -13,6 +14,16 @@ from hpcstrat._cli.run import run
 
 def main() -> int:
     """Runs the program that the command line asks for; returns the exit status."""
+    try:
+        return _main()
+    except KeyboardInterrupt:
+        print("hpcstrat: interrupted", file=sys.stderr)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # so that a shell's script ends too
+        return 128 + signal.SIGINT
+
+
+def _main() -> int:
     is_script = os.path.basename(sys.argv[0]) == "hpcstrat"
     parser = argparse.ArgumentParser(
         prog="hpcstrat" if is_script else "python -m hpcstrat",

@@ -71,7 +71,10 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         return value
     _refuse_masked(call, value)
     if isinstance(value, PLAIN) or not exports_array(value):
-        return np.asarray(value)
+        try:
+            return np.asarray(value)
+        except ValueError as error:  # without the name of the call
+            raise ValueError(f"{call}: {error}") from error
     array = from_foreign(call, value)
     if not _gpu.is_on_gpu(array):
         return array

@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from hpcstrat import _guard, _job_memory, _launcher
 from hpcstrat import _mpi as _mpi_library
+from hpcstrat._job_memory import JobMemory, State
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception to be reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
@@ -32,6 +33,7 @@ _MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it e
 
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
 _is_connected = False
+_others_wait = False  # perhaps, in the start of MPI, which this rank could not begin
 _rank = 0
 _process = 0  # a forked child must not end its parent's job
 _hook: Callable[..., None] | None = None  # ours, of which the last counts
@@ -62,10 +64,9 @@ def end_all_ranks_on_early_error() -> None:
     launcher = _launcher.find()
     if _process or launcher is None or _launcher.is_child():
         return
-    if (memory := _job_memory.find()) is not None:
-        memory.note_rank(launcher.rank)
+    _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
     if launcher.alone:
-        if memory is not None:
+        if _job_memory.find() is not None:
             _install_note()
         return
     _rank, _process = launcher.rank, os.getpid()
@@ -96,6 +97,7 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
     if sys.excepthook is not _hook:  # the user's, set since
         _install_hook()
     _mpi, _rank, _process, _is_connected = mpi, rank, os.getpid(), True
+    _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python goes on when a thread fails. The ranks would not: they wait for what that thread was to do.
     previous = threading.excepthook
 
@@ -130,12 +132,15 @@ def _install_hook() -> None:
             with reporting():
                 previous(kind, error, trace)
             return
-        text = _hidden(error) + _shown(lambda: previous(kind, error, trace), error)
+        # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others before they speak.
+        is_brief = isinstance(error, KeyboardInterrupt) and _rank > 0 and not _is_connected
+        shown = _summary(error) if is_brief else _shown(lambda: previous(kind, error, trace), error)
+        text = _hidden(error) + shown
         _meet(text)
         _wait_for_cause(error)
         _note(error)
         _print_tagged(text)
-        if _mpi is not None:
+        if _mpi is not None or _others_wait:
             _abort(1)
 
     sys.excepthook = _hook = on_exception
@@ -153,32 +158,45 @@ def _install_note() -> None:
 
 
 def _note(error: BaseException | None) -> None:
-    """Tells a launcher that restarts the ranks what ends this one, unless another rank caused it."""
+    """Tells the launcher what ends this rank, unless another rank caused it."""
     if error is not None and not _is_consequence(error):
-        frames = traceback.extract_tb(error.__traceback__)
-        own = os.path.dirname(__file__)
-        frame = next((one for one in reversed(frames) if not one.filename.startswith(own)), None)
-        place = "" if frame is None else f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-        _note_text("".join(traceback.format_exception_only(error)).strip() + place)
+        state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
+        _tell_launcher(lambda memory: memory.note_failure(_rank, _summary(error), state))
 
 
-def _note_text(text: str) -> None:
+def _summary(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = os.path.dirname(__file__)
+    frame = next((one for one in reversed(frames) if not one.filename.startswith(own)), None)
+    place = "" if frame is None else f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    return "".join(traceback.format_exception_only(error)).strip() + place
+
+
+def note_left() -> None:
+    """Tells the launcher that this rank leaves the program in order: what ends it later ends no other rank."""
+    _tell_launcher(lambda memory: memory.note_left(_rank))
+
+
+def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
     with contextlib.suppress(Exception):
         if (memory := _job_memory.find()) is not None:
-            memory.note_failure(_rank, text)
+            tell(memory)
 
 
 def _meet(text: str) -> None:
     """Starts MPI if necessary, to end the ranks that wait in its start. If none come, `text` is printed last.
 
-    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's does.
+    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's does. Not where the
+    start is refused: with too little shared memory it would end this rank before `text` is printed.
     """
-    global _mpi
+    global _mpi, _others_wait
     _mpi = _mpi or _started_mpi()
     # While MPI starts no Python thread runs, so a process beside this one ends it if the others never come.
     if _mpi is None and "PMI_FD" in os.environ:
         with contextlib.suppress(Exception), _guard.guarded([_guard.Step(_MEET_SECONDS, tagged(text), True)]):
             mpi = _mpi_library.load()
+            _mpi_library.check_launcher(mpi)
+            _others_wait = True  # what fails from here on may fail on this rank alone
             _mpi_library.start(mpi)
             _mpi = mpi
 
@@ -213,7 +231,7 @@ def _end_after_exit() -> None:
     if _exit is None or not _leaves():
         return
     status = _exit[2]
-    _note_text(f"sys.exit({status!r})")
+    _tell_launcher(lambda memory: memory.note_failure(_rank, f"sys.exit({status!r})"))
     if _is_connected:
         return
     text = (
@@ -223,7 +241,7 @@ def _end_after_exit() -> None:
     hidden = _hidden(None)
     _meet(hidden + text)
     time.sleep(_LEAD_DELAY if _rank else 0)
-    if _mpi is not None:
+    if _mpi is not None or _others_wait:
         end_job(hidden + text, status if isinstance(status, int) else 1)
     elif hidden:  # the launcher ends the others, by this one's status
         _print_tagged(hidden)
@@ -377,4 +395,6 @@ def _abort(status: int) -> NoReturn:
             if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:  # Open MPI waits for its launcher, maybe forever
                 signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
             _mpi.COMM_WORLD.Abort(status)
-    os._exit(status)  # which makes the launcher end the others
+    if _mpi is None and _others_wait:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(status)  # which, as a signal, makes the launcher end the others

@@ -21,6 +21,7 @@ _FOLDER = "/dev/shm"
 # How the names of their files there begin.
 MPICH = ("mpich_shm_",)
 OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
+_UCX = ("ucx_shm_posix_",)  # below MPICH or Open MPI; nobody opens them by name, so they have one for microseconds only
 
 
 class Step(NamedTuple):
@@ -90,34 +91,70 @@ def unlink_orphans(since: float) -> None:
     open until it has mapped it, so it cannot be in between.
     """
     paths: dict[int, str] = {}  # by inode
-    device = None
     with contextlib.suppress(OSError):
-        device = os.stat(_FOLDER).st_dev
         for entry in os.scandir(_FOLDER):
             status = entry.stat(follow_symlinks=False)
-            is_own = entry.name.startswith(MPICH + OPEN_MPI) and status.st_uid == os.getuid()
+            is_own = entry.name.startswith(MPICH + OPEN_MPI + _UCX) and status.st_uid == os.getuid()
             if is_own and status.st_ctime >= since - 1:
                 paths[status.st_ino] = entry.path
-    for process in filter(str.isdigit, os.listdir("/proc") if paths else []):
-        with contextlib.suppress(OSError):
-            for name in os.listdir(f"/proc/{process}/fd"):
-                with contextlib.suppress(OSError):
-                    file = os.stat(f"/proc/{process}/fd/{name}")
-                    if file.st_dev == device:
-                        paths.pop(file.st_ino, None)
-            with open(f"/proc/{process}/maps") as maps:
-                for line in maps:
-                    if f" {_FOLDER}/" in line:
-                        paths.pop(int(line.split()[4]), None)
+    for process in _processes() if paths else []:
+        for inode, _ in _files(process):
+            paths.pop(inode, None)
     for path in paths.values():
         with contextlib.suppress(OSError):
             os.unlink(path)
 
 
+def has_started_one(launcher: int | None) -> bool:
+    """Whether this launcher's process has started one that has begun to start MPI, and so has segments of MPI's."""
+    prefixes = tuple(f"{_FOLDER}/{one}" for one in MPICH + OPEN_MPI + _UCX)
+    return any(
+        path.startswith(prefixes)
+        for process in (_processes() if launcher is not None else [])
+        if _is_below(process, launcher)
+        for _, path in _files(process)
+    )
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_below(process: int, ancestor: int | None) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        while process > 1:
+            process = int(_status(process)[1])
+            if process == ancestor:
+                return True
+    return False
+
+
+def _files(process: int) -> Iterator[tuple[int, str]]:
+    """Inode and path of the files in shared memory that a process has open or mapped."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        device = os.stat(_FOLDER).st_dev
+        # First those that are open: who makes a file has it open until it has mapped it.
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                link = f"/proc/{process}/fd/{name}"
+                file = os.stat(link)
+                if file.st_dev == device:
+                    yield file.st_ino, os.readlink(link)
+        with open(f"/proc/{process}/maps") as maps:
+            for line in maps:
+                if f" {_FOLDER}/" in line:
+                    yield int(line.split()[4]), line.split()[5]
+
+
+def _status(process: int) -> list[bytes]:
+    """The process's fields in /proc from its state on."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
 def _is_stopped(process: int) -> bool:
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] == b"T"
+        return _status(process)[0] == b"T"
     except OSError:
         return False
 

@@ -1,12 +1,14 @@
 """What outlives the ranks of a job: memory of their launcher, by which it knows what to do when they have ended.
 
-`hpcstrat run --restarts` makes it and passes its place on in a variable. It consists of files without names, so it goes
-with the launcher, however that ends. Ranks on other hosts do without.
+`hpcstrat run` makes it and passes its place on in a variable. It consists of files without names, so it goes with the
+launcher, however that ends. Ranks on other hosts do without.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
 import mmap
 import os
 import secrets
@@ -18,9 +20,6 @@ from typing import NamedTuple
 GENERATIONS = 2
 """Files for snapshots: while one is written, the other's is whole."""
 
-PREEMPTED = "preempted"
-"""Noted in place of an exception by a rank that exits because it was asked to."""
-
 _VARIABLE = "_HPCSTRAT_JOB"
 _NAME = "hpcstrat-job"
 _TOKEN_BYTES = 16
@@ -30,23 +29,55 @@ _RECORDS_AT = 256
 RECORD_BYTES = 128
 """Bytes that describe the snapshot in a file."""
 _RANKS_AT = 4096
-_RANK = struct.Struct("<idI")  # process, when it failed, bytes of the text
+_RANK = struct.Struct("<iIdI")  # process, state, when it failed, bytes of the text
 _RANK_BYTES = 1024
-_MOST_RANKS = 1 << 14  # of which the memory has pages for those only that there are
+
+
+class State(enum.IntEnum):
+    """How far a rank has come.
+
+    From `FAILED` on it is how the program ended there: by an exception, by a KeyboardInterrupt, or because it was asked
+    to, with its checkpoint saved.
+    """
+
+    STARTED = 0
+    CONNECTED = 1
+    LEFT = 2
+    FAILED = 3
+    INTERRUPTED = 4
+    PREEMPTED = 5
+
+
+class Note(NamedTuple):
+    """What a rank has noted.
+
+    Attributes:
+        process: its own.
+        state: how far it has come.
+        time: when it failed, by `time.monotonic`; 0 where it did not.
+        text: the exception's type, message and place.
+    """
+
+    process: int
+    state: State
+    time: float
+    text: str
 
 
 class Failure(NamedTuple):
-    """An exception that ended the program on a rank.
+    """What ended the program on a rank.
 
     Attributes:
         rank: which.
-        text: its type, message and place.
+        text: the exception's type, message and place.
         time: when it was reported, by `time.monotonic`.
+        state: what kind of end it was.
     """
 
     rank: int
     text: str
     time: float
+    state: State = State.FAILED
 
 
 class JobMemory:
@@ -54,7 +85,7 @@ class JobMemory:
 
     Attributes:
         place: a word that names it to other processes of this host.
-        files: paths of the files for snapshots.
+        files: paths of the files for snapshots, if there are to be any.
     """
 
     def __init__(self, place: str) -> None:
@@ -64,7 +95,7 @@ class JobMemory:
         self.files: tuple[str, ...] = tuple(files)
         file = os.open(control, os.O_RDWR | os.O_CLOEXEC)
         try:
-            self._control = mmap.mmap(file, _RANKS_AT + _MOST_RANKS * _RANK_BYTES)
+            self._control = mmap.mmap(file, os.fstat(file).st_size)
         finally:
             os.close(file)
 
@@ -83,12 +114,21 @@ class JobMemory:
 
     def note_rank(self, rank: int) -> None:
         """Notes that this process is this rank."""
-        self._write_rank(rank, os.getpid(), 0.0, b"")
+        self._write_rank(rank, State.STARTED)
 
-    def note_failure(self, rank: int, text: str) -> None:
-        """Notes the exception that ends this rank."""
+    def note_connected(self, rank: int) -> None:
+        """Notes that others depend on this rank from now on."""
+        self._write_rank(rank, State.CONNECTED)
+
+    def note_left(self, rank: int) -> None:
+        """Notes that this rank has left the program with the others, and none depends on it any more."""
+        if (note := self.note_of(rank)) is not None and note.state == State.CONNECTED:
+            self._write_rank(rank, State.LEFT)
+
+    def note_failure(self, rank: int, text: str, state: State = State.FAILED) -> None:
+        """Notes what ends the program on this rank."""
         encoded = text.encode(errors="replace")[: _RANK_BYTES - _RANK.size]
-        self._write_rank(rank, os.getpid(), time.monotonic(), encoded)
+        self._write_rank(rank, state, time.monotonic(), encoded)
 
     def note_step(self, number: int) -> None:
         """Notes that the program has done this step. One rank does."""
@@ -112,57 +152,69 @@ class JobMemory:
         number, done = _STEPS.unpack_from(self._control, _STEPS_AT)
         return number, done
 
-    def processes(self, ranks: int) -> dict[int, int]:
-        """The process of each rank that runs on this host, and has imported the library."""
-        found = {rank: self._read_rank(rank)[0] for rank in range(min(ranks, _MOST_RANKS))}
-        return {rank: process for rank, process in found.items() if process}
+    def note_of(self, rank: int) -> Note | None:
+        """What this rank has noted; `None` where it has not imported the library, or runs on another host."""
+        at = _RANKS_AT + rank * _RANK_BYTES
+        if at >= len(self._control):
+            return None
+        process, state, when, length = _RANK.unpack_from(self._control, at)
+        text = self._control[at + _RANK.size : at + _RANK.size + length].decode(errors="replace")
+        return Note(process, State(state), when, text) if process else None
+
+    def notes(self, ranks: int) -> dict[int, Note]:
+        """What each rank has noted that runs on this host and has imported the library."""
+        found = {rank: self.note_of(rank) for rank in range(ranks)}
+        return {rank: note for rank, note in found.items() if note is not None}
 
     def first_failure(self, ranks: int) -> Failure | None:
-        """The exception that was reported first, if any."""
-        failures = []
-        for rank in self.processes(ranks):
-            _, when, text = self._read_rank(rank)
-            if when:
-                failures.append(Failure(rank, text.decode(errors="replace"), when))
+        """What was reported first of what ended the program, if anything."""
+        notes = self.notes(ranks).items()
+        failures = [Failure(rank, note.text, note.time, note.state) for rank, note in notes if note.time]
         return min(failures, key=lambda failure: failure.time, default=None)
 
-    def begin(self, ranks: int) -> None:
+    def begin(self) -> None:
         """Forgets the ranks of the start before, and how many steps they did. The launcher does, before each start."""
         number, _ = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, 0)
-        for rank in range(min(ranks, _MOST_RANKS)):
-            self._write_rank(rank, 0, 0.0, b"")
+        self._control[_RANKS_AT:] = bytes(len(self._control) - _RANKS_AT)
 
-    def _write_rank(self, rank: int, process: int, when: float, text: bytes) -> None:
-        if rank < _MOST_RANKS:
-            at = _RANKS_AT + rank * _RANK_BYTES
-            self._control[at + _RANK.size : at + _RANK.size + len(text)] = text
-            _RANK.pack_into(self._control, at, process, when, len(text))
-
-    def _read_rank(self, rank: int) -> tuple[int, float, bytes]:
+    def _write_rank(self, rank: int, state: State, when: float = 0.0, text: bytes = b"") -> None:
         at = _RANKS_AT + rank * _RANK_BYTES
-        process, when, length = _RANK.unpack_from(self._control, at)
-        return process, when, self._control[at + _RANK.size : at + _RANK.size + length]
+        if at < len(self._control):
+            self._control[at + _RANK.size : at + _RANK.size + len(text)] = text
+            _RANK.pack_into(self._control, at, os.getpid(), state, when, len(text))
 
 
-def create(nbytes: int) -> JobMemory:
+def create(ranks: int, snapshot_bytes: int) -> JobMemory:
     """New memory, which lives as long as this process.
 
     Args:
-        nbytes: that a file for a snapshot can have at most; it takes what is written.
+        ranks: how many the job has at most.
+        snapshot_bytes: that a file for a snapshot can have at most; it takes what is written. 0 for no such files.
+
+    Raises:
+        OSError: the system, or a limit, does not allow it.
     """
+    if not hasattr(os, "memfd_create"):  # as of a Python that was built for an old C library
+        raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
     token = secrets.token_bytes(_TOKEN_BYTES)
-    files = [os.memfd_create(_NAME, os.MFD_CLOEXEC) for _ in range(1 + GENERATIONS)]
-    os.ftruncate(files[0], _RANKS_AT + _MOST_RANKS * _RANK_BYTES)
-    os.pwrite(files[0], token, 0)
-    for file in files[1:]:
-        os.ftruncate(file, nbytes)
-    return JobMemory(":".join([str(os.getpid()), *map(str, files), token.hex()]))
+    sizes = [_RANKS_AT + ranks * _RANK_BYTES, *[snapshot_bytes] * (GENERATIONS if snapshot_bytes else 0)]
+    files: list[int] = []
+    try:
+        for size in sizes:
+            files.append(os.memfd_create(_NAME, os.MFD_CLOEXEC))
+            os.ftruncate(files[-1], size)
+        os.pwrite(files[0], token, 0)
+        return JobMemory(":".join([str(os.getpid()), *map(str, files), token.hex()]))
+    except OSError:
+        for file in files:
+            os.close(file)
+        raise
 
 
-def is_expected(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher keeps such memory, here or on another host."""
-    return bool(environment.get(_VARIABLE))
+def expects_snapshots(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher keeps snapshots, here or on another host."""
+    return environment.get(_VARIABLE, "").count(":") == 2 + GENERATIONS
 
 
 def find(environment: Mapping[str, str] = os.environ) -> JobMemory | None:
@@ -179,7 +231,8 @@ def find(environment: Mapping[str, str] = os.environ) -> JobMemory | None:
 def _are_ours(process: str, numbers: Sequence[str], token: bytes) -> bool:
     paths = [f"/proc/{int(process)}/fd/{int(number)}" for number in numbers]
     # Before anything is opened: to open a FIFO, say, may wait or wake its writer.
-    if len(paths) != 1 + GENERATIONS or not all(os.readlink(path).startswith(f"/memfd:{_NAME}") for path in paths):
+    are_files = len(paths) in (1, 1 + GENERATIONS)
+    if not are_files or not all(os.readlink(path).startswith(f"/memfd:{_NAME}") for path in paths):
         return False
     with open(paths[0], "rb", buffering=0) as control:
         return len(token) == _TOKEN_BYTES and control.read(_TOKEN_BYTES) == token

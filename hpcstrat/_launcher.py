@@ -9,7 +9,10 @@ import sys
 from dataclasses import dataclass
 
 _MARK = "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
-_SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]+)(?:\(x(?P<nodes>[0-9]+)\))?")  # 2(x3): 2 tasks on each of 3 nodes
+# 2(x3): 2 tasks on each of 3 nodes.
+_SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]{1,18})(?:\(x(?P<nodes>[0-9]{1,18})\))?")
+MOST_NODES, MOST_TASKS = 1 << 20, 1 << 24
+"""More than these in a variable are an error, and no list is made of them."""
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Variables that hold a rank, the one that counts first."""
 
@@ -48,12 +51,15 @@ def find() -> Launcher | None:
     """The launcher of this process, or None where it was started by hand.
 
     `mpirun` is looked for before `srun`, because on a cluster it starts its daemons, and so the ranks, through `srun`.
+
+    Raises:
+        RuntimeError: a variable is not as launchers set it.
     """
     size = _number("OMPI_COMM_WORLD_SIZE")
     if size is not None:
         return Launcher(
             name="mpirun of Open MPI",
-            rank=_number("OMPI_COMM_WORLD_RANK") or 0,
+            rank=_rank("OMPI_COMM_WORLD_RANK", size),
             size=size,
             local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -69,7 +75,7 @@ def find() -> Launcher | None:
     if size is not None:
         return Launcher(
             name="srun",
-            rank=_number("SLURM_PROCID") or 0,
+            rank=_number("SLURM_PROCID") or 0,  # beyond the size in a step of several components
             size=size,
             local_rank=_number("SLURM_LOCALID"),
             local_size=_step_tasks_here(),
@@ -109,7 +115,13 @@ def is_child() -> bool:
     if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
         return True
     connection = _number("PMI_FD")  # to the launcher; a child does not get it
-    return connection is not None and not os.path.exists(f"/proc/self/fd/{connection}")
+    if connection is None:
+        return False
+    try:
+        os.fstat(connection)
+    except (OSError, OverflowError):
+        return True
+    return False
 
 
 def is_importing_child() -> bool:
@@ -179,23 +191,31 @@ def expand_tasks(tasks: str) -> list[int]:
         tasks: for instance `"2(x3),1"`.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: it is not such a list, or too many.
 
     >>> expand_tasks("2(x3),1")
     [2, 2, 2, 1]
     """
     found: list[int] = []
+    total = 0
     for part in tasks.split(","):
         match = _SLURM_TASKS.fullmatch(part)
         if match is None:
-            raise ValueError(f"{tasks!r} is not a list of numbers of tasks: {part!r} is not like 2 or 2(x3)")
-        found += [int(match["tasks"])] * int(match["nodes"] or 1)
+            raise ValueError(f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or 2(x3)")
+        count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
+        total += count * nodes
+        if len(found) + nodes > MOST_NODES or total > MOST_TASKS:
+            raise ValueError(
+                f"{tasks!r:.200} is not a list of numbers of tasks: it has more than {MOST_TASKS} tasks, or than "
+                f"{MOST_NODES} nodes"
+            )
+        found += [count] * nodes
     return found
 
 
 def _pmi(size: int) -> Launcher:
     """A launcher that speaks PMI: the `mpirun` of MPICH and its relatives, or `srun --mpi=pmi2`."""
-    rank = _number("PMI_RANK") or 0
+    rank = _rank("PMI_RANK", size)
     if "MPI_LOCALRANKID" in os.environ or "HYDI_CONTROL_FD" in os.environ:
         intel = any(name.startswith("I_MPI_") and name != "I_MPI_ROOT" for name in os.environ)
         return Launcher(
@@ -217,9 +237,32 @@ def _pmi(size: int) -> Launcher:
 
 
 def _number(name: str) -> int | None:
-    """The variable as a number from 0 up, or None where it is not set or is not one."""
-    value = os.environ.get(name, "")
-    return int(value) if re.fullmatch(r"[0-9]+", value) else None
+    """The variable as a number from 0 up, or None where it is not set.
+
+    Raises:
+        RuntimeError: it is not such a number.
+    """
+    if not (value := os.environ.get(name, "")):
+        return None
+    if not re.fullmatch(r"[0-9]{1,18}", value):
+        raise RuntimeError(_wrong(name, value, "a number from 0 up"))  # not `None`: two would be rank 0
+    return int(value)
+
+
+def _rank(name: str, size: int) -> int:
+    """The variable as a rank, 0 where it is not set.
+
+    Raises:
+        RuntimeError: it is not a rank of a job of this size.
+    """
+    rank = _number(name) or 0
+    if rank >= size:
+        raise RuntimeError(_wrong(name, str(rank), f"below {size}, the number of ranks"))
+    return rank
+
+
+def _wrong(name: str, value: str, allowed: str) -> str:
+    return f"the environment variable {name} is {value!r:.50}; it must be {allowed}, as the launcher sets it"
 
 
 def _step_number(name: str) -> int | None:
@@ -231,9 +274,11 @@ def _step_number(name: str) -> int | None:
 
 def _step_tasks_here() -> int | None:
     """The number of the step's tasks on this node, or None if Slurm does not tell."""
-    node = _number("SLURM_NODEID")
-    try:
-        tasks = expand_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    except ValueError:
+    node, name = _number("SLURM_NODEID"), "SLURM_STEP_TASKS_PER_NODE"
+    if not (value := os.environ.get(name, "")):
         return None
+    try:
+        tasks = expand_tasks(value)
+    except ValueError as error:
+        raise RuntimeError(f"the environment variable {name}: {error}; it must be as srun sets it") from error
     return tasks[node] if node is not None and node < len(tasks) else None

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from hpcstrat import _launcher
+from hpcstrat import _guard, _launcher
 
 _DEFAULTS = {
     "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
@@ -51,14 +51,16 @@ def start(mpi: Any) -> None:
 
     Raises:
         RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank would believe it is
-            alone; or `/dev/shm` is too full, or not there, and MPI needs it.
+            alone; or `/proc` is not there; or `/dev/shm` is too full, or not there, and MPI needs it.
     """
     if mpi.Is_initialized():
         return
-    launcher = _launcher.find()
-    if launcher is not None and _is_foreign(launcher, mpi):
-        refuse(launcher, mpi, "is another")
-    _check_shared_memory(launcher, mpi)
+    check_launcher(mpi)
+    if not os.path.exists("/proc/self"):
+        raise RuntimeError(
+            "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, `mount -t proc proc /proc`"
+        )
+    _check_shared_memory(_launcher.find(), mpi)
     import mpi4py
 
     rc = mpi4py.rc
@@ -73,10 +75,22 @@ def start(mpi: Any) -> None:
         atexit.register(_finalize, mpi)
 
 
+def check_launcher(mpi: Any) -> None:
+    """Checks that the launcher may belong to this MPI.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    launcher = _launcher.find()
+    if launcher is not None and _is_foreign(launcher, mpi):
+        refuse(launcher, mpi, "is another")
+
+
 def _check_shared_memory(launcher: _launcher.Launcher | None, mpi: Any) -> None:
     """Refuses a `/dev/shm` without which, or so full that, MPI's start would end in errors of its own, or a bus error.
 
-    The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks and 32 MiB for 4 and 8; with less, not always.
+    The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB for 8. It takes
+    5.2 MiB for each rank, and yet can end in a segmentation fault where there are up to 7.
     """
     if not os.access(_SHARED_MEMORY, os.W_OK):
         vendor, version = mpi.get_vendor()
@@ -93,8 +107,9 @@ def _check_shared_memory(launcher: _launcher.Launcher | None, mpi: Any) -> None:
     if ranks is None or ranks < 2:
         return
     there = os.statvfs(_SHARED_MEMORY)
-    free, needed = there.f_bavail * there.f_frsize / 2**20, 16 + 4 * ranks
-    if free < needed:
+    free, needed = there.f_bavail * there.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
+    # A rank that has begun has found enough for all, of which it has taken some by now.
+    if free < needed and not _guard.has_started_one(_launcher.find_process()):
         raise RuntimeError(
             f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks "
             "of this host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "

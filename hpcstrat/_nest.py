@@ -12,6 +12,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 import optree
 from optree.utils import total_order_sorted
 
+from hpcstrat._edge import current_call
+
 Structure: TypeAlias = optree.PyTreeSpec
 """A nest without its leaves: hashable, and equal for nests of equal structure."""
 
@@ -23,10 +25,20 @@ _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
-    """The leaves of `nest` in a fixed order (the keys of dicts sorted), and its structure."""
+    """The leaves of `nest` in a fixed order (the keys of dicts sorted), and its structure.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
     if type(nest) in _leaf_types:
         return [nest], _LEAF
-    leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
+    try:
+        leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
+    except RecursionError as error:
+        raise ValueError(
+            f"{current_call()}: the {type(nest).__name__} is nested more than {optree.MAX_RECURSION_DEPTH} levels "
+            "deep, or contains itself; pass a flatter one"
+        ) from error
     for leaf in leaves:
         # A class is registered when it is first met: optree takes dataclasses and subclasses of dict for leaves.
         if type(leaf) not in _leaf_types and _register(type(leaf)):
@@ -45,19 +57,31 @@ def describe(structure: Structure) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _described(structure: Structure) -> str:
-    kind = structure.type
+    # Not by recursion, of which Python allows less than nests may be deep.
+    nodes, below = [], [structure]
+    while below:
+        nodes.append(node := below.pop())
+        below += node.children()
+    texts: list[str] = []
+    for node in reversed(nodes):
+        start = len(texts) - node.num_children
+        texts[start:] = [_joined(node, texts[start:])]
+    return texts[0]
+
+
+def _joined(node: Structure, members: list[str]) -> str:
+    kind = node.type
     if kind is None:
         return "*"
-    members = [describe(child) for child in structure.children()]
     if kind is list:
         return f"[{', '.join(members)}]"
     if kind is tuple:
         return f"({', '.join(members)}{',' * (len(members) == 1)})"
     if not issubclass(kind, dict):
-        names = getattr(kind, "_fields", structure.entries())
+        names = getattr(kind, "_fields", node.entries())
         return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, members))})"
     # Text, because the structure itself cannot be compared across processes: a hash differs from process to process.
-    keys = [repr(key) for key in structure.entries()]
+    keys = [repr(key) for key in node.entries()]
     text = f"{{{', '.join(map('{}: {}'.format, keys, members))}}}"
     if len(set(keys)) < len(keys):
         text += f" with keys of equal reprs, which must differ: {os.urandom(8).hex()}"

@@ -258,9 +258,17 @@ def _call_before_exit(call: Callable[[int], None]) -> None:
 def _log(text: str) -> None:
     """Appends hidden text to the file that the launcher keeps of this rank."""
     path = os.environ.get(_LOG_VARIABLE)
-    if path:
-        with contextlib.suppress(OSError), open(path, "a", errors="replace") as file:
+    if not path:
+        return
+    try:
+        with open(path, "a", errors="replace") as file:
             file.write(text)
+    except OSError as error:
+        os.environ.pop(_LOG_VARIABLE, None)  # this is said once
+        _failure.say(
+            f"hpcstrat: the log {path} cannot be written any more, and the program goes on: {error.strerror}. Name a "
+            "folder on a disk that has room"
+        )
 
 
 def _note_creators() -> None:

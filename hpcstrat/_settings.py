@@ -77,7 +77,12 @@ def unknown() -> dict[str, str]:
         return {}
     import difflib  # a millisecond, which `import hpcstrat` need not take
 
-    return {name: difflib.get_close_matches(name, _KNOWN, 1, 0)[0] for name in names}
+    def likeness(name: str, known: str) -> float:
+        # Without what most names share, which says nothing.
+        name, known = (one.removeprefix(_PREFIX).removesuffix("_SECONDS") for one in (name, known))
+        return difflib.SequenceMatcher(None, name, known).ratio()
+
+    return {name: max(_KNOWN, key=lambda known: likeness(name, known)) for name in names}
 
 
 def warn_of_unknown() -> None:

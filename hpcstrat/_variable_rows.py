@@ -198,7 +198,7 @@ class WritableByRows(ReadableAsArray):
             rows, values = rows[:0], values[:0]
         rows, values = communicator.all_gather([rows, values], 0, *must_match)
         if op is ReduceOp.MEAN:
-            with self._state.group.on_stream():
+            with self._state.group.on_stream(), np.errstate(all="ignore"):  # as in the update
                 values = (values / communicator.size).astype(values.dtype, copy=False)
         return rows, values
 

@@ -27,19 +27,22 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
         A scalar of the dtype of the losses.
 
     Raises:
+        TypeError: the losses, the weights or the batch size are not numbers.
         ValueError: the losses have no dimension, the weights do not fit them, or the batch size is negative.
         RuntimeError: called in the cross-replica context.
     """
     call = "compute_average_loss"
     replicas = _replicas(call)
-    losses: Any = per_example_loss if hasattr(per_example_loss, "sum") else np.asarray(per_example_loss)
+    losses = _as_numbers(call, "per_example_loss", per_example_loss, "sum")
     if losses.ndim == 0:
         raise ValueError(f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean")
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
+    if not hasattr(size, "__float__"):
+        raise TypeError(f"{call}: global_batch_size is {size!r}; it must be a number of examples")
     if size < 0:
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
-        weights: Any = sample_weight if hasattr(sample_weight, "reshape") else np.asarray(sample_weight)
+        weights = _as_numbers(call, "sample_weight", sample_weight, "reshape")
         weights = weights.reshape(_shape_of_weights(call, tuple(weights.shape), tuple(losses.shape)))
         losses = losses * (weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype))
     total = losses.sum()
@@ -56,12 +59,25 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
         The sum of its elements, divided by the number of replicas.
 
     Raises:
+        TypeError: the loss is not a number.
         RuntimeError: called in the cross-replica context.
     """
-    replicas = _replicas("scale_regularization_loss")
-    loss = regularization_loss if hasattr(regularization_loss, "sum") else np.asarray(regularization_loss)
-    total = loss.sum()
-    return _divided(total, replicas)
+    call = "scale_regularization_loss"
+    replicas = _replicas(call)
+    return _divided(_as_numbers(call, "regularization_loss", regularization_loss, "sum").sum(), replicas)
+
+
+def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
+    """What has this method as it is, such as a tensor of PyTorch, and anything else as a NumPy array.
+
+    Raises:
+        TypeError: it is an array, but not of numbers.
+    """
+    array = value if hasattr(value, method) else np.asarray(value)
+    dtype = getattr(array, "dtype", None)
+    if isinstance(dtype, np.dtype) and not _arrays.is_numeric(dtype):
+        raise TypeError(f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers")
+    return array
 
 
 def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ...]) -> tuple[int, ...]:
@@ -238,7 +254,7 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         `predictions` and have its dtype; 16 bits are computed in `float32`.
 
     Raises:
-        TypeError: `predictions` are not floats.
+        TypeError: `predictions` are not floats, or `delta` is not a number.
         ValueError: the shapes differ, or `delta` is not positive.
 
     Examples:
@@ -247,6 +263,10 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         >>> print(losses, gradient)
         [0.125 2.5  ] [0.5 1. ]
     """
+    try:
+        delta = delta.__float__()
+    except (AttributeError, TypeError, ValueError):
+        raise TypeError(f"huber: delta is {delta!r}; it must be a number") from None
     if not delta > 0:
         raise ValueError(f"huber: delta is {delta!r}; it must be positive")
     y, x, dtype = _as_pair("huber", labels, predictions, "predictions")

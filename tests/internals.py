@@ -52,15 +52,16 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.transports import STAGING
 from hpcstrat._edge import call_named, current_call
 from hpcstrat._group import ReplicaGroup, UpdatesOn, Workers
+from hpcstrat._job_memory import State
 from hpcstrat._launcher import Launcher, expand_tasks, find
 from hpcstrat._memory import segment
 from hpcstrat._memory.allocator import ALIGNMENT, RangeAllocator, SlabAllocator, gpu_memory, private_memory
 from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
-from hpcstrat._run import mpiexec, restarts
+from hpcstrat._run import leftovers, mpiexec, policy, restarts
 from hpcstrat._run.mpiexec import LaunchError
 from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import compiled, rows, rule
+from hpcstrat._storage import compiled, library_cache, rows, rule
 from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import replica_storage

@@ -19,6 +19,7 @@ class Choosing(optimizers.Optimizer):
     @staticmethod
     def formula(value, gradient, largest, *, learning_rate):
         largest = np.maximum(largest, np.minimum(abs(gradient), 2.0))
+        value = np.where(abs(gradient) < np.inf, value, np.nan)
         return np.where(gradient < 0, value + np.sign(gradient), value - learning_rate * gradient**2), -largest
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import shlex
 import signal
 import sys
@@ -17,6 +18,7 @@ from hpcstrat import _driver, _launcher, _world
 from hpcstrat._run import mpiexec, restarts
 from hpcstrat._run.job import Job
 from hpcstrat._run.mpiexec import LaunchError
+from hpcstrat._run.policy import Policy
 
 _HEAD_START_S = 10.0  # for rank 0's message, on a machine where the start of a rank is slow
 _EXAMPLES = """
@@ -87,9 +89,7 @@ def run(options: argparse.Namespace) -> int:
                 print(_command_line(job, ranks, variables(ranks), options))
                 return 0
             with job.passing_signals_on():
-                if options.restarts:
-                    return restarts.run(job, restarts.Policy(ranks, options.restarts, options.min_ranks), variables)
-                return job.start(ranks, variables(ranks))
+                return restarts.run(job, Policy(ranks, options.restarts, options.min_ranks), variables)
     except LaunchError as error:
         _say(str(error))
         return 2
@@ -132,7 +132,7 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
         mpirun = _slurm_mpirun(options.mpiexec)
         # Not the threads: how many cores of which node a task gets is Slurm's to say.
         return (
-            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM, around),
+            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM, (), around),
             lambda ranks: {"SLURM_NTASKS": str(ranks)} | mpirun,
         )
     starter = mpiexec.find(options.mpiexec)
@@ -141,7 +141,7 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
         return starter.command(ranks, rank_command(), environment)
 
     return (
-        Job(command, starter.vendor.end_signal, around),
+        Job(command, starter.vendor.end_signal, starter.vendor.kept, around),
         lambda ranks: _world.thread_variables(_world.share_of_cores([_world.own_cores()] * ranks, 0)),
     )
 
@@ -154,17 +154,17 @@ def _command_line(job: Job, ranks: int, environment: dict[str, str], options: ar
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of ranks; it must be 1 or more")
-    return number
+    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from 1 to 9,999,999")
+    return int(text)
 
 
 def _default_ranks() -> int:
     if mpiexec.in_allocation():
         tasks = os.environ.get("SLURM_NTASKS", "")
-        if not tasks:
-            raise LaunchError("this Slurm job has no number of tasks: give one to sbatch or salloc, or here with -n")
+        if not re.fullmatch("[1-9][0-9]{0,6}", tasks):
+            what = f"SLURM_NTASKS is {tasks!r:.50}" if tasks else "this Slurm job has no number of tasks"
+            raise LaunchError(f"{what}: give a number of tasks to sbatch or salloc, or here with -n")
         return int(tasks)
     try:
         gpus = len(_driver.visible_gpus())
@@ -190,16 +190,17 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
     """Every process of another launcher would start a job of its own."""
     words = [*([options.option] if options.option else []), options.program, *options.arguments]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        name, rank, size = "torchrun", int(os.environ.get("RANK", "0")), os.environ.get("WORLD_SIZE", "N")
+        name, size = "torchrun", os.environ.get("WORLD_SIZE", "N")
+        is_first = not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", ""))
         instead = f"hpcstrat run -n {size} {shlex.join(words)}"
     else:
         launcher = _launcher.find()
         if launcher is None:
             return
-        name, rank = launcher.name, launcher.rank
+        name, is_first = launcher.name, launcher.rank == 0
         size = options.n or launcher.size or "N"
         instead = f"{name.split()[0]} -n {size} python {shlex.join(words)}"
-    if rank == 0:
+    if is_first:
         _say(f"{name} has started this process already; start the ranks with one launcher: `{instead}`")
         sys.stderr.flush()
     else:

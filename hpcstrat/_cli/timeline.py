@@ -39,6 +39,8 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
         as_json: whether to print JSON.
     """
     try:
+        if steps < 1:
+            raise ValueError(f"--steps is {steps}; it must be at least 1")
         found = move_waiting(read(path))
         if not as_json:
             _show_ends(found)
@@ -47,7 +49,7 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
         if plot is not None:
             draw(found, ranks, plot, steps)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f"python -m hpcstrat timeline: {error}", file=sys.stderr)
+        print(f"python -m hpcstrat timeline {path}: {error}", file=sys.stderr)
         return 1
     if as_json:
         print(json.dumps({"ranks": [rank._asdict() for rank in ranks], "advice": sentences}, indent=2))

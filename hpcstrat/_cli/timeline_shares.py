@@ -6,6 +6,8 @@ import bisect
 import collections
 import itertools
 import json
+import math
+import reprlib
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -86,9 +88,19 @@ def read(path: str) -> Timeline:
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: the file is not a timeline.
+        ValueError: the file is not a timeline, or an event of it makes no sense.
     """
     events = [event for file in (path, *parts_beside(path)) for event in _events(file)]
+    try:
+        timeline = _timeline_of(events)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}; record it again") from error
+    if not timeline.names:
+        raise ValueError(f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran")
+    return timeline
+
+
+def _timeline_of(events: Sequence[dict[str, Any]]) -> Timeline:
     timeline = Timeline({}, {}, {})
     begun: dict[tuple[int, int], list[dict[str, Any]]] = {}
     # What a kill left open ends when the trace does.
@@ -109,8 +121,6 @@ def read(path: str) -> Timeline:
     for stack in begun.values():
         for event in stack:
             _add(timeline, event, last, is_open=True)
-    if not timeline.names:
-        raise ValueError(f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran")
     for tracks in timeline.tracks.values():
         for spans in tracks.values():
             spans.sort(key=lambda span: (span.begin, -span.end))
@@ -124,8 +134,10 @@ def share_out(timeline: Timeline) -> list[Rank]:
     makes slots, plans and kernels that later steps reuse.
 
     Raises:
-        ValueError: the program did not run two steps.
+        ValueError: the program did not run two steps, or they took no time.
     """
+    if not timeline.tracks:
+        raise ValueError("nothing is recorded; let the program call Strategy.run")
     return [_of_rank(timeline, rank) for rank in sorted(timeline.tracks)]
 
 
@@ -185,6 +197,10 @@ def _add(timeline: Timeline, event: dict[str, Any], end: float, is_open: bool = 
     span = TraceSpan(
         event["ts"] / 1e6, end, event["cat"], event["name"], event.get("args", {}).get("bytes", 0), is_open
     )
+    numbers = event["pid"], event["tid"], span.nbytes
+    has_known_kind = type(span.name) is str and span.category in ("run", *KINDS)
+    if not (has_known_kind and all(type(one) is int for one in numbers) and -math.inf < span.begin <= end < math.inf):
+        raise ValueError(f"an event is {reprlib.repr(event)}")
     timeline.tracks.setdefault(event["pid"], {}).setdefault(event["tid"], []).append(span)
 
 
@@ -194,7 +210,7 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 event = json.loads(line.rstrip().rstrip(","))
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and {"name", "ph", "pid"} <= event.keys():
                 yield event
@@ -209,6 +225,8 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
             "on; call Strategy.run more often with the same function"
         )
     begin, end = begins[0], begins[-1]
+    if begin == end:
+        raise ValueError(f"the steps of rank {rank} took no time; record the timeline again")
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for stretch in stretches(tracks):
         spent[stretch.kind] += max(0.0, min(stretch.end, end) - max(stretch.begin, begin))

@@ -177,3 +177,4 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
                 f"{communicator.rank} failed, which its end found out; start with CUDA_LAUNCH_BLOCKING=1 to see where"
             )
+    _failure.note_left()

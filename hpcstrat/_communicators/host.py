@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import functools
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 
+from hpcstrat import _world
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
@@ -17,7 +19,7 @@ from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._edge import current_call
 from hpcstrat._memory.allocator import RangeAllocator
-from hpcstrat._memory.segment import Segment
+from hpcstrat._memory.segment import LARGE, Segment, check_available
 from hpcstrat._spans import COMMUNICATION, Details, span
 from hpcstrat._types import Array, Bytes, ReduceOp
 
@@ -53,10 +55,40 @@ class HostCommunicator(Communicator):
         """What makes exchanges while the program computes; `None` where that gains nothing. Collective at first."""
         return None
 
+    def require_memory(self, nbytes: int, signature: CallSignature) -> None:
+        """Checks that the host has memory for its ranks, each of which is about to take this much. Collective.
+
+        Args:
+            nbytes: the same on all ranks.
+            signature: what all ranks agree on.
+
+        Raises:
+            MemoryError: it has not, on any rank.
+        """
+        world = _world.started()
+        ranks = self.size if world is None else min(self.size, world.local_size)
+        if self.size > 1 and ranks * nbytes >= LARGE:
+            # No rank takes memory before all have found enough for all: one that comes late would find less.
+            with self.raise_together():
+                check_available(nbytes, ranks)
+                self.exchange(signature)
+
+    def new_buffer(self, nbytes: int, signature: CallSignature) -> Bytes:
+        """Memory that each rank makes for itself in one call. Collective; the arguments are those of `require_memory`.
+
+        Raises:
+            MemoryError: a rank cannot have it; on all ranks, in a block of `raise_together`.
+        """
+        buffer = np.empty(nbytes, np.uint8)
+        self.require_memory(nbytes, signature)
+        if nbytes >= LARGE:
+            buffer[:: mmap.PAGESIZE] = 0  # makes its pages now: what is asked for next is compared with what is left
+        return buffer
+
     def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
         _check_on_host(arrays)
         layout, signature = _layout_and_signature_of(must_match, arrays)
-        out = np.empty(layout.nbytes, np.uint8)
+        out = self.new_buffer(layout.nbytes, signature)
         try:
             self.reduce_message(signature, layout, lambda message: layout.write(message, arrays), op, out)
         except BaseException as error:  # a signal's, say: the others may wait for this rank's part
@@ -77,6 +109,8 @@ class HostCommunicator(Communicator):
         parts = [_parse(message, kinds) for message in messages]
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
+        nbytes = sum(array.nbytes for part in parts for array in part)
+        self.require_memory(nbytes, signature_of(f"{current_call()}: memory"))
         return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
 
     def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
@@ -86,6 +120,7 @@ class HostCommunicator(Communicator):
             messages = self.exchange(signature, layout.nbytes, lambda message: layout.write(message, arrays))
         else:
             messages = self.exchange(signature)
+        self.require_memory(layout.nbytes, signature)
         return layout.views(messages[root][: layout.nbytes].copy())
 
     def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:

@@ -16,7 +16,7 @@ from hpcstrat._communicators.packing import Layout
 from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._memory.allocator import RangeAllocator
-from hpcstrat._memory.segment import physical_memory, shared_segment
+from hpcstrat._memory.segment import check_available, physical_memory, shared_segment
 from hpcstrat._spans import COMMUNICATION, WAITING, span
 from hpcstrat._types import Bytes, ReduceOp
 from hpcstrat._watchdog.channels import SLOT
@@ -187,23 +187,36 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     def _grow(self, wanted: int) -> None:
         """Gives every mailbox room for `wanted` bytes. All ranks have seen the same sizes and come here together."""
         capacity = min(max(wanted, min(2 * self._capacity, _DOUBLED)), self._reserve)
-        problem = ""
-        try:
+        there = self._mailboxes[self.rank].size
+
+        def check() -> None:
             if wanted > capacity:
                 raise MemoryError(
                     f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller arrays"
                     f"{self.segment.hint}"
                 )
+            check_available(capacity - there, self.size)
+
+        def commit() -> None:
             start = self._mailbox_starts[self.rank]
-            self.segment.commit(start, start + capacity)
+            self.segment.commit(start + there, start + capacity)
+
+        # No rank takes memory before all have found enough for all.
+        self._together(check)
+        self._together(commit)
+        self._capacity = capacity
+        self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
+
+    def _together(self, step: Callable[[], None]) -> None:
+        """Over MPI: an exchange would need the very mailboxes that are missing."""
+        problem = ""
+        try:
+            step()
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
-        # Over MPI: an exchange would need the very mailboxes that are missing.
         if problems := [one for one in self._comm.allgather(problem) if one]:
             self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
-        self._capacity = capacity
-        self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(

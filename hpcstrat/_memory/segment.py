@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,7 +102,9 @@ def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:
     return min(found)
 
 
-_LARGE = 1 << 26
+LARGE = 1 << 26
+"""Bytes from which on a request is compared with what the host has left."""
+
 _SMALLEST = 1 << 26
 
 
@@ -140,12 +142,8 @@ class Segment:
         nbytes = stop - start
         if nbytes <= 0:
             return
-        # The system promises more memory than it has, and ends the process that takes it at its word. So a large
-        # request is compared with what is left, and every one has its pages made now, where their lack is an error.
-        if nbytes >= _LARGE and nbytes > (free := available_memory()):
-            raise MemoryError(
-                f"{nbytes:,} bytes are wanted and this host has {free:,} left; start fewer ranks on a host"
-            )
+        # Every request has its pages made now, where their lack is an error.
+        check_available(nbytes)
         if stop > self.size:
             raise MemoryError(
                 f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make variables smaller"
@@ -173,6 +171,24 @@ class Segment:
             self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
+def check_available(nbytes: int, ranks: int = 1) -> None:
+    """Compares a large request with what is left: the system promises more, and ends who takes it at its word.
+
+    Args:
+        nbytes: of each rank.
+        ranks: how many of this host request as much at the same time.
+
+    Raises:
+        MemoryError: there is less.
+    """
+    wanted = ranks * nbytes
+    if wanted >= LARGE and wanted > (free := available_memory()):
+        each = f" for {ranks} ranks, {nbytes:,} for each," if ranks > 1 else ""
+        raise MemoryError(
+            f"{wanted:,} bytes are wanted{each} and this host has {free:,} left; start fewer ranks on a host"
+        )
+
+
 def private_segment() -> Segment:
     """A segment of this process alone, as large as the host's memory, or as limits allow.
 
@@ -181,8 +197,7 @@ def private_segment() -> Segment:
     """
     # Reserved addresses cost nothing, but `ulimit -v` may count them.
     size, limit = _checked(reservable(physical_memory()))
-    file = _nameless_file()
-    os.ftruncate(file, size)
+    file, _ = _nameless_file(size)
     return Segment(file, size, limit)
 
 
@@ -204,7 +219,7 @@ def shared_segment(comm: Any, size: int) -> Segment:
         file, path, problem = -1, "", ""
         if comm.rank == 0:
             try:
-                file, path = _create(create, size)
+                file, path = create(size)
             except OSError as error:
                 problem = f"rank 0: {error}"
         path = comm.bcast(path, root=0)
@@ -244,22 +259,22 @@ def _checked(found: tuple[int, str]) -> tuple[int, str]:
     return nbytes // mmap.PAGESIZE * mmap.PAGESIZE, limit
 
 
-def _create(create: Callable[[], int], size: int) -> tuple[int, str]:
+def _nameless_file(size: int) -> tuple[int, str]:
     """A new file of this size, and the path by which other processes open it."""
-    file = create()
+    file = os.memfd_create("hpcstrat", os.MFD_CLOEXEC)
     os.ftruncate(file, size)
-    # A memfd has no path of its own; processes of the same user reach it through this one's descriptor.
-    link = f"/proc/{os.getpid()}/fd/{file}"
-    target = os.readlink(link)
-    return file, link if target.startswith("/memfd:") else target
+    # It has no path of its own; processes of the same user reach it through this one's descriptor.
+    return file, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _nameless_file() -> int:
-    return os.memfd_create("hpcstrat", os.MFD_CLOEXEC)
-
-
-def _named_file() -> int:
+def _named_file(size: int) -> tuple[int, str]:
     """Where processes may not open each other's files. The name lives for the milliseconds until all have opened it."""
     import tempfile  # 10 ms, and hardly ever needed
 
-    return tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")[0]
+    file, path = tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        os.unlink(path)
+        raise
+    return file, path

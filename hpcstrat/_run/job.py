@@ -7,11 +7,12 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import FrameType
 
-_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_ON = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -21,25 +22,29 @@ class Job:
     Args:
         command: see the attribute.
         end_signal: what the process of that command gets if this one is killed, to end the ranks.
+        kept: signals that would end the process of that command, and so go to the ranks themselves.
         around: makes a block for each start, which gives more variables for the ranks. Where it raises
             `subprocess.CalledProcessError`, the start has failed with that status.
 
     Attributes:
         command: gives the command line for a number of ranks and the variables that they get besides this process's.
-        signal: the last signal that this process was sent, to pass on to the ranks; 0 where there was none. It may have
-            come between two starts, and then goes to the ranks of the next.
+        signal: the last signal that this process was sent to end the job; 0 where there was none.
+        processes: gives those of the ranks, as far as they are known.
     """
 
     def __init__(
         self,
         command: Callable[[int, dict[str, str]], list[str]],
         end_signal: int,
+        kept: Collection[int],
         around: Callable[[], AbstractContextManager[dict[str, str]]],
     ) -> None:
         self.signal = 0
-        self._is_pending = False
+        self.processes: Callable[[], Iterable[int]] = tuple
+        self._pending = 0  # a signal that came between two starts, for the ranks of the next
         self.command = command
         self._end_signal = end_signal
+        self._kept = kept
         self._around = around
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -90,17 +95,24 @@ class Job:
             start_new_session=True,
             preexec_fn=die_with_launcher,
         )
-        if self._is_pending:
-            self._pass_on(self.signal, None)
+        if self._pending:
+            self._pass_on(self._pending, None)
         status = self._process.wait()
         self._process = None
         return status
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._is_pending = self._process is None
-        if self._process is not None:
+        if number in _ENDING:
+            self.signal = number
+        self._pending = number if self._process is None else 0
+        if self._process is None:
+            return
+        if number not in self._kept:
             self._process.send_signal(number)
+            return
+        for process in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, number)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
         """Stops mpiexec with this process, as a Ctrl-Z does where both are in one group, until both go on."""

@@ -37,6 +37,7 @@ class Vendor(NamedTuple):
         names: what its mpiexec may be called, the usual one first.
         options: its options for a number of ranks and the variables that ranks on other hosts need too.
         end_signal: makes it end all ranks, whatever they do with signals of their own, within seconds.
+        kept: signals that end it, where others are passed on.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Vendor(NamedTuple):
     names: tuple[str, ...]
     options: Callable[[int, Iterable[str]], list[str]]
     end_signal: int
+    kept: tuple[int, ...]
 
 
 def _hydra_options(ranks: int, variables: Iterable[str]) -> list[str]:
@@ -63,9 +65,9 @@ _HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
 # Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open MPI's ranks that
 # have not started MPI outlive an mpirun that was killed.
 VENDORS = (
-    Vendor("Open MPI", "Open MPI", ("mpiexec", "mpirun", "mpiexec.openmpi"), _open_mpi_options, signal.SIGTERM),
-    Vendor("Intel MPI", "Intel(R) MPI", _HYDRA_NAMES, _hydra_options, signal.SIGKILL),
-    Vendor("MPICH", "HYDRA", _HYDRA_NAMES, _hydra_options, signal.SIGKILL),
+    Vendor("Open MPI", "Open MPI", ("mpiexec", "mpirun", "mpiexec.openmpi"), _open_mpi_options, signal.SIGTERM, ()),
+    Vendor("Intel MPI", "Intel(R) MPI", _HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,)),
+    Vendor("MPICH", "HYDRA", _HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,)),
 )
 """In the order in which their signs are looked for."""
 
@@ -84,6 +86,8 @@ class Mpiexec:
 
     def command(self, ranks: int, program: Sequence[str], variables: Iterable[str] = ()) -> list[str]:
         """What starts the program on so many ranks, to which these variables are passed on."""
+        if ":" in program:  # behind which mpiexec would look for another program
+            program = ["sh", "-c", f"exec {shlex.join(program)}"]
         return [*self.words, *self.vendor.options(ranks, variables), *program]
 
 
@@ -122,7 +126,10 @@ def find(named: str | None = None) -> Mpiexec:
     name, version = mpi.get_vendor()
     library = f"{name} {'.'.join(map(str, version))}"
     if named is not None:
-        words = shlex.split(named)
+        try:
+            words = shlex.split(named)
+        except ValueError as error:
+            raise LaunchError(f"--mpiexec: {named!r} is no command line: {error}") from None
         if not words or shutil.which(words[0]) is None:
             raise LaunchError(f"--mpiexec: there is no program {named!r}")
         found = [words]

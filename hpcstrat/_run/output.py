@@ -6,13 +6,17 @@ becomes the rank, so that signals and the exit status are the rank's, and leaves
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
 import signal
 import sys
+import time
 
-_LINE = re.compile(rb"[^\r\n]*[\r\n]+")
+_LINE = re.compile(rb"[^\r\n]+[\r\n]*|[\r\n]+")
+_LONGEST = 1 << 16  # bytes of a line that is not whole yet
+_LAST_SECONDS = 5.0  # for what the rank has started, when that has ended
 
 
 def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str) -> None:
@@ -28,6 +32,7 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
             sys.exit(f"hpcstrat run: --tee: {error}")
         os.environ["_HPCSTRAT_LOG"] = path  # for what the rank hides
     pipes = [os.pipe(), os.pipe()]
+    process = os.getpid()
     # The copying process is nobody's child, lest the program waits for it, and in a session of its own: whatever ends
     # the rank, its last words still arrive.
     child = os.fork()
@@ -50,42 +55,80 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
         os.close(write)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _copy({pipes[0][0]: 1, pipes[1][0]: 2}, log, f"[rank {rank}] ".encode() if marks else b"")
+    _copy(process, {pipes[0][0]: 1, pipes[1][0]: 2}, log, f"[rank {rank}] ".encode() if marks else b"")
 
 
-def _copy(outputs: dict[int, int], log: int | None, tag: bytes) -> None:
-    """Copies to the log and to the outputs until the rank, and all that it has started, is gone."""
+def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) -> None:
+    """Copies to the log and to the outputs until the rank has ended, and all that it has started, or some seconds."""
     selector = selectors.DefaultSelector()
-    parts = dict.fromkeys(outputs, b"")  # of lines, that are not whole yet
+    streams = {read: _Tagged(tag) for read in outputs}
     for read in outputs:
         selector.register(read, selectors.EVENT_READ)
-    while selector.get_map():
-        for key, _ in selector.select():
+    end = -1
+    with contextlib.suppress(OSError):  # it has ended already, or this system has no such files
+        end = os.pidfd_open(process)
+        selector.register(end, selectors.EVENT_READ)
+    deadline = None
+    while outputs.keys() & selector.get_map().keys():
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        for key, _ in selector.select(left):
+            if key.fd == end:
+                selector.unregister(end)
+                deadline = time.monotonic() + _LAST_SECONDS
+                continue
             data = os.read(key.fd, 1 << 16)
             if not data:
                 selector.unregister(key.fd)
-            if log is not None:
-                _write(log, data)
-            if tag:
-                data, parts[key.fd] = _tagged(parts[key.fd] + data, tag, not data)
-            _write(outputs[key.fd], data)
+            if log is not None and (problem := _write(log, data)):
+                path = os.environ["_HPCSTRAT_LOG"]
+                _write(2, f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to it\n".encode())
+                log = None
+            _write(outputs[key.fd], streams[key.fd].add(data) if tag else data)
+    for read, stream in streams.items():
+        _write(outputs[read], stream.rest())
 
 
-def _tagged(text: bytes, tag: bytes, is_last: bool) -> tuple[bytes, bytes]:
-    """The text's whole lines, each with the tag, which hpcstrat's own have already; and the rest."""
-    lines = _LINE.findall(text)
-    rest = text[sum(map(len, lines)) :]
-    if is_last and rest:
-        lines, rest = [*lines, rest + b"\n"], b""
-    return b"".join(line if line.startswith(tag) or not line.strip() else tag + line for line in lines), rest
+class _Tagged:
+    """A stream whose lines get a tag, which hpcstrat's own have already."""
+
+    def __init__(self, tag: bytes) -> None:
+        self._tag = tag
+        self._held = b""  # of a line that is not whole yet
+        self._is_inside = False  # a line that was too long to be held
+
+    def add(self, data: bytes) -> bytes:
+        """What to show when this has come."""
+        text = self._held + data
+        stop = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
+        if len(text) - stop >= _LONGEST:
+            stop = len(text)
+        self._held = text[stop:]
+        return self._show(text[:stop])
+
+    def rest(self) -> bytes:
+        """What to show at the end."""
+        shown, self._held = self._show(self._held), b""
+        return shown + b"\n" * self._is_inside
+
+    def _show(self, text: bytes) -> bytes:
+        shown = []
+        for line in _LINE.findall(text):
+            is_tagged = self._is_inside or line.startswith(self._tag) or not line.strip()
+            shown.append(line if is_tagged else self._tag + line)
+            self._is_inside = not line.endswith((b"\n", b"\r"))
+        return b"".join(shown)
 
 
-def _write(output: int, data: bytes) -> None:
-    while data:
-        try:
+def _write(output: int, data: bytes) -> str:
+    """Writes it all; what is in the way, if anything: nobody reads it any more, or the disk is full."""
+    try:
+        while data:
             data = data[os.write(output, data) :]
-        except OSError:  # nobody reads it any more, or the disk is full; the other copy goes on
-            return
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 if __name__ == "__main__":

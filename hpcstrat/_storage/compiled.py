@@ -9,22 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import functools
-import hashlib
-import os
-import pathlib
-import platform
-import shutil
-import stat
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._storage.library_cache import compiler, load_library
 from hpcstrat._storage.rule import LANES, Kernel, Norms, UpdateRule
 from hpcstrat._types import Array, ReduceOp
 
@@ -39,13 +30,6 @@ Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
 NormLoop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
 """Likewise. It changes nothing, and gives for each row the sum of the squares of each term."""
 
-# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
-# away is errno, and traps that nobody has set.
-_FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    *("-shared", "-fPIC"),
-)
-_SECONDS = 60  # for a compiler that hangs
 # CHUNK: what a chunk is copied to stays in the fastest cache, eight arrays of it. One or two messages are read in
 # place: a loop that reads several streams at once is faster than a copy of one of them, and then the others.
 _SOURCE = """
@@ -233,7 +217,7 @@ def _load_norms(norms: Norms, dtype: np.dtype[Any]) -> NormLoop:
 
 
 def _function(source: str) -> Any:
-    function = ctypes.CDLL(os.fspath(_library(source))).update
+    function = load_library(source).update
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
     function.restype = None
     return function
@@ -303,78 +287,3 @@ def _gives_the_same(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any
         and np.array_equal(np.signbit(found[found == 0]), np.signbit(expected[expected == 0]))
         for found, expected in zip(wide[:half], wide[half:], strict=True)
     )
-
-
-# ---- the compiler, and where its files are
-
-
-def compiler() -> str | None:
-    """The path of the C compiler; `None` where there is none."""
-    return shutil.which(os.environ.get("CC", "").strip() or "cc")
-
-
-def _library(source: str) -> pathlib.Path:
-    """The compiled source, made if it is not there: by one process of the host, while others wait.
-
-    Raises:
-        OSError, RuntimeError, SubprocessError: it cannot be made, or kept.
-    """
-    cc = compiler()
-    if cc is None:
-        raise FileNotFoundError("there is no C compiler")
-    status = os.stat(cc)
-    # A compiler that was updated, or a home on several kinds of machines, must not find the other's code.
-    facts = (source, *_FLAGS, os.path.realpath(cc), str(status.st_size), str(status.st_mtime_ns), *_processor())
-    folder = _folder()
-    path = folder / f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.so"
-    if not path.exists():
-        with _alone(folder):
-            if not path.exists():
-                _compile(cc, source, path)
-    return path
-
-
-def _compile(cc: str, source: str, path: pathlib.Path) -> None:
-    # Renamed when it is whole: a process that dies in between, or reads at the same time, never loads half a file.
-    handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = [cc, *_FLAGS, "-x", "c", "-", "-o", beside, "-lm"]
-        subprocess.run(command, input=source.encode(), capture_output=True, timeout=_SECONDS, check=True)
-        os.replace(beside, path)
-    except BaseException:
-        os.unlink(beside)
-        raise
-
-
-@contextlib.contextmanager
-def _alone(folder: pathlib.Path) -> Iterator[None]:
-    """A block that one process of the host is in. The system opens the lock of a process that dies."""
-    with open(folder / "lock", "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _folder() -> pathlib.Path:
-    """A folder that nobody else can write to: what is in it is run.
-
-    Raises:
-        OSError: there is none, and it cannot be made.
-        RuntimeError: this user has no home.
-    """
-    folder = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "").strip() or pathlib.Path.home() / ".cache") / "hpcstrat"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} is not this user's own")
-    return folder
-
-
-@functools.cache
-def _processor() -> tuple[str, ...]:
-    """What distinguishes this processor from others, for which another loop is compiled: homes are often shared."""
-    names = ("flags", "Features", "model name", "CPU part")
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        first = file.read().partition("\n\n")[0]
-        return tuple(line for line in first.splitlines() if line.partition("\t")[0].rstrip(": ") in names)
-    return (platform.machine(), platform.processor(), platform.node())

@@ -47,11 +47,12 @@ class MirroredHostStorage(HostStorage):
 
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
+        signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
+        communicator.require_memory(initial.nbytes, signature)
         # A rank without the memory stops the others before they wait for its part.
         with communicator.raise_together():
             block = private_memory().new_block(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
-        signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
         flat = block.array.reshape(-1).view(np.uint8)
         if communicator.rank == 0:
 
@@ -71,7 +72,8 @@ class MirroredHostStorage(HostStorage):
     def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
         with self._communicator.raise_together():
-            message = np.zeros(plan.layout.nbytes, np.uint8)
+            message = self._communicator.new_buffer(plan.layout.nbytes, plan.signature())
+            message[...] = 0
             self._communicator.exchange(plan.signature())
         plan.give_buffers([message], message)
 
@@ -89,7 +91,7 @@ class MirroredHostStorage(HostStorage):
         with self._lock:
             # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < plan.layout.nbytes:
-                self._sum = np.empty(plan.layout.nbytes, np.uint8)
+                self._sum = communicator.new_buffer(plan.layout.nbytes, signature)
             # There is nobody to exchange with; the call is still counted, and refused where none may be made.
             if communicator.size == 1:
                 communicator.exchange(signature)

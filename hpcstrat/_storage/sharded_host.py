@@ -38,6 +38,8 @@ class ShardedHostStorage(MirroredHostStorage):
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         assert cuts is not None
         start, stop = self._own_cuts(cuts)
+        communicator, nbytes = self._communicator, variable.array.nbytes
+        communicator.require_memory(-(-nbytes // communicator.size), signature_of(current_call(), "slot", nbytes))
         with self._communicator.raise_together():
             block = private_memory().new_block((stop - start,), variable.array.dtype, self._created + 1)
             block.array[...] = value

@@ -69,6 +69,7 @@ def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[An
     return results
 
 
+@np.errstate(all="ignore")  # an overflow is inf on all ranks, and no exception on the one that has asked for those
 def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
     with communicator.raise_together():  # arrays beside the slices were reduced before
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
@@ -118,6 +119,7 @@ def require_alike(communicator: Communicator, structure: _nest.Structure, *must_
         communicator.exchange(signature_of(current_call(), *must_match, _nest.describe(structure), "not distributed"))
 
 
+@np.errstate(all="ignore")  # as above
 def _reduce_along(
     communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *must_match: str
 ) -> list[Any]:
@@ -174,8 +176,7 @@ class _Inner:
 
     def mean_or_sum(self, total: Array, count: Array) -> Any:
         if self._op is ReduceOp.MEAN:
-            with np.errstate(invalid="ignore"):
-                total = self._xp.asarray(total / np.float64(count) if count else total * np.nan)
+            total = self._xp.asarray(total / np.float64(count) if count else total * np.nan)
         return scalar(total.astype(self._dtype, copy=False))
 
     def extreme(self, total: Array, count: Array) -> Any:
@@ -190,6 +191,7 @@ class _Inner:
         return scalar(total)
 
 
+@np.errstate(all="ignore")
 def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
     """A value that is not distributed, with several replicas."""
     if op is ReduceOp.SUM:

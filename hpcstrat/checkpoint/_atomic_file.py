@@ -30,7 +30,7 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     Args:
         path: the file; symbolic links are followed.
         keep: the number of files to keep: `path` and the previous ones, `path.1`, `path.2` ... Older files are
-            removed. `None` keeps no previous file, and removes none.
+            removed. `None` keeps no previous file, and removes none. Directories of such names stay.
 
     Raises:
         OSError: the file system's error; or another program writes to the same file, on a file system without locks.
@@ -42,6 +42,11 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, f"{error.filename} is a file and not a folder") from error
     before = _regular_file(path)  # a wrong path is an error now, not after everything is written
+    for number in numbered(path):
+        if keep is not None and number < keep and os.path.isdir(f"{path}.{number}"):
+            raise IsADirectoryError(
+                errno.EISDIR, f"{path}.{number} is a directory, and keep={keep} needs this name; rename it"
+            )
     _remove_left(path)
     with _beside(path, before) as (partial, file):
         yield file
@@ -57,7 +62,7 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         # After the rename, so that there is never one file fewer than `keep`.
         for number in numbered(path):
             if number >= keep:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a directory is none of ours
                     os.unlink(f"{path}.{number}")
     _sync_folder(folder)
 

@@ -199,7 +199,7 @@ class CheckpointManager:
 
     def _find(self) -> _Source:
         problem, snapshot = "", None
-        if self._snapshot_every is not None and _job_memory.is_expected():
+        if self._snapshot_every is not None and _job_memory.expects_snapshots():
             memory = _job_memory.find()
             try:
                 self._snapshots = None if memory is None else SnapshotMemory(memory, self._path)

@@ -245,6 +245,7 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
     )
 
 
+@np.errstate(all="ignore")
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     """This replica's share of an ON_READ variable's saved values, of shape `(n, ...)` for n replicas.
 

@@ -119,7 +119,7 @@ class PreemptionHandler:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         if (memory := _job_memory.find()) is not None:
-            memory.note_failure(communicator.rank, _job_memory.PREEMPTED)
+            memory.note_failure(communicator.rank, "", _job_memory.State.PREEMPTED)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:

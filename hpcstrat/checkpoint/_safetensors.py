@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -335,7 +336,11 @@ def step_in(path: str) -> int | None:
 
 
 def _step_in(own: Mapping[str, str]) -> int | None:
-    return None if "step" not in own else int(own["step"])
+    if "step" not in own:
+        return None
+    if not re.fullmatch("[0-9]{1,18}", own["step"]):  # which 64 bits hold, as the launcher's memory has them
+        raise ValueError(f"its step is {reprlib.repr(own['step'])}")
+    return int(own["step"])
 
 
 def _parsed(text: str | bytes) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
+from hpcstrat._launcher import MOST_TASKS
+
 Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
 """The addresses of tasks 0, 1, ..., or a mapping from task numbers, which may be text as in JSON, to addresses."""
 
@@ -132,8 +134,10 @@ def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
 def _number(job: str, number: object) -> int:
     try:
         found = int(number)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         found = -1
-    if found < 0:
-        raise ValueError(f"ClusterSpec: a task of job {job!r} has the number {number!r}; it must be 0, 1, ...")
+    if not 0 <= found < MOST_TASKS:
+        raise ValueError(
+            f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, 1, ... below {MOST_TASKS}"
+        )
     return found

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
-from collections.abc import Mapping
-from typing import Any, final
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, final
 
-from hpcstrat._launcher import expand_tasks
+from hpcstrat._launcher import MOST_NODES, MOST_TASKS, expand_tasks
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 from hpcstrat.cluster_resolver._resolver import ClusterResolver, visible_gpus
 
 _PIECE = re.compile(r"\[(?P<ranges>[0-9,-]+)\]|(?P<text>[^\[\],\s]+)")
-_RANGE = re.compile(r"(?P<first>[0-9]+)(?:-(?P<last>[0-9]+))?")
+_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
+
+_Item = TypeVar("_Item")
 
 
 @final
@@ -102,8 +105,10 @@ def _variable(name: str) -> str:
 
 def _number(name: str) -> int:
     value = _variable(name)
-    if not value.isdecimal():
-        raise RuntimeError(f"SlurmClusterResolver: {name} is {value!r}; it must be a number from 0 up, as srun sets it")
+    if not re.fullmatch("[0-9]{1,18}", value) or int(value) > MOST_TASKS:
+        raise RuntimeError(
+            f"SlurmClusterResolver: {name} is {value!r:.50}; it must be a number from 0 up, as srun sets it"
+        )
     return int(value)
 
 
@@ -111,21 +116,27 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
     """The number of tasks by node."""
     if isinstance(given, Mapping):
         return dict(given)
-    try:
-        nodes = expand_nodes(_variable("SLURM_STEP_NODELIST"))
-        if given is not None:
-            return dict.fromkeys(nodes, int(given))
-        tasks = expand_tasks(_variable("SLURM_STEP_TASKS_PER_NODE"))
-    except ValueError as error:
-        raise RuntimeError(f"SlurmClusterResolver: {error}; start the program with `srun`, which sets it") from error
+    nodes = _expanded("SLURM_STEP_NODELIST", expand_nodes)
+    if given is not None:
+        return dict.fromkeys(nodes, int(given))
+    tasks = _expanded("SLURM_STEP_TASKS_PER_NODE", expand_tasks)
     # A node that is named twice has one entry in the list of tasks.
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
-            f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes)}), and "
-            f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks))}); start the "
+            f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes):.200}), and "
+            f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks)):.200}); start the "
             "program with `srun`, which sets both, or pass tasks_per_node"
         )
     return dict(zip(dict.fromkeys(nodes), tasks, strict=True))
+
+
+def _expanded(name: str, expand: Callable[[str], list[_Item]]) -> list[_Item]:
+    try:
+        return expand(_variable(name))
+    except ValueError as error:
+        raise RuntimeError(
+            f"SlurmClusterResolver: {name}: {error}; start the program with `srun`, which sets it"
+        ) from error
 
 
 def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int) -> None:
@@ -133,7 +144,7 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
     if wanted != there or not there:
         raise RuntimeError(
             f"SlurmClusterResolver: the jobs have {wanted} tasks ({jobs}), and the nodes run {there} "
-            f"({tasks_per_node}); start as many as the jobs have with `srun --ntasks={wanted}`"
+            f"({tasks_per_node!s:.200}); start as many as the jobs have with `srun --ntasks={wanted}`"
         )
     if rank >= there:
         raise RuntimeError(
@@ -188,14 +199,16 @@ def expand_nodes(nodes: str) -> list[str]:
     ['n1', 'n2', 'p0x3y', 'p0x4y', 'p07x3y', 'p07x4y']
     """
     found: list[str] = []
-    for name in re.findall(r"(?:\[[^\]]*\]|[^,])+", nodes):
+    for name in re.findall(r"(?:\[[^\[\]]*\]|[^,])+", nodes):
         pieces = list(_PIECE.finditer(name))
         if "".join(piece[0] for piece in pieces) != name:
-            raise ValueError(f"{nodes!r} is not a Slurm node list: {name!r} is not like n1 or n[1-3,7]")
+            raise ValueError(f"{nodes!r:.200} is not a Slurm node list: {name!r:.50} is not like n1 or n[1-3,7]")
         choices = [_numbers(nodes, piece["ranges"]) if piece["ranges"] else [piece["text"]] for piece in pieces]
         if len(choices) > 1 and not pieces[-1]["ranges"]:
             [end] = choices.pop()
             choices[-1] = [number + end for number in choices[-1]]
+        if len(found) + math.prod(map(len, choices)) > MOST_NODES:
+            raise ValueError(f"{nodes!r:.200} is not a Slurm node list: it has more than {MOST_NODES} nodes")
         *others, last = choices
         found += ["".join([*first[::-1], end]) for *first, end in itertools.product(*others[::-1], last)]
     return found
@@ -207,7 +220,10 @@ def _numbers(nodes: str, ranges: str) -> list[str]:
     for text in ranges.split(","):
         match = _RANGE.fullmatch(text)
         first, last = (match["first"], match["last"] or match["first"]) if match else ("1", "0")
-        if int(last) < int(first):
-            raise ValueError(f"{nodes!r} is not a Slurm node list: {text!r} is not like 7 or 1-3")
+        if not 0 <= int(last) - int(first) < MOST_NODES - len(found):
+            raise ValueError(
+                f"{nodes!r:.200} is not a Slurm node list: {text!r:.50} is not like 7 or 1-3, of {MOST_NODES} nodes at "
+                "most"
+            )
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

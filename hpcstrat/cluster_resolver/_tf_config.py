@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any, final
 
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
@@ -40,9 +41,15 @@ class TFConfigClusterResolver(ClusterResolver):
         """The jobs and their tasks; empty if the variable names no job.
 
         Raises:
-            TypeError: a job's tasks are neither a list nor an object.
+            ValueError: it is no object of jobs, each a list of addresses or an object.
         """
-        return ClusterSpec(_config().get("cluster", {}))
+        cluster = _config().get("cluster", {})
+        try:
+            return ClusterSpec(cluster)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f'TFConfigClusterResolver: TF_CONFIG: its "cluster" is not like {{"worker": ["n1:8888"]}}. {error}'
+            ) from error
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """The variable's `"session_master"`, else the address of the task; empty if the cluster has a single task.
@@ -50,7 +57,7 @@ class TFConfigClusterResolver(ClusterResolver):
         Raises:
             ValueError: there is no such task, or neither the caller nor the variable names a task.
         """
-        session_master = _config().get("session_master")
+        session_master = _text("session_master")
         if session_master is not None:
             return session_master
         spec = self.cluster_spec()
@@ -76,30 +83,38 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def _find_task_id(self) -> int | None:
         index = _task().get("index")
-        try:
-            return None if index is None else int(index)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f'TF_CONFIG: the "index" of its "task" is {index!r}; it must be a number') from error
+        if index is None:
+            return None
+        if not re.fullmatch("[0-9]{1,9}", str(index)):  # `True` and 1.5 are no text of digits
+            raise ValueError(f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, from 0 up')
+        return int(index)
 
     def _find_rpc_layer(self) -> str | None:
-        return _config().get("rpc_layer")
+        return _text("rpc_layer")
 
 
 def _config() -> dict[str, Any]:
     text = os.environ.get("TF_CONFIG", "{}")
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"TF_CONFIG is not JSON ({error}): {text!r}. Correct it, or unset it") from error
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"TF_CONFIG is not JSON ({error}): {text!r:.200}. Correct it, or unset it") from error
     if not isinstance(config, dict):
         raise ValueError(
-            f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r}'
+            f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r:.200}'
         )
     return config
+
+
+def _text(name: str) -> str | None:
+    found = _config().get(name)
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f'TF_CONFIG: its "{name}" is {found!r:.50}; it must be a text')
+    return found
 
 
 def _task() -> dict[str, Any]:
     task = _config().get("task", {})
     if not isinstance(task, dict):
-        raise ValueError(f'TF_CONFIG: its "task" is {task!r}; it must be like {{"type": "worker", "index": 0}}')
+        raise ValueError(f'TF_CONFIG: its "task" is {task!r:.50}; it must be like {{"type": "worker", "index": 0}}')
     return task

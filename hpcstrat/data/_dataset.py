@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import math
-import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
@@ -19,6 +18,7 @@ from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._edge import current_call, names_call
 from hpcstrat._types import TensorSpec
 from hpcstrat.data import _combine_ops, _elements, _files, _index_ops, _sources
+from hpcstrat.data._arguments import path_of, seed_of, weights_of, whole
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node
 from hpcstrat.data._options import Options
 from hpcstrat.data._pass import ResumableIterator, after, length, prefetched
@@ -78,6 +78,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
 
     As in `tf.data`, a list becomes an array where an element is expected; tuples, dicts, namedtuples and dataclasses
     make nests. A function of an element receives the members of a tuple as separate arguments.
+
+    An argument of a method that is not of its type, such as text for a size, is a TypeError that names both.
     """
 
     def __init__(self, node: Node) -> None:
@@ -90,9 +92,11 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """The integers `range(*args)`, each a scalar of dtype `output_type`.
 
         Raises:
+            TypeError: an argument is not an int.
             ValueError: the step is 0.
         """
-        return Dataset(_sources.Range(range(*map(operator.index, args)), output_type))
+        bounds = [whole(one, "Dataset.range", "an argument") for one in args]
+        return Dataset(_sources.Range(range(*bounds), output_type))
 
     @staticmethod
     def from_tensors(tensors: Any) -> Dataset:
@@ -203,15 +207,11 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         nodes = _nodes_of(datasets, call)
         if isinstance(weights, Dataset):
             raise TypeError(f"{call}: weights is a Dataset, but weights that change are not possible; pass numbers")
-        numbers = None if weights is None else np.asarray(weights, float).tolist()
-        if numbers is not None and (len(numbers) != len(nodes) or min(numbers) < 0 or not 0 < sum(numbers) < np.inf):
-            raise ValueError(
-                f"{call}: weights is {numbers}; it must have one number for each of the {len(nodes)} datasets, not "
-                "negative and not all 0"
-            )
-        seed = None if seed is None else operator.index(seed)
+        numbers = None if weights is None else weights_of(weights, call, len(nodes))
         return Dataset(
-            _combine_ops.Sample(nodes, numbers, seed, bool(rerandomize_each_iteration), bool(stop_on_empty_dataset))
+            _combine_ops.Sample(
+                nodes, numbers, seed_of(seed, call), bool(rerandomize_each_iteration), bool(stop_on_empty_dataset)
+            )
         )
 
     @staticmethod
@@ -247,10 +247,13 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         Raises:
             ValueError: there is no such file.
         """
-        patterns = [file_pattern] if isinstance(file_pattern, (str, os.PathLike)) else list(file_pattern)
-        names = sorted(name for pattern in patterns for name in glob.glob(os.fspath(pattern)))
+        call = "Dataset.list_files"
+        several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, str)
+        patterns = [path_of(one, call, "file_pattern") for one in (file_pattern if several else [file_pattern])]
+        seed = seed_of(seed, call)
+        names = sorted(name for pattern in patterns for name in glob.glob(pattern))
         if not names:
-            raise ValueError(f"Dataset.list_files: no file matches {', '.join(map(str, patterns))}")
+            raise ValueError(f"{call}: no file matches {', '.join(patterns)}")
         files = Dataset.from_tensor_slices(np.array(names))
         return files if shuffle is False else files.shuffle(UNKNOWN, seed)
 
@@ -283,7 +286,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             Exception: whatever a function of the pipeline raised.
         """
         _refuse(current_call(), compression=compression, shard_func=shard_func, checkpoint_args=checkpoint_args)
-        path, communicator = os.fspath(path), connect()
+        path, communicator = path_of(path, current_call()), connect()
         for shuffle in self._node.shuffles():
             shuffle.state()  # the ranks draw their seeds alike, though one alone iterates
         elements = self._node.elements(EpochPass(frozen=True))
@@ -319,7 +322,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """
         del element_spec
         _refuse("Dataset.load", compression=compression, reader_func=reader_func)
-        return Dataset(_files.load(os.fspath(path)))
+        return Dataset(_files.load(path_of(path, "Dataset.load")))
 
     def with_options(self, options: Options) -> Dataset:
         """The same elements, with these options added to those it has; see `Options`.

@@ -6,9 +6,12 @@ import contextlib
 import errno
 import json
 import math
+import operator
 import os
+import reprlib
 import secrets
 import shutil
+import tokenize
 from collections.abc import Iterator
 from typing import Any, BinaryIO, final
 
@@ -151,15 +154,55 @@ def load(path: str) -> Node:
             header = json.load(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(errno.ENOENT, "Dataset.load: there is no dataset that was saved", path) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"Dataset.load: {header_path} is not a header of a dataset: {error}; save it again") from error
+    if not isinstance(header, dict) or not {"format", "count", "nest", "leaves"} <= header.keys():
+        raise ValueError(
+            f"Dataset.load: {header_path} is not a header of a dataset: it must have a format, a count, a nest and "
+            "leaves; save it again"
+        )
     if header["format"] != _FORMAT:
-        raise ValueError(f"Dataset.load: {path} has the format {header['format']}; this version reads {_FORMAT}")
+        found = reprlib.repr(header["format"])
+        raise ValueError(f"Dataset.load: {path} has the format {found}; this version reads {_FORMAT}")
     count, skeleton = header["count"], header["nest"]
-    columns = [_Stored(os.path.join(path, f"leaf{i}"), kinds, count) for i, kinds in enumerate(header["leaves"])]
+    try:
+        if not _is_size(count):
+            raise ValueError(f"its count is {count!r}")
+        columns = [_Stored(os.path.join(path, f"leaf{i}"), kinds, count) for i, kinds in enumerate(header["leaves"])]
+        if sorted(_numbers_in(skeleton)) != [*range(len(columns))]:
+            raise ValueError(f"its nest does not have each of the {len(columns)} leaves once")
+    except (
+        FileNotFoundError,
+        RecursionError,
+        TypeError,
+        ValueError,
+        tokenize.TokenError,
+    ) as error:  # the last: NumPy's
+        raise ValueError(f"Dataset.load: {path} is damaged: {error}; save the dataset again") from error
     if all(column.whole is not None for column in columns):
         return Slices(_rebuilt(skeleton, [column.whole for column in columns]))
     return _Saved(path, skeleton, columns, count)
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
+def _numbers_in(skeleton: Any) -> Iterator[int]:
+    """The leaves of a skeleton, which is checked.
+
+    Raises:
+        ValueError: it is not what `_skeleton` makes.
+    """
+    if type(skeleton) is int:
+        yield skeleton
+        return
+    items = [*skeleton.items()] if isinstance(skeleton, dict) else []
+    if len(items) != 1 or type(items[0][1]) is not {"tuple": list, "list": list, "dict": dict}.get(items[0][0]):
+        raise ValueError(f"a part of its nest is {reprlib.repr(skeleton)}")
+    members = items[0][1]
+    for member in members.values() if isinstance(members, dict) else members:
+        yield from _numbers_in(member)
 
 
 class _Stored:
@@ -167,25 +210,39 @@ class _Stored:
 
     Attributes:
         whole: all as one array of shape `(count, ...)`, if all have one shape and dtype; else `None`.
+
+    Raises:
+        ValueError, TypeError: what is described is not what the files hold. No memory is taken before that is known.
     """
 
     def __init__(self, path: str, kinds: list[Any], count: int) -> None:
-        self._kinds = [(np.dtype(dtype), tuple(shape)) for dtype, shape in kinds]
-        sizes = np.array([dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds])
-        self._kind_of = np.load(f"{path}.kinds.npy") if len(kinds) > 1 else np.zeros(count, np.int32)
-        self._ends = np.cumsum(sizes[self._kind_of])
-        nbytes = int(self._ends[-1])
-        found = os.path.getsize(path)
-        if found != nbytes or len(self._kind_of) != count:
-            raise ValueError(f"Dataset.load: {path} has {found} bytes; it must have {nbytes}: save the dataset again")
+        self._kinds = [_as_kind(*kind) for kind in kinds]
+        sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds]
+        counts = [count]
+        if len(sizes) != 1:
+            # Mapped: to read it would take the memory that its header claims.
+            self._kind_of = np.asarray(np.lib.format.open_memmap(f"{path}.kinds.npy", "r"))
+            if self._kind_of.shape != (count,) or self._kind_of.dtype != np.int32:
+                raise ValueError(f"{path}.kinds.npy does not hold {count} numbers")
+            if not 0 <= self._kind_of.min() <= self._kind_of.max() < len(sizes):
+                raise ValueError(f"{path}.kinds.npy has numbers that are not below {len(sizes)}")
+            counts = np.bincount(self._kind_of, minlength=len(sizes)).tolist()
+        found, nbytes = os.path.getsize(path), sum(map(operator.mul, counts, sizes))
+        if found != nbytes:
+            raise ValueError(f"{path} has {found} bytes; it must have {nbytes}")
         self._bytes: Any = np.asarray(np.memmap(path, np.uint8, "r")) if nbytes else np.empty(0, np.uint8)
         self.whole: Any = None
-        if len(kinds) == 1:
-            dtype, shape = self._kinds[0]
-            self.whole = self._bytes.view(dtype).reshape(count, *shape) if nbytes else np.empty((count, *shape), dtype)
+        if len(sizes) == 1:
+            ((dtype, shape),) = self._kinds
+            empty = np.broadcast_to(np.zeros((), dtype), (count, *shape))
+            self.whole = self._bytes.view(dtype).reshape(count, *shape) if nbytes else empty
+        else:
+            self._ends = np.cumsum(np.array(sizes)[self._kind_of])
 
     def at(self, index: int) -> Any:
         """The leaf of one element, copied."""
+        if self.whole is not None:
+            return self.whole[index].copy()
         dtype, shape = self._kinds[self._kind_of[index]]
         end = int(self._ends[index])
         data = self._bytes[end - dtype.itemsize * math.prod(shape) : end]
@@ -200,6 +257,21 @@ class _Stored:
         shapes = zip(*[shape for _, shape in self._kinds], strict=True)
         sizes = [one if len({one, *others}) == 1 else None for one, *others in shapes] if first else []
         return TensorSpec(sizes, np.result_type(*dtypes))
+
+
+def _as_kind(dtype: Any, shape: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The dtype and the shape of elements.
+
+    Raises:
+        ValueError, TypeError: they are not what `_Column` writes.
+    """
+    found = np.dtype(dtype) if isinstance(dtype, str) else None
+    if found is None or found.kind not in _KINDS:
+        raise ValueError(f"elements have the dtype {dtype!r}")
+    # An empty string has no bytes, but arrays of them do.
+    if not isinstance(shape, list) or not all(map(_is_size, shape)) or (shape and not found.itemsize):
+        raise ValueError(f"elements of dtype {dtype} have the shape {reprlib.repr(shape)}")
+    return found, tuple(shape)
 
 
 @final

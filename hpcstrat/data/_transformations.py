@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcstrat.data import _batch_ops, _combine_ops, _element_ops, _elements, _index_ops, _sources
+from hpcstrat.data._arguments import at_least_one, function_of, seed_of, whole
 from hpcstrat.data._interleave import Interleave
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
 from hpcstrat.data._pass import ResumableDataset
@@ -44,7 +44,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `batch_size` is not positive. While iterating: elements differ in structure, shape or dtype.
         """
-        size = _at_least_one(batch_size, "Dataset.batch", "batch_size")
+        size = at_least_one(batch_size, "Dataset.batch", "batch_size")
         return type(self)(_batch_ops.Batch(self._node, (size,), bool(drop_remainder)))
 
     def padded_batch(
@@ -68,7 +68,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 dimensions, or are larger than the padded shape, or the nests do not go with them.
             TypeError: while iterating: a padding value does not become one of the leaf's dtype.
         """
-        size = _at_least_one(batch_size, "Dataset.padded_batch", "batch_size")
+        size = at_least_one(batch_size, "Dataset.padded_batch", "batch_size")
         return type(self)(_batch_ops.PaddedBatch(self._node, size, padded_shapes, padding_values, bool(drop_remainder)))
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Self:
@@ -82,7 +82,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             ValueError: a size is not positive. While iterating: as `unbatch`.
         """
         sizes = batch_size if isinstance(batch_size, (list, tuple, np.ndarray)) else [batch_size]
-        sizes = tuple([_at_least_one(size, "Dataset.rebatch", "batch_size") for size in sizes])
+        sizes = tuple([at_least_one(size, "Dataset.rebatch", "batch_size") for size in sizes])
         if not sizes:
             raise ValueError("Dataset.rebatch: batch_size has no sizes; pass one or more")
         return type(self)(_batch_ops.Batch(_batch_ops.Unbatch(self._node), sizes, bool(drop_remainder)))
@@ -112,9 +112,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `size`, `shift` or `stride` is not positive.
         """
-        size = _at_least_one(size, "Dataset.window", "size")
-        shift = size if shift is None else _at_least_one(shift, "Dataset.window", "shift")
-        stride = _at_least_one(stride, "Dataset.window", "stride")
+        size = at_least_one(size, "Dataset.window", "size")
+        shift = size if shift is None else at_least_one(shift, "Dataset.window", "shift")
+        stride = at_least_one(stride, "Dataset.window", "stride")
         return type(self)(_batch_ops.Window(self._node, size, shift, stride, bool(drop_remainder), type(self)))
 
     def shard(self, num_shards: int, index: int) -> Self:
@@ -123,11 +123,10 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `num_shards` is not positive, or `index` is not in `[0, num_shards)`.
         """
-        num_shards, index = operator.index(num_shards), operator.index(index)
+        call = "Dataset.shard"
+        num_shards, index = whole(num_shards, call, "num_shards"), whole(index, call, "index")
         if not 0 <= index < num_shards:
-            raise ValueError(
-                f"Dataset.shard: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)"
-            )
+            raise ValueError(f"{call}: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)")
         return type(self)(_index_ops.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
@@ -136,7 +135,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         An infinite `repeat` ends after a round without elements; directly after `shuffle`, only if the first round has
         none.
         """
-        return type(self)(_index_ops.Repeat(self._node, -1 if count is None else max(-1, operator.index(count))))
+        count = -1 if count is None else max(-1, whole(count, "Dataset.repeat", "count"))
+        return type(self)(_index_ops.Repeat(self._node, count))
 
     def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Self:
         """The elements in random order: each is drawn from a buffer of the next `buffer_size` elements.
@@ -152,7 +152,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
         """
-        buffer_size = operator.index(buffer_size)
+        buffer_size = whole(buffer_size, "Dataset.shuffle", "buffer_size")
         if buffer_size < 1 and buffer_size != UNKNOWN:
             raise ValueError(
                 f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1, or UNKNOWN_CARDINALITY for all"
@@ -162,7 +162,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, which means all elements, but the dataset is "
                 "infinite; give a size, or shuffle before Dataset.repeat"
             )
-        seed = None if seed is None else operator.index(seed)
+        seed = seed_of(seed, "Dataset.shuffle")
         return type(self)(_index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
 
     def map(
@@ -186,7 +186,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             ValueError: `num_parallel_calls` is neither positive nor `AUTOTUNE`.
             TypeError: while iterating: a leaf cannot become an array.
         """
-        function = _function(map_func, "Dataset.map", "map_func")
+        function = function_of(map_func, "Dataset.map", "map_func")
         threads = _threads(num_parallel_calls, "Dataset.map") or 1
         return type(self)(_element_ops.Map(self._node, function, threads, type(self)))
 
@@ -233,8 +233,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         call = "Dataset.interleave"
         function, name = self._maker(map_func, call)
-        cycle = _CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else _at_least_one(cycle_length, call, "cycle_length")
-        block = _at_least_one(block_length, call, "block_length")
+        cycle = _CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else at_least_one(cycle_length, call, "cycle_length")
+        block = at_least_one(block_length, call, "block_length")
         threads = _threads(num_parallel_calls, call)
         return type(self)(
             Interleave(self._node, f"interleave({name}, {cycle}, {block})", function, cycle, block, threads)
@@ -243,7 +243,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     @staticmethod
     def _maker(map_func: Callable[..., TransformableDataset], call: str) -> tuple[Callable[[Any], Node], str]:
         """A function that makes a node of an element, and the name of `map_func`."""
-        function = _function(map_func, call, "map_func")
+        function = function_of(map_func, call, "map_func")
 
         def make(element: Any) -> Node:
             made = _element_ops.call_on(function, element, call, "map_func")
@@ -268,7 +268,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: a leaf of the state cannot become an array. While iterating: `scan_func` did not return a pair.
             ValueError: while iterating: the structure of the state changed.
         """
-        function = _function(scan_func, "Dataset.scan", "scan_func")
+        function = function_of(scan_func, "Dataset.scan", "scan_func")
         return type(self)(_element_ops.Scan(self._node, initial_state, function))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
@@ -285,7 +285,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: a leaf of a state cannot become an array.
             ValueError: the structure of the state changed.
         """
-        function = _function(reduce_func, "Dataset.reduce", "reduce_func")
+        function = function_of(reduce_func, "Dataset.reduce", "reduce_func")
         state = _elements.as_element(initial_state)
         for element in self._node.elements(EpochPass()):
             result = _element_ops.call_with(function, (state, element), "Dataset.reduce", "reduce_func")
@@ -295,15 +295,15 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
 
     def filter(self, predicate: Callable[..., Any]) -> Self:
         """The elements for which `predicate` is true. Every rank loads all elements to find out."""
-        return type(self)(_element_ops.Filter(self._node, _function(predicate, "Dataset.filter", "predicate")))
+        return type(self)(_element_ops.Filter(self._node, function_of(predicate, "Dataset.filter", "predicate")))
 
     def take(self, count: int) -> Self:
         """The first `count` elements; all if there are fewer, or if `count` is negative."""
-        return type(self)(_index_ops.Take(self._node, operator.index(count)))
+        return type(self)(_index_ops.Take(self._node, whole(count, "Dataset.take", "count")))
 
     def skip(self, count: int) -> Self:
         """The elements after the first `count`; nothing if `count` is negative."""
-        return type(self)(_index_ops.Skip(self._node, operator.index(count)))
+        return type(self)(_index_ops.Skip(self._node, whole(count, "Dataset.skip", "count")))
 
     def concatenate(self, dataset: Self) -> Self:
         """The elements, then those of `dataset`.
@@ -317,7 +317,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
 
     def enumerate(self, start: int = 0) -> Self:
         """Pairs of a count, an int64 scalar that begins at `start`, and the element."""
-        return type(self)(_combine_ops.Enumerate(self._node, operator.index(start)))
+        return type(self)(_combine_ops.Enumerate(self._node, whole(start, "Dataset.enumerate", "start")))
 
     def cache(self, filename: str = "") -> Self:
         """Keeps the order, and in memory the results of functions, generators and reads, for later iterations.
@@ -347,7 +347,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `buffer_size` is below -1.
         """
-        buffer_size = AUTOTUNE if buffer_size is None else operator.index(buffer_size)
+        buffer_size = whole(AUTOTUNE if buffer_size is None else buffer_size, "Dataset.prefetch", "buffer_size")
         if buffer_size < AUTOTUNE:
             raise ValueError(
                 f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
@@ -371,21 +371,8 @@ def checked_node(dataset: Any, call: str) -> Node:
     return node_of(dataset)
 
 
-def _function(function: Any, call: str, argument: str) -> Callable[..., Any]:
-    if not callable(function):
-        raise TypeError(f"{call}: {argument} is {type(function).__name__}; it must be a function of an element")
-    return function
-
-
 def _threads(calls: int | None, call: str) -> int:
     """How many threads a `num_parallel_calls` means; 0 for `None`."""
     if calls is None:
         return 0
-    return AUTOTUNED if calls == AUTOTUNE else _at_least_one(calls, call, "num_parallel_calls")
-
-
-def _at_least_one(number: Any, call: str, argument: str) -> int:
-    number = operator.index(number)
-    if number < 1:
-        raise ValueError(f"{call}: {argument} is {number}; it must be at least 1")
-    return number
+    return AUTOTUNED if calls == AUTOTUNE else at_least_one(calls, call, "num_parallel_calls")

@@ -72,7 +72,8 @@ class CountMetric(Metric):
 class ConfusionMatrix(CountMetric):
     """How often each label, the row, was predicted as each class, the column.
 
-    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices.
+    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices, floats only if they are
+    whole. Others are refused, unlike by TensorFlow, for which probabilities below 1 are class 0.
 
     Args:
         num_classes: the number of classes.
@@ -92,7 +93,10 @@ class ConfusionMatrix(CountMetric):
          [0.3 0.1]]
     """
 
-    _INVALID = "labels or predictions are not below num_classes, or are negative"
+    _INVALID = (
+        "labels or predictions are not below num_classes, are negative, or have fractions; pass class indices, of "
+        "probabilities their argmax"
+    )
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class ConfusionMatrix(CountMetric):
 
     def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
         size = self.num_classes
-        row, column = true.astype(np.int64), predicted.astype(np.int64)
+        row, column = _classes(true), _classes(predicted)
         is_valid = (row >= 0) & (row < size) & (column >= 0) & (column < size)
         bins = np.where(is_valid, row * size + column, size**2 + 1)
         return bins if self.ignore_class is None else np.where(row == self.ignore_class, size**2, bins)
@@ -126,7 +130,7 @@ class ConfusionMatrix(CountMetric):
 class MeanIoU(ConfusionMatrix):
     """The mean over classes of the intersection over union, `TP / (TP + FP + FN)`, of classes that occur.
 
-    Labels and predictions are class indices, such as those of an image's pixels.
+    Labels and predictions are class indices, such as those of an image's pixels, as for `ConfusionMatrix`.
 
     Args:
         num_classes: the number of classes.
@@ -162,6 +166,16 @@ class MeanIoU(ConfusionMatrix):
         return (intersection[occurs] / union[occurs]).mean() if occurs.any() else 0.0
 
 
+_NO_CLASS = np.iinfo(np.int64).min
+
+
+def _classes(values: Any) -> np.ndarray[Any, Any]:
+    """Class indices as integers; `_NO_CLASS` for what is not whole, such as a probability."""
+    with np.errstate(invalid="ignore"):
+        whole = values.astype(np.int64)
+        return whole if values.dtype.kind in "iub" else np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
+
+
 @functools.cache
 def _count_classes() -> Any:
     return _gpu.load_cupy("a metric").ElementwiseKernel(
@@ -169,9 +183,10 @@ def _count_classes() -> Any:
         "raw float64 totals",
         """
 const long long row = (long long)label, column = (long long)predicted;
-if (ignores && row == ignored)
+const bool is_label = (double)row == (double)label, is_class = (double)column == (double)predicted;
+if (ignores && is_label && row == ignored)
     atomicAdd(&totals[classes * classes], weight);
-else if (0 <= row && row < classes && 0 <= column && column < classes)
+else if (is_label && 0 <= row && row < classes && is_class && 0 <= column && column < classes)
     atomicAdd(&totals[row * classes + column], weight);
 else
     atomicAdd(&totals[classes * classes + 1], 1.0);

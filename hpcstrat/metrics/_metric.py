@@ -63,7 +63,8 @@ class Metric(abc.ABC):
                 totals = _gpu.to_host(communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0])
         else:
             totals = self.totals.numpy()
-        return np.asarray(self._combine(totals)).astype(self._dtype)[()]
+        with np.errstate(all="ignore"):  # an overflow is inf on all ranks, and no exception on the one that asks for it
+            return np.asarray(self._combine(totals)).astype(self._dtype)[()]
 
     def reset_state(self) -> None:
         """Resets to zero. Collective in the cross-replica context; in a replica context, for this replica only."""
@@ -138,12 +139,12 @@ def as_numbers(call: str, argument: str, value: Any) -> Any:
         TypeError: it is none.
     """
     array = _arrays.as_array(call, value, on_gpu=True)
-    if not _arrays.is_numeric(array.dtype):
-        try:
-            array = array.astype(np.float64)  # Python objects, such as fractions
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers") from error
-    return array
+    if _arrays.is_numeric(array.dtype):
+        return array
+    # Python objects, such as fractions. NumPy would make a number of text, and nan of `None`.
+    if array.dtype != object or not all(hasattr(one, "__float__") for one in array.flat):
+        raise TypeError(f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers")
+    return array.astype(np.float64)
 
 
 def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:

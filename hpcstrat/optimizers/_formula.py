@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat._storage.rule import Kernel, Norms, UpdateRule
 from hpcstrat.optimizers._operations import norm_terms, operations
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers._symbols import ELEMENT, NUMBER, ON_ELEMENTS, Symbol
 
 
@@ -187,7 +188,8 @@ class Formulas:
     def _rule(self, values: Sequence[Any], slots: tuple[str, ...]) -> UpdateRule:
         named = dict(zip(self._names, values, strict=True))
         options = {name: value for name, value in named.items() if value is None or isinstance(value, bool)}
-        numbers = {name: float(value) for name, value in named.items() if name not in options}
+        owner = self._call.partition(".")[0]
+        numbers = {name: as_number(owner, name, value) for name, value in named.items() if name not in options}
         key = (*options.items(), *slots)
         if key not in self._compiled:
             self._compiled[key] = Formula(self._call, self._function, slots, tuple(numbers), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -95,6 +96,7 @@ def _bound(
 ) -> list[str]:
     """The first lines of the function: what operations take of numbers is computed once, and not for each chunk."""
     places = {id(norm): f"norm_{i}" for i, norm in enumerate(norms)}
+    functions |= {"inf": math.inf, "nan": math.nan}  # as the text has such literals
 
     def computed(number: Symbol) -> str:
         if id(number) in places:

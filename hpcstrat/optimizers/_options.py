@@ -86,14 +86,14 @@ def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"{owner}: {min(unknown)} is not an argument; besides its own it takes {names}")
     options = {**DEFAULTS, **given}
     for name in ("global_clipnorm", "clipnorm", "clipvalue"):
-        if options[name] is not None and not options[name] > 0:
+        if options[name] is not None and not as_number(owner, name, options[name]) > 0:
             raise ValueError(f"{owner}: {name} is {options[name]!r}; it must be positive or None")
     clipping = [name for name in ("global_clipnorm", "clipnorm", "clipvalue") if options[name] is not None]
     if len(clipping) > 1:
         raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
     if options["weight_decay"] is not None:
         options["weight_decay"] = not_negative(owner, "weight_decay", options["weight_decay"])
-    if not 0 <= options["ema_momentum"] <= 1:
+    if not 0 <= as_number(owner, "ema_momentum", options["ema_momentum"]) <= 1:
         raise ValueError(f"{owner}: ema_momentum is {options['ema_momentum']!r}; it must be from 0 to 1")
     for name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
         count = options[name]
@@ -160,6 +160,18 @@ def set_attribute(optimizer: Any, name: str, value: Any, assign: Callable[[str, 
         )
 
 
+def as_number(owner: str, argument: str, value: Any, allowed: str = "a number") -> float:
+    """The value of an argument or attribute as a float.
+
+    Raises:
+        TypeError: it is not a number; texts are none.
+    """
+    try:
+        return value.__float__()
+    except (AttributeError, ArithmeticError, TypeError, ValueError):
+        raise TypeError(f"{owner}: {argument} is {value!r}; it must be {allowed}") from None
+
+
 def not_negative(owner: str, argument: str, value: Any) -> float:
     """The value of an argument as a float.
 
@@ -167,28 +179,36 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
         TypeError: it is not a number.
         ValueError: it is negative, infinite or nan.
     """
-    is_number = hasattr(value, "__float__")
-    if not is_number or not 0 <= float(value) < math.inf:
-        error = ValueError if is_number else TypeError
-        also = ", or a callable" if argument == "learning_rate" else ""
-        raise error(f"{owner}: {argument} is {value!r}; it must be a number of at least 0{also}")
-    return float(value)
+    allowed = "a number of at least 0" + ", or a callable" * (argument == "learning_rate")
+    found = as_number(owner, argument, value, allowed)
+    if not 0 <= found < math.inf:
+        raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
+    return found
 
 
-def with_options(formula: Callable[..., Any], averages: bool, overwrites: bool) -> Callable[..., Any]:
+def with_options(call: str, formula: Callable[..., Any], averages: bool, overwrites: bool) -> Callable[..., Any]:
     """The formula of an optimizer together with that of the options: still one, so one pass over memory.
 
     An option that is `None` leaves no trace, and one that the formula itself takes is the formula's own.
 
     Args:
+        call: the formula's name, for messages.
         formula: the optimizer's.
         averages: whether it keeps moving averages, in a last slot.
         overwrites: whether these become the variables' values in steps whose number `ema_overwrites` is 1 and not 0.
+
+    Raises:
+        TypeError: the formula takes a number by position.
     """
     parameters = inspect.signature(formula).parameters
     names = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
     averaging = ["ema_momentum"] * averages + ["ema_overwrites"] * overwrites
     ours = [name for name in (*_BY_FORMULA, *averaging, "learning_rate") if name not in names]
+    for name in (*ours, "step"):
+        if name in parameters and name not in names:
+            raise TypeError(
+                f"{call} takes {name} by position; numbers come after `*`: def formula(value, gradient, *, {name})"
+            )
 
     def stepped(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
         of = {name: numbers.pop(name) for name in ours}
@@ -241,7 +261,10 @@ def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
         for parameter in inspect.signature(rate).parameters.values()
     )
     function: Any = rate
-    return function if takes_step else lambda _: function()
+    what = "what learning_rate returns"
+    if takes_step:
+        return lambda step: as_number(owner, what, function(step))
+    return lambda _: as_number(owner, what, function())
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:

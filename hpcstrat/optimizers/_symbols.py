@@ -61,11 +61,11 @@ ON_NUMBERS: dict[Any, Callable[..., Any]] = {
     np.multiply: operator.mul,
     np.divide: _as_numpy(operator.truediv, np.divide),
     np.negative: operator.neg,
-    np.power: _as_numpy(operator.pow, np.power),
+    np.power: _as_numpy(math.pow, np.power),  # `**` makes complex numbers
     np.square: lambda x: x * x,
     np.absolute: abs,
-    np.maximum: max,
-    np.minimum: min,
+    np.maximum: lambda a, b: a if a > b or a != a else b,  # unlike `max`, nan if one is
+    np.minimum: lambda a, b: a if a < b or a != a else b,
     np.sqrt: _as_numpy(math.sqrt, np.sqrt),
     np.exp: _as_numpy(math.exp, np.exp),
     np.log: _as_numpy(math.log, np.log),
@@ -151,7 +151,7 @@ class Symbol:
 def _applied(function: Any, *arguments: Any) -> Symbol:
     operands = []
     for argument in arguments:
-        if isinstance(argument, (int, float, np.number)):
+        if isinstance(argument, (int, float, np.integer, np.floating)):
             argument = Symbol(NUMBER, None, float(argument))
         elif not isinstance(argument, Symbol):
             _refuse(f"an operand is of type {type(argument).__name__}; take what the formula is given, and numbers")

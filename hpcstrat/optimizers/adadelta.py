@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Adadelta(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        if not 0 <= rho <= 1:
+        if not 0 <= as_number("Adadelta", "rho", rho) <= 1:
             raise ValueError(f"Adadelta: rho is {rho!r}; it must be from 0 to 1")
         super().__init__(learning_rate, **options)
         self.rho: float = float(rho)

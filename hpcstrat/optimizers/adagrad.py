@@ -37,12 +37,10 @@ class Adagrad(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        if not initial_accumulator_value >= 0:
-            raise ValueError(
-                f"Adagrad: initial_accumulator_value is {initial_accumulator_value!r}; it must be at least 0"
-            )
         super().__init__(learning_rate, **options)
-        self.initial_accumulator_value: float = float(initial_accumulator_value)
+        self.initial_accumulator_value: float = self._not_negative(
+            "initial_accumulator_value", initial_accumulator_value
+        )
         self.epsilon: float = self._not_negative("epsilon", epsilon)
 
     @property

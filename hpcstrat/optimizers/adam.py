@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class _Moments(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= value < 1:
+            if not 0 <= as_number(type(self).__name__, argument, value) < 1:
                 raise ValueError(
                     f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and less than 1"
                 )

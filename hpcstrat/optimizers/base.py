@@ -49,7 +49,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     Raises:
         ValueError: an argument is out of range, or excludes another.
-        TypeError: an argument is unknown, or not a number.
+        TypeError: an argument is unknown, or not a number; `formula` takes a number by position.
     """
 
     clipnorm: float | None
@@ -81,8 +81,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         self.learning_rate = learning_rate
         steps = self.gradient_accumulation_steps
         self._state = OptimizerState(accumulator=None if steps is None else Accumulator(int(steps)))
-        formula = _options.with_options(self.formula, self.use_ema, self.ema_overwrite_frequency is not None)
-        self._formulas = Formulas(f"{owner}.formula", formula)
+        call, overwrites = f"{owner}.formula", self.ema_overwrite_frequency is not None
+        self._formulas = Formulas(call, _options.with_options(call, self.formula, self.use_ema, overwrites))
 
     # ---- what a kind of optimizer fills in
 

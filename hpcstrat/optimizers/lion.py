@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Lion(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 < value <= 1:
+            if not 0 < as_number("Lion", argument, value) <= 1:
                 raise ValueError(f"Lion: {argument} is {value!r}; it must be above 0 and at most 1")
         super().__init__(learning_rate, **options)
         self.beta_1: float = float(beta_1)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class RMSprop(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         for argument, value in (("rho", rho), ("momentum", momentum)):
-            if not 0 <= value <= 1:
+            if not 0 <= as_number("RMSprop", argument, value) <= 1:
                 raise ValueError(f"RMSprop: {argument} is {value!r}; it must be from 0 to 1")
         super().__init__(learning_rate, **options)
         self.rho: float = float(rho)

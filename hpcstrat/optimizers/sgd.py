@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class SGD(Optimizer):
         nesterov: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        if not 0 <= momentum <= 1:
+        if not 0 <= as_number("SGD", "momentum", momentum) <= 1:
             raise ValueError(f"SGD: momentum is {momentum!r}; it must be from 0 to 1")
         super().__init__(learning_rate, **options)
         self.momentum: float = float(momentum)

@@ -1,9 +1,11 @@
 """An error on one rank ends all ranks: traceback first, tagged, non-zero status, nothing left behind."""
 
 import os
+import pathlib
 import shlex
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from internals import _mpi
@@ -197,24 +199,45 @@ def test_a_killed_rank_leaves_nothing(launch):
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
-def test_too_little_shared_memory(launch, tmp_path, ranks, options):
-    """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
+@pytest.fixture
+def launch_on_tmpfs(launch, tmp_path):
+    """`launch_on_tmpfs(program, ranks, options)`: runs it where `/dev/shm` is a file system of its own, mounted so.
+
+    With `also`, another folder has nothing in it.
+    """
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("a /dev/shm of its own needs root")
+
+    def run(program, ranks, options, also=None):
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(program))
+        mount = f"mount -t tmpfs -o {options} none /dev/shm"
+        if also is not None:
+            mount += f" && mount -t tmpfs none {also}"
+        mpirun = shlex.join([*launch.mpirun, "-n", str(ranks), sys.executable, str(path)])
+        return subprocess.run(
+            [
+                "unshare",
+                "-m",
+                "sh",
+                "-c",
+                f"{mount} && {mpirun}; status=$?; sleep 0.5; echo left: `ls /dev/shm`; exit $status",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
+def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
+    """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
     if options == "ro" and _mpi.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
-    program = tmp_path / "program.py"
-    program.write_text("import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n")
-    mount = f"mount -t tmpfs -o {options} none /dev/shm"
-    mpirun = shlex.join([*launch.mpirun, "-n", str(ranks), sys.executable, str(program)])
-    result = subprocess.run(
-        ["unshare", "-m", "sh", "-c", f"{mount} && exec {mpirun}"],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    result = launch_on_tmpfs("import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options)
     if options == "ro" and launch.open_mpi:
         assert result.returncode == 0
         return
@@ -222,6 +245,124 @@ def test_too_little_shared_memory(launch, tmp_path, ranks, options):
     problems = {"ro": "cannot be written to, and MPI (MPICH ", "size=4m": "has 4 MiB left, and MPI takes up to 24 MiB"}
     assert f"RuntimeError: /dev/shm {problems[options]}" in result.stderr
     assert "--shm-size=1g" in result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_proc(launch, launch_on_tmpfs, ranks):
+    """One line on all ranks, or the first that ends the job, and nothing is left."""
+    if launch.open_mpi:
+        pytest.skip("the mpirun of Open MPI needs /proc itself")
+    result = launch_on_tmpfs("import hpcstrat as hs\nhs.CentralStorageStrategy()\n", ranks, "size=64m", also="/proc")
+    assert result.returncode != 0 and result.stdout.endswith("left:\n")
+    assert "RuntimeError: /proc is not mounted, and neither MPI nor hpcstrat starts without it" in result.stderr
+
+
+@pytest.mark.parametrize("ranks, options", [(2, "size=27m"), (8, "size=64m")])
+def test_enough_shared_memory_for_a_rank_that_comes_late(launch_on_tmpfs, ranks, options):
+    program = """
+        import sys, time
+        import hpcstrat as hs
+
+        if hs.rank() == 1:
+            time.sleep(1)
+        hs.CentralStorageStrategy()
+        hs.barrier()
+        print(f"{hs.size()} ranks")
+    """
+    result = launch_on_tmpfs(program, ranks, options)
+    assert (result.returncode, result.stdout) == (0, f"{ranks} ranks\nleft:\n"), result.stderr
+
+
+def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, launch_on_tmpfs):
+    """The others wait in the start of MPI, which this rank does not begin."""
+    if launch.open_mpi:
+        pytest.skip("Open MPI starts without /dev/shm")
+    program = """
+        import os, sys, time
+        import hpcstrat as hs
+        from hpcstrat import _guard
+
+        if hs.rank() == 1:
+            time.sleep(1)
+            _guard.has_started_one = lambda launcher: False  # as where the system shows no other process
+        hs.CentralStorageStrategy()
+    """
+    result = launch_on_tmpfs(program, 2, "size=26m")
+    assert result.returncode != 0 and result.stdout.endswith("\nleft:\n")
+    assert "[rank 1] RuntimeError: /dev/shm has 2" in result.stderr
+
+
+def test_an_error_before_the_start_where_shared_memory_is_too_little(launch, launch_on_tmpfs):
+    if launch.open_mpi:
+        pytest.skip("Open MPI starts without /dev/shm")
+    program = """
+        import time
+        import hpcstrat as hs
+
+        if hs.rank() == 1:
+            raise ValueError("the cause")
+        time.sleep(60)
+    """
+    result = launch_on_tmpfs(program, 3, "size=4m")
+    assert result.returncode != 0 and result.stdout.endswith("\nleft:\n")
+    assert "[rank 1] ValueError: the cause" in result.stderr
+
+
+ATTEMPT = """
+    import os, pathlib, sys
+    import numpy as np
+    import hpcstrat as hs
+    from hpcstrat._memory import segment
+
+    def gather(x): strategy.gather(x, axis=0)
+    def reduce(x): strategy.reduce("SUM", x, axis=None)
+    def mirror(x):
+        with mirrored.scope():
+            hs.Variable(np.broadcast_to(1.0, size))
+
+    call, mebibytes, group, left = sys.argv[1:]
+    if group:
+        pathlib.Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    size = int(mebibytes) << 17
+    strategy, mirrored = hs.CentralStorageStrategy(), hs.MirroredStrategy()
+    x = strategy.run(lambda: np.ones(size if call != "mirror" else 1))
+    available = segment.available_memory
+    if left:
+        segment.available_memory = lambda: int(left) << 20
+    try:
+        globals()[call](x)
+    except MemoryError as error:
+        assert "for 2 ranks, " in str(error), error
+        os.write(1, b"refused ")
+    else:
+        os.write(1, b"done ")
+    segment.available_memory = available
+    assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == 2
+"""
+
+
+@pytest.mark.parametrize("call, few, many", [("gather", 100, 200), ("reduce", 100, 150), ("mirror", 100, 500)])
+def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, call, few, many):
+    """An error on all ranks, where each alone would find enough: the kernel would kill them."""
+    group = pathlib.Path(f"/sys/fs/cgroup/memory/hpcstrat-test-{os.getpid()}")
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"a control group of memory (version 1) needs root: {error}")
+    try:
+        (group / "memory.limit_in_bytes").write_text("900M")
+        for mebibytes, outcome in ((few, "done "), (many, "refused ")):
+            result = launch(ATTEMPT, 2, call, str(mebibytes), group, "", env={"OMP_NUM_THREADS": "1"})
+            assert (result.status, result.stdout) == (0, 2 * outcome)
+    finally:
+        group.rmdir()
+
+
+@pytest.mark.parametrize("call", ["gather", "reduce", "mirror"])
+def test_too_little_memory_for_all_ranks_together(launch, call):
+    """As above, with a number in place of what the host has left."""
+    result = launch(ATTEMPT, 2, call, "64", "", "127", env={"OMP_NUM_THREADS": "1"})
+    assert (result.status, result.stdout) == (0, 2 * "refused ")
 
 
 @pytest.mark.parametrize("limited", ["range(2)", "[1]"], ids=["all ranks", "one rank"])

@@ -564,6 +564,14 @@ def test_share_preloads_nccl(bench, option):
     assert f"LD_PRELOAD={library.resolve()}:{library}" in result.stdout.splitlines()
 
 
+def test_nothing_is_left_of_a_share_gpu_that_was_killed(bench):
+    process = share(bench, "sh", "-c", "echo up; exec sleep 1000")
+    assert process.stdout.readline() == "up\n"
+    process.kill()
+    bench.finish(process)
+    check_that_mps_ended(bench)
+
+
 # ---- share-gpu, by hpcstrat run
 
 

@@ -76,9 +76,15 @@ def test_check_of_data_that_arrives_wrong(monkeypatch, capsys):
 
 
 def test_misspelt_variables(launch):
-    result = launch("import hpcstrat", 2, env={"HPCSTRAT_STAL_SECONDS": "3"})
+    meant = {
+        "HPCSTRAT_STAL_SECONDS": "HPCSTRAT_STALL_SECONDS",
+        "HPCSTRAT_TIMOUT": "HPCSTRAT_TIMEOUT_SECONDS",
+        "HPCSTRAT_TIME_LINE": "HPCSTRAT_TIMELINE",
+    }
+    result = launch("import hpcstrat", 2, env=dict.fromkeys(meant, "3"))
     assert result.status == 0
-    assert result.stderr.count("unknown environment variable HPCSTRAT_STAL_SECONDS; did you mean") == 1
+    for name, known in meant.items():
+        assert result.stderr.count(f"unknown environment variable {name}; did you mean {known}?") == 1
 
 
 def rank_inventory(rank=0, **others) -> inventory.RankInventory:

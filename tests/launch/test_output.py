@@ -240,6 +240,23 @@ def test_an_error_where_streams_are_closed_from_the_begin(launch, closed):
     assert ("[rank 1] ValueError: the cause" in result.stdout) == (closed == "stderr")
 
 
+def test_a_disk_that_is_full_for_what_is_hidden_is_said_once(launch):
+    program = """
+        import sys
+        import hpcstrat as hs
+
+        for stream in (sys.stdout, sys.stderr, sys.stdout):
+            print("a line", file=stream if hs.rank() else sys.stdout)
+        hs.barrier()
+    """
+    result = launch(program, 2, env={"_HPCSTRAT_LOG": "/dev/full"})
+    assert (result.status, result.stdout) == (0, 3 * "a line\n")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(
+        "[rank 1] hpcstrat: the log /dev/full cannot be written any more, and the program goes on: No "
+    )
+
+
 @pytest.mark.parametrize("seconds", slow_but(["1e300"], ["1e10", "1e300", "inf"]))
 def test_time_outs_of_any_size(launch, seconds):
     result = launch(SUM, 2, env={"HPCSTRAT_TIMEOUT_SECONDS": seconds, "HPCSTRAT_STALL_SECONDS": seconds})

@@ -323,7 +323,10 @@ def test_a_signal_to_the_launcher_is_no_failure(restarting, number, status):
     """
     )
     result = restarting(program, "--restarts", 9, "-n", 2)
-    assert result.leftovers == [] and "restart" not in result.stderr
+    assert result.leftovers == []
+    (line,) = re.findall(r"hpcstrat run: .*restart.*", result.stderr)
+    reason = "the ranks were asked to end, and have saved" if status else f"the launcher was sent {number}"
+    assert line.endswith(f"; no restart: {reason}")
     assert result.status == status or (status is None and result.status != 0)
     assert len(starts(result.stdout)) == 1
 

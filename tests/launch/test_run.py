@@ -340,7 +340,7 @@ def test_in_a_slurm_job_with_another_number_or_none(run):
 def test_wrong_use(run):
     for words, text in [
         (["missing.py"], "there is no file 'missing.py'"),
-        (["-n", "0", "true"], "argument -n: 0 is no number of ranks"),
+        (["-n", "0", "true"], "argument -n: '0' is not a number from 1 to 9,999,999"),
         (["--nccl", "libnccl.so.2", "true"], "--nccl goes with --share-gpu"),
         (["--mpiexec", "no-such-mpiexec", "-n", "1", "true"], "--mpiexec: there is no program 'no-such-mpiexec'"),
         ([], "the following arguments are required: PROGRAM"),

@@ -651,6 +651,26 @@ def test_older_files_are_kept(saved, path):
         assert int(saved.steps) == steps
 
 
+def test_directories_named_as_previous_files(saved, path):
+    """One where none is kept stays. One in the way of a previous file is an error before anything is written."""
+    saved.checkpoint.save(path)
+    if RANK == 0:
+        os.mkdir(f"{path}.7")
+    saved.checkpoint.save(path, keep=2)
+    steps = int(saved.steps)
+    saved.train(1)
+    for blocking in (True, False):
+        with pytest.raises(
+            IsADirectoryError,
+            match=r"Checkpoint\.save of .*checkpoint\.7 is a directory, and keep=9 .* nothing was saved",
+        ):
+            saved.checkpoint.save(path, keep=9, blocking=blocking)
+    saved.checkpoint.sync()
+    assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1", "checkpoint.7"]
+    saved.checkpoint.restore(path)
+    assert int(saved.steps) == steps
+
+
 # ---- positions in data
 
 SIZE = 23

@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from internals import _job_memory
+from internals import State, _job_memory
 from mpi4py import MPI
 from strategies import STRATEGIES
 
@@ -31,7 +31,7 @@ def path(tmp_path):
 @pytest.fixture
 def memory(monkeypatch):
     """A launcher's memory: rank 0 has it, and all ranks have its variable."""
-    own = _job_memory.create(1 << 26) if RANK == 0 else None
+    own = _job_memory.create(N, 1 << 26) if RANK == 0 else None
     environment = MPI.COMM_WORLD.bcast(None if own is None else own.environment)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -247,7 +247,7 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, memory, rank):
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         MPI.COMM_WORLD.Barrier()
         if memory is not None:
-            assert memory.first_failure(N).text == _job_memory.PREEMPTED
+            assert memory.first_failure(N).state == State.PREEMPTED
     signal.signal(signal.SIGTERM, previous)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     again = Program(strategy, path, snapshot_every=1)

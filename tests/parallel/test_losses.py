@@ -207,6 +207,11 @@ def test_weights_that_do_not_fit(strategy, xp, weights):
         (lambda: losses.squared_error([1j], [1.0]), TypeError, "labels is of dtype complex128"),
         (lambda: losses.squared_error([1.0], [1j]), TypeError, "predictions is of dtype complex128"),
         (lambda: losses.huber([1.0], [1.0], delta=0), ValueError, "huber: delta is 0; it must be positive"),
+        (
+            lambda: losses.huber([1.0], [1.0], delta="x"),  # pyright: ignore[reportArgumentType]
+            TypeError,
+            "huber: delta is 'x'; it must be a number",
+        ),
         (lambda: losses.huber([1.0], [1.0, 2.0]), ValueError, r"huber: labels has shape \(1,\) and predictions \(2,\)"),
     ],
     ids=[
@@ -220,9 +225,32 @@ def test_weights_that_do_not_fit(strategy, xp, weights):
         "squared_error of complex labels",
         "squared_error of complex predictions",
         "huber of delta 0",
+        "huber of text as delta",
         "huber of more predictions",
     ],
 )
 def test_what_is_refused(call, kind, says):
     with pytest.raises(kind, match=says):
         call()
+
+
+@pytest.mark.parametrize(
+    "call, says",
+    [
+        (lambda: losses.compute_average_loss(["x"]), "compute_average_loss: per_example_loss is of dtype str"),
+        (
+            lambda: losses.compute_average_loss(np.array([None])),
+            "compute_average_loss: per_example_loss is of dtype ob",
+        ),
+        (lambda: losses.compute_average_loss([1.0], ["2"]), "compute_average_loss: sample_weight is of dtype str"),
+        (
+            lambda: losses.compute_average_loss([1.0], global_batch_size="8"),  # pyright: ignore[reportArgumentType]
+            "compute_average_loss: global_batch_size is '8'; it must be a number",
+        ),
+        (lambda: losses.scale_regularization_loss("x"), "scale_regularization_loss: regularization_loss is of dtype s"),
+    ],
+    ids=["losses", "objects", "weights", "batch size", "regularization"],
+)
+def test_losses_of_a_replica_that_are_no_numbers(call, says):
+    with pytest.raises(TypeError, match=says):
+        hs.MirroredStrategy().run(call)

@@ -276,8 +276,24 @@ def test_the_repr_is_the_name(strategy):
         (hs.metrics.Mean, ("x",), "Mean.update_state: values is 'x'; it must be an array of numbers"),
         (hs.metrics.Sum, ([1.0], ["x"]), "Sum.update_state: sample_weight is"),
         (hs.metrics.MeanSquaredError, ([1.0], [None, "x"]), "MeanSquaredError.update_state: y_pred is"),
+        (hs.metrics.Mean, (None,), "Mean.update_state: values is None; it must be an array of numbers"),
+        (hs.metrics.Mean, ([1.0, None],), r"Mean.update_state: values is \[1.0, None\]"),
+        (hs.metrics.Mean, (["1.5"],), r"Mean.update_state: values is \['1.5'\]"),
+        (hs.metrics.Sum, ([1.0], [None]), r"Sum.update_state: sample_weight is \[None\]"),
+        (hs.metrics.Accuracy, (None, [1]), "Accuracy.update_state: y_true is None"),
+        (hs.metrics.SparseCategoricalAccuracy, ([1], None), "Accuracy.update_state: y_pred is None"),
+        (hs.metrics.AUC, ([1], None), "AUC.update_state: y_pred is None"),
+        (lambda: hs.metrics.MeanIoU(2), (None, None), "MeanIoU.update_state: y_true is None"),
+        (
+            lambda: hs.metrics.MeanMetricWrapper(lambda *_: None, "none"),
+            ([1], [1]),
+            "MeanMetricWrapper.update_state: values is None",
+        ),
     ],
-    ids=["values", "weights", "predictions"],
+    ids=[
+        *("values", "weights", "predictions", "None", "None among values", "digits", "None as weight"),
+        *("None for labels", "None for scores", "None for chances", "None for classes", "a function without result"),
+    ],
 )
 def test_what_is_no_number_is_refused_by_the_name_of_the_call(strategy, kind, args, says):
     metric = make(strategy, kind)

@@ -264,10 +264,17 @@ def test_logits(strategy, xp):
     [
         (lambda: metrics.ConfusionMatrix(3), [0, 3], [0, 1], "labels or predictions are not below num_classes"),
         (lambda: metrics.MeanIoU(3), [0, 1], [0, -1], "labels or predictions are not below num_classes"),
+        (lambda: metrics.ConfusionMatrix(3), [0, 1], [0.0, 0.7], "labels .*; pass class indices, of probabilities"),
+        (lambda: metrics.MeanIoU(3), [0.0, 1.5], [0, 1], "labels or predictions .* have fractions"),
+        (lambda: metrics.MeanIoU(3), [0, 1], [0.0, math.nan], "labels or predictions"),
+        (lambda: metrics.MeanIoU(3, ignore_class=2), [0, 2.5], [0, 1], "labels or predictions"),
         (lambda: metrics.AUC(), [0, 1], [0.5, 1.5], "predictions are not between 0 and 1"),
         (lambda: metrics.AUC(), [0, 1], [0.5, math.nan], "predictions are not between 0 and 1"),
     ],
-    ids=["label", "prediction", "logits", "nan"],
+    ids=[
+        *("label", "prediction", "probability for a class", "label with a fraction", "nan for a class"),
+        *("ignored class with a fraction", "logits", "nan"),
+    ],
 )
 def test_what_is_out_of_range(strategy, xp, make, true, predicted, says):
     """On the host it is an error at once; on a GPU, whose kernels cannot raise, of the result on all ranks."""
@@ -293,6 +300,14 @@ def test_a_label_that_is_ignored_need_not_be_a_class(strategy, xp):
         metric = metrics.ConfusionMatrix(2, ignore_class=255)
     strategy.run(lambda: metric.update_state(xp.array([0, 255, 1]), xp.array([1, 0, 1])))
     assert metric.result().tolist() == [[0, N], [0, N]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, bool, np.uint64], ids=str)
+def test_classes_of_any_dtype_count_if_they_are_whole(strategy, xp, dtype):
+    with strategy.scope():
+        metric = metrics.ConfusionMatrix(2)
+    strategy.run(lambda: metric.update_state(xp.array([0, 1, 1], dtype), xp.array([1, 0, 1], dtype)))
+    assert metric.result().tolist() == [[0, N], [N, N]]
 
 
 def test_an_ignored_class_of_weight(strategy, xp):

@@ -208,6 +208,35 @@ def test_nests_travel_together(strategy):
     assert strategy.reduce("MEAN", value["more"][0], 0) == (N - 1) / 2
 
 
+def test_a_nest_that_is_too_deep_is_an_error_on_every_rank(strategy):
+    def reduced(levels):
+        value = each(strategy, [1] * N)
+        for _ in range(levels):
+            value = [value]
+        value = strategy.reduce("SUM", value, axis=None)
+        for _ in range(levels):
+            (value,) = value
+        return value
+
+    assert reduced(900) == N
+    with pytest.raises(ValueError, match=r"Strategy\.reduce: the list is nested more than 1000 levels deep"):
+        reduced(2000 if RANK == N - 1 else 900)
+    assert reduced(900) == N
+
+
+@pytest.mark.parametrize("op", ["SUM", "MEAN"])
+def test_an_overflow_along_an_axis_is_inf_on_every_rank(strategy, op):
+    """Not an exception on the one rank that has asked for those."""
+    values = each(strategy, [np.full((2, 3), 65_504.0, np.float16)] * N)
+    expected = np.full(3, np.inf if op == "SUM" else 65_504.0, np.float16)
+    slices = strategy.run(lambda: hs.IndexedSlices(strategy.xp.full((1, 2), 1e-45, np.float32), np.array([RANK])))
+    with np.errstate(all="raise" if RANK == N - 1 else "ignore"):
+        found = strategy.reduce(op, values, axis=0)
+        strategy.reduce(op, slices, axis=None)  # a mean of the smallest number underflows
+    np.testing.assert_array_equal(hs.asnumpy(found), expected)
+    assert strategy.reduce("SUM", each(strategy, [1.0] * N), axis=None) == N
+
+
 @pytest.mark.parametrize("axis", [None, 0])
 def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, axis):
     """Each is reduced where it is."""

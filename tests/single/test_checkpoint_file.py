@@ -255,11 +255,21 @@ LIES = {
         f"{number} iterations": sealed(header_of([], metadata=f'{{"optimizer":{{"iterations":{number}}}}}'))
         for number in ("Infinity", "-Infinity", "NaN", "1e400", "3.5")
     },
+    **{
+        f"step {step}": sealed(header_of([]).replace("}}", f',"step":{step}}}}}'))
+        for step in ('"9223372036854775808"', '"-1"', '"0x1"', '" 1"', '"1_0"', '""', r'"\u0663"', "3", "null", "[]")
+    },
     "a number for an array": sealed(header_of(['"w":3'])),
     "deep lists": sealed("[" * 100_000),
     "a header behind the end": sealed(header_of([]), length=2**60),
     "half of a header": sealed(header_of([]), length=3),
 }
+
+
+def test_the_number_of_the_step_is_read(tmp_path):
+    (tmp_path / "file").write_bytes(sealed(header_of([]).replace("}}", ',"step":"12"}}')))
+    with CheckpointFile(os.fspath(tmp_path / "file")) as file:
+        assert file.step == 12
 
 
 @pytest.mark.parametrize("lie", LIES)

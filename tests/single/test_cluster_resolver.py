@@ -368,13 +368,32 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
         (WORKERS + ', "task": {"type": "worker", "index": 7}}', "master", "No task with index 7 in job 'worker'"),
         (WORKERS + ', "task": {"type": "worker", "index": "x"}}', "master", '"index" of its "task" is \'x\''),
         (WORKERS + ', "task": 3}', "master", 'TF_CONFIG: its "task" is 3'),
+        ("[" * 100_000, "cluster_spec", "TF_CONFIG is not JSON"),
+        ("9" * 5000, "cluster_spec", "TF_CONFIG is not JSON"),
+        *(
+            (WORKERS + f', "task": {{"type": "worker", "index": {index}}}}}', "master", '"index" of its "task" is ')
+            for index in ("1e400", "NaN", "1.5", "true", "-1", "9" * 4000, '"\u0661"', "[0]")
+        ),
+        ('{"cluster": 3}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like'),
+        ('{"cluster": {"worker": 3}}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like .*worker'),
+        ('{"cluster": {"worker": [3]}}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like .*worker'),
+        ('{"cluster": {"worker": {"9999999999": "n1:1"}}}', "cluster_spec", "TF_CONFIG: .*'9999999999'"),
+        ('{"session_master": 3}', "master", 'TF_CONFIG: its "session_master" is 3; it must be a text'),
+        (WORKERS + ', "task": {"type": "worker", "index": 0}, "rpc_layer": 3}', "master", '"rpc_layer" is 3'),
     ],
-    ids=["no JSON", "a list", "no task", "no such task", "no number", "a number for a task"],
+    ids=[
+        *("no JSON", "a list", "no task", "no such task", "no number", "a number for a task", "brackets", "digits"),
+        *("an infinite index", "an index that is nan", "an index of fractions", "an index that is true"),
+        *("a negative index", "a huge index", "an Arabic index", "a list for an index", "a number for a cluster"),
+        *("a number for a job", "a number for an address", "a huge number of a task", "a number for a master"),
+        "a number for a protocol",
+    ],
 )
 def test_a_wrong_tf_config_is_an_error(tf_config, text, ask, message):
     tf_config(text)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         getattr(TFConfigClusterResolver(), ask)()
+    assert len(str(caught.value)) < 600
 
 
 # ---- SlurmClusterResolver
@@ -429,8 +448,10 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
         ({"SLURM_STEP_TASKS_PER_NODE": None}, {}, "SLURM_STEP_TASKS_PER_NODE is not set"),
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID is 'x'; it must be a number"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID is 5, and there are 4 tasks"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "'n\\[1-' is not a Slurm node list"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "'2\\(x\\)' is not a list of numbers of tasks"),
+        ({"SLURM_PROCID": "9" * 5000}, {}, "SLURM_PROCID is '999.*; it must be a number"),
+        ({"SLURM_STEP_NUM_TASKS": "9" * 12}, {}, "SLURM_STEP_NUM_TASKS is '999.*; it must be a number"),
+        ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "SLURM_STEP_NODELIST: 'n\\[1-' is not a Slurm node list"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "SLURM_STEP_TASKS_PER_NODE: '2\\(x\\)' is not a list of numbers"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, "names 2 nodes \\(n1, n2\\), and .* tasks of 1 \\(4\\)"),
         ({}, {"jobs": {"worker": 5}}, "the jobs have 5 tasks .* and the nodes run 4 .*--ntasks=5"),
         ({}, {"jobs": {}, "tasks_per_node": {}}, "the nodes run 0"),
@@ -439,7 +460,15 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
     ],
     ids=[
         *("no rank", "no number of tasks", "no nodes", "no tasks of each node", "a rank that is no number"),
-        *("a rank too large", "half a list of nodes", "half a list of tasks", "tasks of fewer nodes", "too many tasks"),
+        *(
+            "a rank too large",
+            "a rank of many digits",
+            "a huge number of tasks",
+            "half a list of nodes",
+            "half a list of tasks",
+            "tasks of fewer nodes",
+            "too many tasks",
+        ),
         *("no tasks", "too few GPUs", "too few GPUs of one each"),
     ],
 )
@@ -464,6 +493,15 @@ def test_what_is_no_list_of_nodes_is_an_error(nodes):
         expand_nodes(nodes)
 
 
+HUGE_NODES = ["n[1-99999999999]", "n[1-9999][1-9999][1-9999]", ",".join(["n[1-99999]"] * 20), f"n[{'9' * 5000}]"]
+
+
+@pytest.mark.parametrize("nodes", [*HUGE_NODES, f"n[{','.join(['1-99999'] * 20)}]"], ids=lambda nodes: nodes[:30])
+def test_a_list_of_more_nodes_than_there_are_takes_no_memory(nodes):
+    with pytest.raises(ValueError, match=r"is not a Slurm node list: .*1048576 nodes"):
+        expand_nodes(nodes)
+
+
 @pytest.mark.parametrize(
     ("tasks", "expected"), [("2", [2]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("0", [0])], ids=str
 )
@@ -471,7 +509,9 @@ def test_a_list_of_tasks_is_slurms(tasks, expected):
     assert expand_tasks(tasks) == expected
 
 
-@pytest.mark.parametrize("tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1"], ids=repr)
+@pytest.mark.parametrize(
+    "tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1", "1(x99999999999)", "9" * 12, "1(x999999),1(x999999)"], ids=repr
+)
 def test_what_is_no_list_of_tasks_is_an_error(tasks):
     with pytest.raises(ValueError, match="is not a list of numbers of tasks"):
         expand_tasks(tasks)

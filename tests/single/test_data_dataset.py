@@ -305,14 +305,74 @@ def test_wrong_arguments():
     for num, index in [(3, 3), (3, -1), (0, 0)]:
         with pytest.raises(ValueError, match=r"Dataset\.shard: index is"):
             ten.shard(num, index)
-    with pytest.raises(TypeError):
-        ten.batch(2.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="map_func is int"):
         ten.map(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"Dataset\.concatenate: list is not a Dataset"):
         ten.concatenate([1])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="must be alike in structure"):
         ten.concatenate(Dataset.from_tensors(1.5))
+
+
+NUMBERS: dict[str, list[Any]] = {  # each argument of each method that is a number
+    "Dataset.range: an argument": [Dataset.range, lambda x: Dataset.range(0, x), lambda x: Dataset.range(0, 5, x)],
+    "Dataset.batch: batch_size": [Dataset.range(3).batch],
+    "Dataset.padded_batch: batch_size": [Dataset.range(3).padded_batch],
+    "Dataset.rebatch: batch_size": [Dataset.range(3).rebatch, lambda x: Dataset.range(3).rebatch([2, x])],
+    "Dataset.window: size": [Dataset.range(3).window],
+    "Dataset.window: shift": [lambda x: Dataset.range(3).window(2, x)],
+    "Dataset.window: stride": [lambda x: Dataset.range(3).window(2, stride=x)],
+    "Dataset.shard: num_shards": [lambda x: Dataset.range(3).shard(x, 0)],
+    "Dataset.shard: index": [lambda x: Dataset.range(3).shard(2, x)],
+    "Dataset.repeat: count": [Dataset.range(3).repeat],
+    "Dataset.shuffle: buffer_size": [Dataset.range(3).shuffle],
+    "Dataset.shuffle: seed": [lambda x: Dataset.range(3).shuffle(2, x)],
+    "Dataset.map: num_parallel_calls": [lambda x: Dataset.range(3).map(abs, x)],
+    "Dataset.interleave: cycle_length": [lambda x: Dataset.range(3).interleave(Dataset.range, x)],
+    "Dataset.interleave: block_length": [lambda x: Dataset.range(3).interleave(Dataset.range, 2, x)],
+    "Dataset.interleave: num_parallel_calls": [lambda x: Dataset.range(3).interleave(Dataset.range, 2, 2, x)],
+    "Dataset.take: count": [Dataset.range(3).take],
+    "Dataset.skip: count": [Dataset.range(3).skip],
+    "Dataset.enumerate: start": [Dataset.range(3).enumerate],
+    "Dataset.prefetch: buffer_size": [Dataset.range(3).prefetch],
+    "Dataset.sample_from_datasets: seed": [lambda x: Dataset.sample_from_datasets([Dataset.range(3)], seed=x)],
+    "Dataset.list_files: seed": [
+        lambda x: Dataset.list_files("*", seed=x),
+        lambda x: Dataset.list_files("*", False, x),
+    ],
+}
+
+
+@pytest.mark.parametrize("wrong", ["x", 2.5, "3", {}, b"1"], ids=repr)
+@pytest.mark.parametrize("argument", NUMBERS)
+def test_an_argument_that_is_no_number_is_named(argument, wrong):
+    for call in NUMBERS[argument]:
+        with pytest.raises(TypeError, match=f"^{argument} is {re.escape(repr(wrong))}; it must be an int$"):
+            call(wrong)
+
+
+WRONG_WEIGHTS: list[Any] = ["x", ["0.5"], 0.5, [None]]
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: Dataset.list_files(3), "Dataset.list_files: file_pattern is 3; it must be a path"),
+        (lambda: Dataset.list_files(["a", 3]), "Dataset.list_files: file_pattern is 3; it must be a path"),
+        (lambda: Dataset.load(3), "Dataset.load: path is 3; it must be a path"),  # pyright: ignore[reportArgumentType]
+        (lambda: Dataset.range(3).save(3), "Dataset.save: path is 3; it must be"),  # pyright: ignore[reportArgumentType]
+        *(
+            (
+                lambda wrong=wrong: Dataset.sample_from_datasets([Dataset.range(3)], wrong),
+                "Dataset.sample_from_datasets: weights is .*; it must be a sequence of numbers",
+            )
+            for wrong in WRONG_WEIGHTS
+        ),
+    ],
+    ids=["pattern", "patterns", "load", "save", "text for weights", "texts", "a number", "None"],
+)
+def test_an_argument_of_another_type_is_named(call, says):
+    with pytest.raises(TypeError, match=f"^{says}"):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Dataset.save and load, in one process: what is written is read again, and nothing is lost when something fails."""
 
+import json
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -90,3 +92,90 @@ def test_what_is_not_there_or_damaged(tmp_path):
     (tmp_path / "data" / "dataset.json").write_text("{")
     with pytest.raises(ValueError, match="is not a header"):
         Dataset.load(tmp_path / "data")
+
+
+HUGE = 10**18
+LEAF = [["<i8", []]]
+HEADERS: dict[str, tuple[Any, str]] = {
+    "a number": (3, "dataset.json is not a header"),
+    "a list": ([], "dataset.json is not a header"),
+    "brackets": ("[" * 100_000, "dataset.json is not a header"),
+    "a number of 5000 digits": ("9" * 5000, "dataset.json is not a header"),
+    "no format": ({"format": ...}, "must have a format, a count, a nest and leaves"),
+    "no leaves": ({"leaves": ...}, "must have a format, a count, a nest and leaves"),
+    "another format": ({"format": "x"}, "has the format 'x'; this version reads 1"),
+    "a negative count": ({"count": -3}, "data is damaged: its count is -3"),
+    "a count that is true": ({"count": True}, "data is damaged: its count is True"),
+    "a huge count": ({"count": HUGE}, "leaf0 has 24 bytes; it must have 8000000000000000000"),
+    "a larger count": ({"count": HUGE**2}, "data is damaged: its count is 1000"),
+    "leaves that are a number": ({"leaves": 3}, "data is damaged"),
+    "a kind that is a number": ({"leaves": [[3]]}, "data is damaged"),
+    "no kinds": ({"leaves": [[]]}, r"data is damaged: .*leaf0\.kinds\.npy"),
+    "more leaves": ({"leaves": [LEAF, LEAF]}, "data is damaged: .*leaf1"),
+    "objects": ({"leaves": [[["O", []]]]}, "data is damaged: elements have the dtype 'O'"),
+    "an unknown dtype": ({"leaves": [[["x9", []]]]}, "data is damaged"),
+    "a dtype of fields": ({"leaves": [[["i4,i4", []]]]}, "data is damaged: elements have the dtype 'i4,i4'"),
+    "no dtype": ({"leaves": [[[None, []]]]}, "data is damaged: elements have the dtype None"),
+    "a shape that is a number": ({"leaves": [[["<i8", 3]]]}, "data is damaged: elements of dtype <i8 have the shape 3"),
+    "a negative shape": ({"leaves": [[["<i8", [-1]]]]}, r"data is damaged: elements of dtype <i8 have the shape \[-1"),
+    "a huge shape": ({"leaves": [[["<i8", [HUGE, HUGE]]]]}, "leaf0 has 24 bytes; it must have 24000"),
+    "65 dimensions": ({"leaves": [[["<i8", [1] * 65]]]}, "data is damaged"),
+    "many empty strings": ({"leaves": [[["<U0", [HUGE]]]]}, "data is damaged: elements of dtype <U0"),
+    "a nest of another kind": ({"nest": {"x": [0]}}, r"data is damaged: a part of its nest is {'x': \[0\]}"),
+    "a nest of two kinds": ({"nest": {"list": [0], "tuple": [0]}}, "data is damaged: a part of its nest"),
+    "a nest of no kind": ({"nest": {}}, "data is damaged: a part of its nest is {}"),
+    "a dict with a list": ({"nest": {"dict": [0]}}, "data is damaged: a part of its nest"),
+    "a leaf that is not there": ({"nest": 1}, "data is damaged: its nest does not have each of the 1 leaves once"),
+    "a negative leaf": ({"nest": -1}, "data is damaged: its nest does not have each of the 1 leaves once"),
+    "a leaf twice": ({"nest": {"tuple": [0, 0]}}, "data is damaged: its nest does not have each of the 1 leaves once"),
+    "a leaf that is true": ({"nest": True}, "data is damaged: a part of its nest is True"),
+}
+
+
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_crafted_header_is_refused_by_its_name(tmp_path, what):
+    header, says = HEADERS[what]
+    Dataset.range(3).save(tmp_path / "data")
+    path = tmp_path / "data" / "dataset.json"
+    if isinstance(header, dict):
+        header = {name: value for name, value in (json.loads(path.read_text()) | header).items() if value is not ...}
+    path.write_text(header if isinstance(header, str) else json.dumps(header))
+    with pytest.raises(ValueError, match=f"^Dataset.load: {re.escape(str(tmp_path))}.*{says}"):
+        Dataset.load(tmp_path / "data")
+
+
+def test_what_takes_no_bytes_takes_no_memory(tmp_path):
+    Dataset.from_tensor_slices(np.zeros((3, 0))).save(tmp_path / "data")
+    path = tmp_path / "data" / "dataset.json"
+    path.write_text(path.read_text().replace('"count": 3', f'"count": {HUGE}'))
+    assert len(Dataset.load(tmp_path / "data")) == HUGE
+    texts = saved(Dataset.range(3).map(lambda _: ""), tmp_path / "texts")
+    assert items(texts) == ["", "", ""]
+
+
+KINDS = {
+    "a negative one": ([0, -1, 1], "numbers that are not below 2"),
+    "one that is not there": ([0, 1, 2], "numbers that are not below 2"),
+    "one that is huge": ([0, 1, 2**31 - 1], "numbers that are not below 2"),
+    "too few": ([0, 1], "does not hold 3 numbers"),
+    "the wrong ones": ([0, 0, 0], r"leaf0 has 16 bytes; it must have 0"),
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_crafted_kinds_are_refused(tmp_path, what):
+    kinds, says = KINDS[what]
+    path = tmp_path / "data"
+    Dataset.range(3).map(lambda i: np.ones(min(1, i))).save(path)
+    np.save(path / "leaf0.kinds.npy", np.array(kinds, np.int32))
+    with pytest.raises(ValueError, match=f"data is damaged: .*{says}"):
+        Dataset.load(path)
+
+
+def test_crafted_kinds_take_no_memory(tmp_path):
+    path = tmp_path / "data"
+    Dataset.range(3).map(lambda i: np.ones(min(1, i))).save(path)
+    with open(path / "leaf0.kinds.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (HUGE,)})
+    with pytest.raises(ValueError, match="data is damaged"):
+        Dataset.load(path)

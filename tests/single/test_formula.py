@@ -70,6 +70,21 @@ FORMULAS = {
     "functions": (lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g), ""),
     "powers": (lambda w, g: w**2 - abs(g) ** 0.5 + np.square(g), ""),
     "reflected operators": (lambda w, g: 1 - 2 * w + 3 / (1 + g * g) - -w, ""),
+    "infinities": (lambda w, g: np.where(g < float("inf"), w - g, -np.inf) + np.where(w > -np.inf, g, np.inf), ""),
+    "not a number": (lambda w, g: np.where(g < 0, np.nan, w) + np.maximum(g, -float("nan")), ""),
+    "NumPy's scalars": (
+        lambda w, g: np.float32(0.5) * g + w / np.float16(3) + np.where(g > np.float64("-inf"), w, 1),
+        "",
+    ),
+    "numbers beyond float32": (lambda w, g: np.where(g < 1e300, w, g) * 1e-300, ""),
+    "numbers of infinities": (
+        lambda w, g, *, learning_rate: (
+            np.where(w > 0, np.maximum(learning_rate, float("nan")) * g, np.minimum(learning_rate, -np.inf) + g)
+            * np.where(learning_rate < np.inf, 1, 2)
+        ),
+        "",
+    ),
+    "a power that is not real": (lambda w, g, *, learning_rate: w + g * (-learning_rate) ** np.float64(1.5), ""),
     "numbers alone": (lambda w, g, *, learning_rate, step: w - g * (learning_rate**step + 2.0 / step), ""),
 }
 
@@ -195,6 +210,23 @@ def test_a_norm_of_zeros_divides_as_numpy_does():
     value = np.zeros(3)
     rule.apply(value, np.zeros(3), (), np.empty(3))
     assert value.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("number", ["learning_rate", "step", "weight_decay"])
+def test_a_number_taken_by_position_is_refused(number):
+    formula = eval(f"lambda w, g, {number}: w - {number} * g")
+    with pytest.raises(TypeError, match=rf"Own\.formula takes {number} by position; numbers come after `\*`: def "):
+        optimizer_of(formula)
+    optimizer_of(eval(f"lambda w, g, *, {number}: w"))
+
+
+@pytest.mark.parametrize("wrong", ["x", "0.5", b"1", [0.5], np.ones(2), 1j], ids=repr)
+def test_an_attribute_that_is_no_number_is_named(wrong):
+    optimizer: Any = optimizer_of(lambda w, g, *, scale: w - scale * g, scale=wrong)
+    with pytest.raises(TypeError, match=rf"Own: scale is {re.escape(repr(wrong))}; it must be a number"):
+        optimizer.update_rule(0.5, 1)
+    optimizer.scale = np.float32(0.5)
+    check(optimizer, np.float64)
 
 
 def test_what_is_missing():

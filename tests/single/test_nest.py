@@ -244,6 +244,20 @@ def test_structures_in_words(nest, text):
     assert _nest.describe(_nest.flatten(nest)[1]) == text
 
 
+def test_deep_nests():
+    nest = 7
+    for _ in range(1000):
+        nest = [nest]
+    leaves, structure = _nest.flatten(nest)
+    assert leaves == [7]
+    assert _nest.describe(structure) == "[" * 1000 + "*" + "]" * 1000
+    itself = []
+    itself.append(itself)
+    for refused in ([nest], itself):
+        with pytest.raises(ValueError, match="the list is nested more than 1000 levels deep, or contains itself"):
+            _nest.flatten(refused)
+
+
 def test_no_two_structures_have_one_description():
     nests = [
         *(1, [1], (1,), [[1]], {"a": 1}, {"a, NoneIsLeaf": 1}, {"a, NoneIsLeaf": 1, "b": 2}),

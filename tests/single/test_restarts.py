@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from internals import Contents, SnapshotMemory, _guard, _job_memory, restarts
+from internals import Contents, SnapshotMemory, State, _guard, _job_memory, leftovers, policy, restarts
 
 KILLED, SEGFAULT = 9, 139
 SECONDS = 60  # until what never comes is a failure
@@ -60,18 +60,18 @@ def steps(first, last):
     return note
 
 
-def failing(text, first=1, last=0, rank=0):
+def failing(text, first=1, last=0, rank=0, state=State.FAILED):
     """The ranks do these steps, and one fails."""
 
     def note(memory):
         steps(first, last)(memory)
-        memory.note_failure(rank, text)
+        memory.note_failure(rank, text, state)
 
     return note
 
 
 def run(starter, ranks=4, restarts_=3, min_ranks=None):
-    status = restarts.run(starter, restarts.Policy(ranks, restarts_, min_ranks), lambda ranks: {"KEPT": str(ranks)})
+    status = restarts.run(starter, policy.Policy(ranks, restarts_, min_ranks), lambda ranks: {"KEPT": str(ranks)})
     assert not starter.starts
     return status
 
@@ -84,16 +84,34 @@ def test_what_ends_well_is_not_restarted(capfd):
     assert capfd.readouterr().err == ""
 
 
+# Launchers' numbers for INT and TERM; 15 is also what MPICH makes of an ABRT and the KILLs that it sends.
 @pytest.mark.parametrize("status", [75, 2, 130, 15, 143])
-def test_what_was_asked_to_end_is_not_restarted(capfd, status):
-    assert run(Starter((steps(1, 5), KILLED), (steps(5, 6), status))) == status
-    assert len(capfd.readouterr().err.splitlines()) == 1
+def test_what_nobody_asked_to_end_is_restarted_whatever_the_status(status):
+    note = failing("", 1, 5, state=State.STARTED)
+    assert run(Starter((note, status), (steps(6, 9), 0))) == 0
 
 
-@pytest.mark.parametrize("text", ["KeyboardInterrupt, at x.py:3 in f", _job_memory.PREEMPTED])
-def test_a_rank_that_was_asked_to_end_is_not_restarted(capfd, text):
-    assert run(Starter((failing(text, 1, 5), 85))) == 85
-    assert capfd.readouterr().err == ""
+def test_ranks_of_other_hosts_that_were_asked_to_end_are_known_by_their_status(capfd):
+    assert run(Starter((steps(1, 5), 75))) == 75
+    assert capfd.readouterr().err.endswith("no restart: the ranks were asked to end, and have saved\n")
+
+
+ASKED = {
+    "interrupted": ("KeyboardInterrupt, at x.py:3 in f", State.INTERRUPTED, "a rank was interrupted"),
+    "preempted": ("", State.PREEMPTED, "the ranks were asked to end, and have saved"),
+}
+
+
+@pytest.mark.parametrize("text, state, reason", ASKED.values(), ids=ASKED)
+def test_a_rank_that_was_asked_to_end_is_not_restarted(capfd, text, state, reason):
+    assert run(Starter((failing(text, 1, 5, state=state), 85))) == 85
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith(f"; no restart: {reason}")
+
+
+@pytest.mark.parametrize("text", ["preempted_node: gone, at x.py:3 in f", "KeyboardInterrupted: no, at x.py:3 in f"])
+def test_an_exception_with_such_a_name_is_a_failure(text):
+    assert run(Starter((failing(text, 1, 5), 1), (steps(6, 9), 0))) == 0
 
 
 @pytest.mark.parametrize("status", [KILLED, 1])
@@ -101,7 +119,31 @@ def test_a_launcher_that_was_signalled_starts_nothing(capfd, status):
     starter = Starter((steps(1, 5), status))
     starter.signal = 15
     assert run(starter) == status
-    assert capfd.readouterr().err == ""
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("; no restart: the launcher was sent SIGTERM")
+
+
+def connected(*left):
+    """Two ranks are connected, and these leave in order."""
+
+    def note(memory):
+        steps(1, 5)(memory)
+        for rank in range(2):
+            memory.note_rank(rank)
+            memory.note_connected(rank)
+        for rank in left:
+            memory.note_left(rank)
+
+    return note
+
+
+def test_a_rank_that_leaves_the_others_is_a_failure_whatever_the_status(capfd):
+    assert run(Starter((connected(0), 0), (connected(0, 1), 0))) == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("left after step 5 without the others, as by os._exit; restart 1 of 3, on 4 ranks")
+    assert run(Starter((connected(), 0)), restarts_=0) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.endswith("left after step 5 without the others, as by os._exit; the status is 1")
 
 
 def test_a_dead_rank_is_restarted(capfd):
@@ -193,11 +235,12 @@ def test_fewer_ranks_are_tried_for_longer_than_there_are_pauses(pauses):
 
 
 def test_a_signal_in_a_pause_ends_it(capfd, monkeypatch):
-    monkeypatch.setattr(restarts, "_PAUSES_SECONDS", (10 * SECONDS,))
+    monkeypatch.setattr(policy, "_PAUSES_SECONDS", (10 * SECONDS,))
     starter = Starter((steps(1, 5), KILLED), (FAILS, 1))
     monkeypatch.setattr(time, "sleep", lambda seconds: setattr(starter, "signal", 15))
     assert run(starter) == 1
-    assert "restart 2 of 3 in 600 s" in capfd.readouterr().err.splitlines()[-1]
+    *_, pause, end = capfd.readouterr().err.splitlines()
+    assert "restart 2 of 3 in 600 s" in pause and "no restart: the launcher was sent SIGTERM; first, " in end
 
 
 def test_two_ends_before_a_step_end_it(capfd):
@@ -225,7 +268,7 @@ def test_the_newest_snapshot_is_told(capfd):
 
 def test_what_the_ranks_leave_is_ended(monkeypatch):
     """A process that ignores everything, and the one that died."""
-    monkeypatch.setattr(restarts, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(leftovers, "_GRACE_SECONDS", 0.1)
     left = []
 
     class Leaves(Starter):
@@ -242,7 +285,7 @@ def test_what_the_ranks_leave_is_ended(monkeypatch):
 
 def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
     """A process that has lost its variables, but has not closed its files yet."""
-    monkeypatch.setattr(restarts, "_GRACE_SECONDS", SECONDS)
+    monkeypatch.setattr(leftovers, "_GRACE_SECONDS", SECONDS)
     with subprocess.Popen(["sleep", "600"]) as process:
         looks = 0
 
@@ -253,7 +296,7 @@ def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
                 process.kill()
             return [process.pid] * (looks == 1)
 
-        monkeypatch.setattr(restarts, "_processes_of", processes_of)
+        monkeypatch.setattr(leftovers, "processes_of", processes_of)
         starter = Starter((NOTHING, KILLED), (lambda memory: process.wait(0), 0))
         try:
             assert run(starter) == 0

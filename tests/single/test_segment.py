@@ -1,3 +1,4 @@
+import errno
 import os
 import resource
 
@@ -68,6 +69,34 @@ def test_nothing_is_left_behind():
     made = private_segment()
     made.commit(0, MIB)
     assert os.fstat(made._file).st_nlink == 0  # it has no name
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    rank = 0
+
+    def allgather(self, one):
+        return [one]
+
+    def bcast(self, one, root):
+        return one
+
+
+def test_nothing_is_left_behind_where_the_file_cannot_grow(monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    names = []
+    unlink = os.unlink
+    monkeypatch.setattr(os, "unlink", lambda name: (names.append(name), unlink(name)))
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(
+        RuntimeError, match=r"cannot share 67,108,864 bytes of memory: rank 0: \[Errno 27\] File too large"
+    ):
+        segment.shared_segment(Alone(), 64 * MIB)
+    (name,) = names
+    assert name.startswith("/dev/shm/hpcstrat-") and not os.path.exists(name)
 
 
 @pytest.fixture

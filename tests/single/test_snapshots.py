@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from internals import PART, CheckpointFile, Checksum, Contents, Entry, SnapshotMemory, _job_memory, host_parts
+from internals import PART, CheckpointFile, Checksum, Contents, Entry, SnapshotMemory, State, _job_memory, host_parts
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def memory():
-    return _job_memory.create(64 * MIB)
+    return _job_memory.create(4, 64 * MIB)
 
 
 def contents(value, size=100_000):
@@ -142,7 +142,7 @@ def test_the_checksum_sees_what_is_old_or_in_another_place():
 
 
 def test_too_large_a_snapshot_is_a_memory_error():
-    memory = _job_memory.create(MIB)
+    memory = _job_memory.create(4, MIB)
     snapshots = SnapshotMemory(memory, "here")
     snapshots.write(contents(1, size=1000), 1)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_too_large_a_snapshot_is_a_memory_error():
 
 def test_only_the_launchers_memory_is_found(memory, tmp_path):
     ((name, place),) = memory.environment.items()
-    assert _job_memory.find({}) is None and not _job_memory.is_expected({})
+    assert _job_memory.find({}) is None and not _job_memory.expects_snapshots({})
     assert found(memory.environment).files == memory.files
     process, *files, token = place.split(":")
     with open(tmp_path / "file", "w+b") as file:
@@ -168,31 +168,49 @@ def test_only_the_launchers_memory_is_found(memory, tmp_path):
         ]
         for words in wrong:
             assert _job_memory.find({name: ":".join(words)}) is None
-            assert _job_memory.is_expected({name: ":".join(words)}) == (words != [""])
+            assert _job_memory.expects_snapshots({name: ":".join(words)}) == (len(words) == 5)
 
 
 def test_what_ranks_note_is_read(memory, monkeypatch):
-    assert memory.steps() == (0, 0) and memory.processes(4) == {} and memory.first_failure(4) is None
+    assert memory.steps() == (0, 0) and memory.notes(4) == {} and memory.first_failure(4) is None
     rank = found(memory.environment)
     rank.note_rank(3)
     rank.note_step(41)
     rank.note_step(42)
-    assert memory.steps() == (42, 2) and memory.processes(4) == {3: os.getpid()}
+    assert memory.steps() == (42, 2) and memory.notes(4) == {3: (os.getpid(), State.STARTED, 0, "")}
     assert memory.first_failure(4) is None
     rank.note_failure(3, "ValueError: later")
     rank.note_failure(2, "é" * 2000)
     rank.note_failure(10**6, "nobody's")
     first = memory.first_failure(4)
     assert (first.rank, first.text) == (3, "ValueError: later")
-    memory.begin(4)
-    assert memory.steps() == (42, 0) and memory.processes(4) == {} and memory.first_failure(4) is None
+    memory.begin()
+    assert memory.steps() == (42, 0) and memory.notes(4) == {} and memory.first_failure(4) is None
+
+
+def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
+    rank = found(memory.environment)
+    for state, after in [(None, State.LEFT), (State.FAILED, State.FAILED), (State.PREEMPTED, State.PREEMPTED)]:
+        rank.note_rank(1)
+        rank.note_left(1)
+        assert memory.note_of(1).state == State.STARTED
+        rank.note_connected(1)
+        if state is not None:
+            rank.note_failure(1, "an error", state)
+        rank.note_left(1)
+        assert memory.note_of(1).state == after
+
+
+def test_memory_without_snapshots():
+    memory = _job_memory.create(2, 0)
+    assert found(memory.environment).files == () and not _job_memory.expects_snapshots(memory.environment)
 
 
 def test_the_memory_goes_with_its_process(tmp_path):
     program = """if True:
     import sys
     from hpcstrat import _job_memory
-    print(_job_memory.create(1 << 20).place, flush=True)
+    print(_job_memory.create(4, 1 << 20).place, flush=True)
     sys.stdin.read()
     """
     process = subprocess.Popen(

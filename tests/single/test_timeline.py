@@ -372,6 +372,58 @@ def test_advice_names_what_dominates(ranks, cores, says):
 # ---- the command
 
 
+SPAN = {"name": "run f", "cat": "run", "pid": 0, "tid": 0, "ph": "X", "ts": 0.0, "dur": 1.0}
+CRAFTED = {
+    **{
+        f"{name} is {value!r:.20}": {name: value}
+        for name, values in {
+            "name": (3, None),
+            "cat": ("x", "\x1b[2J", [], None),
+            "pid": ("0", [], 1.5, None),
+            "tid": ("0", {}, None),
+            "ts": ("0", [], None, 10**400, float("nan"), float("inf")),
+            "dur": ("1", {}, -1.0, 10**400, float("nan"), float("-inf")),
+            "args": ([], {"bytes": "many"}, {"bytes": None}, {"bytes": 1e400}),
+        }.items()
+        for value in values
+    },
+    **{f"without {name}": {name: ...} for name in ("cat", "tid", "ts", "dur")},
+    "labels of nothing": {"name": "process_labels", "ph": "M"},
+    "labels without a number": {"name": "process_labels", "ph": "M", "args": {"labels": "x"}},
+    "a name of nothing": {"name": "process_name", "ph": "M"},
+}
+
+
+@pytest.mark.parametrize("what", CRAFTED)
+def test_the_command_names_a_file_with_crafted_events(tmp_path, capsys, what):
+    path = tmp_path / "trace.json"
+    changed = {name: value for name, value in (SPAN | CRAFTED[what]).items() if value is not ...}
+    lines = [SPAN | {"ts": 2.0 * i} for i in range(4)] + [changed]
+    path.write_text("".join(json.dumps(line) + ",\n" for line in lines))
+    status = command(str(path), None, 4, as_json=False)
+    error = capsys.readouterr().err
+    assert status == 1 and error.startswith(f"python -m hpcstrat timeline {path}: ") and error.count("\n") == 1
+    assert "is damaged" in error and "\x1b" not in error
+
+
+@pytest.mark.parametrize("spans, says", [(0, "nothing is recorded"), (4, "the steps of rank 0 took no time")])
+def test_the_command_names_a_file_of_no_time(tmp_path, capsys, spans, says):
+    path = tmp_path / "trace.json"
+    named = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}
+    path.write_text("".join(json.dumps(line) + ",\n" for line in (named, *[SPAN] * spans)))
+    assert command(str(path), None, 4, as_json=False) == 1
+    assert f"timeline {path}: {says}" in capsys.readouterr().err
+
+
+def test_brackets_are_no_event(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    path.write_text("[" * 100_000)
+    assert command(str(path), None, 4, as_json=False) == 1
+    assert "is not a timeline" in capsys.readouterr().err
+    assert command(str(path), None, 0, as_json=False) == 1
+    assert "--steps is 0; it must be at least 1" in capsys.readouterr().err
+
+
 def test_the_command_refuses_what_is_no_timeline(tmp_path, capsys):
     path = tmp_path / "other.json"
     assert command(str(path), None, 4, as_json=False) == 1

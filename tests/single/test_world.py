@@ -214,7 +214,7 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("prefix", ["mpich_shm_", "sm_segment.", "vader_segment."])
+@pytest.mark.parametrize("prefix", ["mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_"])
 def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     import mmap
 

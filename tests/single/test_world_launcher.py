@@ -1,4 +1,6 @@
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -77,13 +79,51 @@ def test_launchers(environment, variables, expected):
         BATCH_SCRIPT,
         STEP | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
         {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "1"},
-        {"PMI_SIZE": "many", "OMPI_COMM_WORLD_SIZE": ""},
+        {"PMI_SIZE": "", "OMPI_COMM_WORLD_SIZE": ""},
     ],
-    ids=["a batch script", "the step of a batch script", "no step", "no numbers"],
+    ids=["a batch script", "the step of a batch script", "no step", "no values"],
 )
 def test_what_is_no_launch(environment, variables):
     environment(variables)
     assert find() is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "name", "value"),
+    [
+        *((OPEN_MPI, name, "x") for name in OPEN_MPI if name.startswith("OMPI")),
+        *((HYDRA, name, "-1") for name in HYDRA if name != "PMI_FD"),
+        *((STEP, name, "9" * 5000) for name in STEP if name not in ("SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE")),
+        *((STEP, "SLURM_STEP_TASKS_PER_NODE", tasks) for tasks in ("x", "1(x99999999999)", "99999999(x9)", "9" * 5000)),
+        *(({"PMI_SIZE": "2"}, "PMI_RANK", rank) for rank in ("x", "2", "\u0661")),
+        *((OPEN_MPI, "OMPI_COMM_WORLD_RANK", rank) for rank in ("4", "1e400", " 1")),
+        ({"PMIX_RANK": "1"}, "PMIX_RANK", "all"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE", "many"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE", "0"),
+    ],
+    ids=lambda value: value[:30] if isinstance(value, str) else "",
+)
+def test_what_no_launcher_sets_is_named(environment, variables, name, value):
+    """Nobody becomes a second rank 0."""
+    environment({**variables, name: value})
+    named = "PMI_RANK" if value == "0" else name  # no rank is below 0
+    with pytest.raises(RuntimeError, match=f"^the environment variable {named}(:| is) ") as caught:
+        find()
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
+def test_a_program_whose_rank_is_no_number_ends_at_the_import():
+    found = subprocess.run(
+        [sys.executable, "-c", "import hpcstrat"],
+        env=os.environ | {"PMI_RANK": "x", "PMI_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert found.returncode == 1
+    assert found.stderr.splitlines()[-1] == (
+        "RuntimeError: the environment variable PMI_RANK is 'x'; it must be a number from 0 up, as the launcher sets it"
+    )
 
 
 @pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA], ids=["Open MPI", "MPICH"])
@@ -102,7 +142,7 @@ def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment
     with pytest.raises(RuntimeError, match=r"^ReplicaContext.all_reduce .* outside of Strategy.run, .* the 4 ranks is"):
         context.all_reduce("SUM", 1.5)
     assert hs.get_strategy().run(lambda: context.all_reduce("SUM", 1.5)) == 1.5
-    for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}):
+    for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}):
         environment(alone)
         assert context.all_reduce("SUM", 1.5) == 1.5
     assert _world.started() is None

@@ -151,6 +151,28 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "Adagrad: initial_accumulator_value is -1",
     ),
+    **{
+        f"{kind}: {name} is text": (
+            lambda _, kind=kind, name=name: getattr(hs.optimizers, kind)(0.1, **{name: "0.5"}),
+            TypeError,
+            f"{kind}: {name} is '0.5'; it must be a number",
+        )
+        for kind, name in (
+            *(("SGD", name) for name in ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum")),
+            *(("RMSprop", "rho"), ("Adam", "beta_1"), ("Adadelta", "rho"), ("Lion", "beta_2")),
+            ("Adagrad", "initial_accumulator_value"),
+        )
+    },
+    "Adagrad: infinite accumulator": (
+        lambda _: hs.optimizers.Adagrad(0.1, initial_accumulator_value=np.inf),
+        ValueError,
+        "Adagrad: initial_accumulator_value is inf",
+    ),
+    "learning rate: a function of text": (
+        lambda _: hs.optimizers.SGD(lambda: "0.1").variables,  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "SGD: what learning_rate returns is '0.1'; it must be a number",
+    ),
     "SGD: clipnorm": (
         lambda _: hs.optimizers.SGD(0.1, global_clipnorm=0, name="mine"),
         ValueError,
@@ -220,7 +242,11 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "ClusterSpec: No such job in cluster: 'ps'; there are 'worker'",
     ),
-    "TF_CONFIG: tasks": (tf_config('{"cluster": {"worker": 5}}'), TypeError, "ClusterSpec: the tasks of job 'worker'"),
+    "TF_CONFIG: tasks": (
+        tf_config('{"cluster": {"worker": 5}}'),
+        ValueError,
+        "TF_CONFIG: .* ClusterSpec: the tasks of job 'worker'",
+    ),
 }
 
 

@@ -1,0 +1,78 @@
+"""What the ranks of a job have left on this host: processes that have the job's variable, and then their segments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+from hpcstrat import _guard, _launcher
+from hpcstrat._job_memory import JobMemory
+
+_GRACE_SECONDS = 1.0  # that processes of the start before get to end by themselves
+_LOOK_SECONDS = 0.02
+
+
+def end_all(memory: JobMemory, begin: float) -> None:
+    """Ends the processes, and unlinks the segments.
+
+    Args:
+        memory: the job's.
+        begin: when the job began, as `time.time`.
+    """
+    known: set[int] = set()
+
+    def are_left() -> bool:
+        # On its way out a process loses its variables before it closes its files, and so before it frees a GPU.
+        known.update(processes_of(memory))
+        return any(map(_runs, known))
+
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while are_left() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    for process in processes_of(memory):
+        _kill(process)
+    while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+    _guard.unlink_orphans(begin)
+
+
+def end_what_ranks_started(memory: JobMemory) -> None:
+    """Ends what dead ranks have started, for whose output mpiexec would wait."""
+    for process in processes_of(memory):
+        if any(variable.startswith(_OF_RANKS) for variable in _variables_of(process)):
+            _kill(process)
+
+
+def processes_of(memory: JobMemory) -> list[int]:
+    """The processes of this host that have the job's variable."""
+    ((name, value),) = memory.environment.items()
+    mark = f"{name}={value}".encode()
+    return [process for process in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark in _variables_of(process)]
+
+
+_OF_RANKS = tuple(f"{name}=".encode() for name in _launcher.RANK_NAMES)
+
+
+def _variables_of(process: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process, or a thread of it, has not ended."""
+    try:
+        with open(f"/proc/{process}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return fields[0] != b"Z" or fields[17] != b"1"  # the number of threads, which may outlive the first

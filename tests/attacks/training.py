@@ -1,0 +1,79 @@
+"""A training of 40 steps whose end is known, and in whose steps attacks can be written."""
+
+import fractions
+
+STEPS = 40
+PLAIN = "optimizer.apply_gradients([(np.full(v.shape, rank + 1.0), v) for v in variables])"
+MARKED = """
+        buffers = optimizer.gradient_buffers(variables)
+        for place in np.random.default_rng(step).permutation(len(variables)):
+            buffers[place][...] = rank + 1.0
+            buffers.ready(buffers[place])
+        {}
+        optimizer.apply_gradients(zip(buffers, variables))
+"""  # an attack comes while sums are under way
+
+
+def weight(ranks, momentum=0.0, before=()):
+    """The weight at the end: each step takes each rank's number, from 1 up, away, and of the step before a part.
+
+    Args:
+        ranks: how many there are.
+        momentum: see `training`.
+        before: how many there were in each of the first steps.
+    """
+    moved, total = fractions.Fraction(), fractions.Fraction()
+    for count in [*before, *[ranks] * (STEPS - len(before))]:
+        moved = fractions.Fraction(momentum) * moved - count * (count + 1) // 2
+        total += moved
+    return total
+
+
+def training(
+    attack="pass",
+    before="pass",
+    step_seconds=0.0,
+    strategy="CentralStorageStrategy()",
+    sizes=(5,),
+    momentum=0.0,
+    update=PLAIN,
+):
+    """The program.
+
+    Args:
+        attack: a statement of each step, which knows `step`, `rank` and `start`, the number of the start.
+        before: a statement before the library is imported.
+        step_seconds: that a step takes longer.
+        strategy: the call that makes it.
+        sizes: of the variables.
+        momentum: of the optimizer; a few powers of two, so that sums are exact.
+        update: statements of the replica function.
+    """
+    return f"""
+import fractions, os, pathlib, signal, subprocess, sys, time
+{before}
+import numpy as np
+import hpcstrat as hs
+
+rank, last = hs.rank(), hs.size() - 1
+strategy = hs.{strategy}
+start = hs.on_lead(lambda: len(list(pathlib.Path().glob("start-*"))))
+hs.on_lead(lambda: pathlib.Path(f"start-{{start}}").touch())
+with strategy.scope():
+    variables = [hs.Variable(np.zeros(size)) for size in {sizes}]
+    optimizer = hs.optimizers.SGD(1.0, momentum={momentum})
+checkpoint = hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer)
+with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=7, snapshot_every=2) as manager:
+    manager.restore_or_initialize()
+    while manager.steps < {STEPS}:
+        step = manager.steps + 1
+        def update():
+            {update.strip().replace(chr(10), chr(10) + "    ")}
+        strategy.run(update)
+        {attack}
+        time.sleep({step_seconds})
+        manager.step()
+        if rank == 0:
+            pathlib.Path(f"step-{{step}}").touch()
+print("weight", *{{fractions.Fraction(one) for v in variables for one in np.unique(v.numpy())}})
+"""
