@@ -264,14 +264,14 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         [0.125 2.5  ] [0.5 1. ]
     """
     try:
-        delta = delta.__float__()
+        bound = delta.__float__()
     except (AttributeError, TypeError, ValueError):
         raise TypeError(f"huber: delta is {delta!r}; it must be a number") from None
-    if not delta > 0:
+    if not bound > 0:
         raise ValueError(f"huber: delta is {delta!r}; it must be positive")
     y, x, dtype = _as_pair("huber", labels, predictions, "predictions")
     errors = x - y
-    gradient = errors.clip(-delta, delta)
+    gradient = errors.clip(-bound, bound)
     losses = gradient * (errors - gradient / 2)
     return losses.astype(dtype, copy=False), gradient.astype(dtype, copy=False)
 

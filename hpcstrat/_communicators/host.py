@@ -65,13 +65,13 @@ class HostCommunicator(Communicator):
         Raises:
             MemoryError: it has not, on any rank.
         """
+        if self.size == 1 or self.size * nbytes < LARGE:  # the same on all ranks, however many their hosts have
+            return
         world = _world.started()
-        ranks = self.size if world is None else min(self.size, world.local_size)
-        if self.size > 1 and ranks * nbytes >= LARGE:
-            # No rank takes memory before all have found enough for all: one that comes late would find less.
-            with self.raise_together():
-                check_available(nbytes, ranks)
-                self.exchange(signature)
+        # No rank takes memory before all have found enough for all: one that comes late would find less.
+        with self.raise_together():
+            check_available(nbytes, self.size if world is None else min(self.size, world.local_size))
+            self.exchange(signature)
 
     def new_buffer(self, nbytes: int, signature: CallSignature) -> Bytes:
         """Memory that each rank makes for itself in one call. Collective; the arguments are those of `require_memory`.
