@@ -21,7 +21,7 @@ from hpcstrat._arrays import as_native, is_numeric
 from hpcstrat._cli import check, info, inventory
 from hpcstrat._cli.timeline import advise, timeline
 from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
-from hpcstrat._communicators import mismatch, nccl_link, nccl_start, packing, protocol, shared_memory
+from hpcstrat._communicators import host, mismatch, nccl_link, nccl_start, packing, protocol, shared_memory
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.call_state import CallState
 from hpcstrat._communicators.connection import connect, connect_devices

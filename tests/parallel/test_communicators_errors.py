@@ -1,8 +1,10 @@
 """What goes wrong in communicators, on one rank or on all: every rank raises, and the next call works."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from internals import call_named
+from internals import _world, call_named, host
 from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
 
 from hpcstrat import ReplicaMismatchError
@@ -259,6 +261,19 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
                 raise ValueError("mine")
         named(f"call {group.rank}", group.barrier)
     works(group, place)
+
+
+@several_ranks
+def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communicator, place, monkeypatch):
+    """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
+    world = _world.started()
+    here = dataclasses.replace(world, local_size=communicator.rank + 1)
+    monkeypatch.setattr(_world, "started", lambda: here)
+    monkeypatch.setattr(host, "LARGE", 1 << 14)
+    for nbytes in (1 << 14, 1 << 13, 1 << 12, 1 << 10):
+        (total,) = communicator.all_reduce([place.xp.full(nbytes // 4, communicator.rank, np.float32)], SUM)
+        assert set(total.tolist()) == {sum(range(communicator.size))}
+    works(communicator, place)
 
 
 def test_a_message_for_which_there_is_no_memory(communicator, place):
