@@ -57,7 +57,8 @@ def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[An
     results: list[Any] = list(leaves)
     # All arrays of a nest travel in one message. A message costs more than its bytes.
     indices = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
-    if indices or not leaves:
+    # `None` alone is a call too, which another rank's arrays do not match.
+    if indices or all(leaf is None for leaf in leaves):
         arrays = [as_numeric(leaves[i]) for i in indices]
         if len(indices) < len(leaves):
             must_match = (*must_match, f"arrays at {indices}")

@@ -129,7 +129,7 @@ def test_a_rank_that_leaves_the_others_is_no_success(cell, status):
     cell.write(training(f"if step == 13 and rank == last: os._exit({status})"))
     ended = cell("hpcstrat", "run", "-n", "2", "program.py")
     assert ended.status != 0 and "weight" not in ended.stdout
-    if status == 0:
+    if status == 0 and "BAD TERMINATION" not in ended.stdout:  # mpiexec's, if the one that it kills ends first
         assert "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
 
 

@@ -208,6 +208,15 @@ def test_nests_travel_together(strategy):
     assert strategy.reduce("MEAN", value["more"][0], 0) == (N - 1) / 2
 
 
+def test_none_from_one_rank_alone_is_an_error_on_every_rank(strategy):
+    for leaf in (None, [None, None]):
+        assert strategy.run(lambda leaf=leaf: hs.get_replica_context().all_reduce("SUM", leaf)) == leaf
+        if N > 1:
+            own = leaf if RANK == 0 else strategy.xp.ones(3)
+            with pytest.raises(hs.ReplicaMismatchError, match="rank 0: ReplicaContext.all_reduce.SUM"):
+                strategy.run(lambda own=own: hs.get_replica_context().all_reduce("SUM", own))
+
+
 def test_a_nest_that_is_too_deep_is_an_error_on_every_rank(strategy):
     def reduced(levels):
         value = each(strategy, [1] * N)
