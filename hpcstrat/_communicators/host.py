@@ -35,6 +35,8 @@ def describe_message(_: Communicator, signature: CallSignature, layout: Layout, 
 class HostCommunicator(Communicator):
     """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
+    _largest_buffer = LARGE - 1  # bytes, of those that `new_buffer` has made
+
     @abc.abstractmethod
     def reduce_message(
         self,
@@ -81,8 +83,10 @@ class HostCommunicator(Communicator):
         """
         buffer = np.empty(nbytes, np.uint8)
         self.require_memory(nbytes, signature)
-        if nbytes >= LARGE:
-            buffer[:: mmap.PAGESIZE] = 0  # makes its pages now: what is asked for next is compared with what is left
+        if nbytes > self._largest_buffer:
+            # Makes its pages now: mailboxes that grow to this size next are compared with what is left.
+            self._largest_buffer = nbytes
+            buffer[:: mmap.PAGESIZE] = 0
         return buffer
 
     def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
