@@ -266,7 +266,7 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
 @several_ranks
 def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communicator, place, monkeypatch):
     """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
-    world = _world.started()
+    world = _world.start()
     here = dataclasses.replace(world, local_size=communicator.rank + 1)
     monkeypatch.setattr(_world, "started", lambda: here)
     monkeypatch.setattr(host, "LARGE", 1 << 14)
