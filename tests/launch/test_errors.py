@@ -257,7 +257,7 @@ def test_no_proc(launch, launch_on_tmpfs, ranks):
     assert "RuntimeError: /proc is not mounted, and neither MPI nor hpcstrat starts without it" in result.stderr
 
 
-@pytest.mark.parametrize("ranks, options", [(2, "size=27m"), (8, "size=64m")])
+@pytest.mark.parametrize("ranks, options", [(2, "size=27m"), pytest.param(8, "size=64m", marks=pytest.mark.slow)])
 def test_enough_shared_memory_for_a_rank_that_comes_late(launch_on_tmpfs, ranks, options):
     program = """
         import sys, time
@@ -341,7 +341,14 @@ ATTEMPT = """
 """
 
 
-@pytest.mark.parametrize("call, few, many", [("gather", 100, 200), ("reduce", 100, 150), ("mirror", 100, 500)])
+@pytest.mark.parametrize(
+    "call, few, many",
+    [
+        ("reduce", 100, 150),
+        pytest.param("gather", 100, 200, marks=pytest.mark.slow),
+        pytest.param("mirror", 100, 500, marks=pytest.mark.slow),
+    ],
+)
 def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, call, few, many):
     """An error on all ranks, where each alone would find enough: the kernel would kill them."""
     group = pathlib.Path(f"/sys/fs/cgroup/memory/hpcstrat-test-{os.getpid()}")
