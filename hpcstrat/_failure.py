@@ -379,8 +379,10 @@ def _end_well() -> None:
         with contextlib.suppress(Exception):
             last()
     if _process:
-        # MPICH's segment stays in /dev/shm after an abort: 2 MB for each job that failed.
-        _guard.unlink_segments(os.getpid())
+        # After an abort MPICH's segment stays in /dev/shm, 2 MB for each job that failed; so does Open MPI's of a rank
+        # that no launcher of its own knows.
+        is_single = (mpi := _started_mpi()) is not None and _ends_job() and mpi.COMM_WORLD.size == 1
+        _guard.unlink_segments(os.getpid(), _guard.MPICH + (_guard.OPEN_MPI if is_single else ()))
 
 
 def _abort(status: int) -> NoReturn:

@@ -98,6 +98,7 @@ def test_what_does_not_know_its_launcher_is_refused_by_its_number_of_ranks(launc
     result = launch(WORLD, env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     assert result.status != 0
     assert "a PMI launcher started 2 processes, but MPI (" in result.stderr and ") has 1 rank:" in result.stderr
+    assert result.leftovers == []
 
 
 def test_a_step_of_srun_without_its_mpi_is_refused(launch):
