@@ -186,8 +186,7 @@ def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
 def _meet(text: str) -> None:
     """Starts MPI if necessary, to end the ranks that wait in its start. If none come, `text` is printed last.
 
-    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's does. Not where the
-    start is refused: with too little shared memory it would end this rank before `text` is printed.
+    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's does.
     """
     global _mpi, _others_wait
     _mpi = _mpi or _started_mpi()
@@ -379,8 +378,7 @@ def _end_well() -> None:
         with contextlib.suppress(Exception):
             last()
     if _process:
-        # After an abort MPICH's segment stays in /dev/shm, 2 MB for each job that failed; so does Open MPI's of a rank
-        # that no launcher of its own knows.
+        # After an abort MPICH's segment stays in /dev/shm, and Open MPI's of a rank that no launcher of its own knows.
         is_single = (mpi := _started_mpi()) is not None and _ends_job() and mpi.COMM_WORLD.size == 1
         _guard.unlink_segments(os.getpid(), _guard.MPICH + (_guard.OPEN_MPI if is_single else ()))
 
