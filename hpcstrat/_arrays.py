@@ -209,3 +209,15 @@ def _bfloat16() -> np.dtype[Any]:
     except ImportError:
         raise TypeError("NumPy needs the package ml_dtypes for bfloat16, which is not installed") from None
     return np.dtype(ml_dtypes.bfloat16)
+
+
+def as_number(call: str, argument: str, value: Any, allowed: str = "a number") -> float:
+    """The value of an argument or attribute as a float; `call` is the user's name of what has it.
+
+    Raises:
+        TypeError: it is not a number; texts are none.
+    """
+    try:
+        return value.__float__()
+    except (AttributeError, ArithmeticError, TypeError, ValueError):
+        raise TypeError(f"{call}: {argument} is {value!r}; it must be {allowed}") from None

@@ -37,7 +37,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if losses.ndim == 0:
         raise ValueError(f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean")
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
-    if _as_float(call, "global_batch_size", size) < 0:
+    if _arrays.as_number(call, "global_batch_size", size) < 0:
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
         weights = _as_numbers(call, "sample_weight", sample_weight, "reshape")
@@ -76,13 +76,6 @@ def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
     if isinstance(dtype, np.dtype) and not _arrays.is_numeric(dtype):
         raise TypeError(f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers")
     return array
-
-
-def _as_float(call: str, argument: str, value: Any) -> float:
-    try:
-        return value.__float__()
-    except (AttributeError, TypeError, ValueError):
-        raise TypeError(f"{call}: {argument} is {value!r}; it must be a number") from None
 
 
 def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ...]) -> tuple[int, ...]:
@@ -268,7 +261,7 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         >>> print(losses, gradient)
         [0.125 2.5  ] [0.5 1. ]
     """
-    bound = _as_float("huber", "delta", delta)
+    bound = _arrays.as_number("huber", "delta", delta)
     if not bound > 0:
         raise ValueError(f"huber: delta is {delta!r}; it must be positive")
     y, x, dtype = _as_pair("huber", labels, predictions, "predictions")

@@ -114,8 +114,9 @@ class HostCommunicator(Communicator):
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
         nbytes = sum(array.nbytes for part in parts for array in part)
-        self.require_memory(nbytes, signature_of(f"{current_call()}: memory"))
-        return [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+        return self._read(
+            nbytes, lambda: [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+        )
 
     def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
         _check_on_host(arrays)
@@ -124,8 +125,19 @@ class HostCommunicator(Communicator):
             messages = self.exchange(signature, layout.nbytes, lambda message: layout.write(message, arrays))
         else:
             messages = self.exchange(signature)
-        self.require_memory(layout.nbytes, signature)
-        return layout.views(messages[root][: layout.nbytes].copy())
+        return self._read(layout.nbytes, lambda: layout.views(messages[root][: layout.nbytes].copy()))
+
+    def _read(self, nbytes: int, copy: Callable[[], list[Array]]) -> list[Array]:
+        """Arrays of so many bytes that each rank copies from the messages of the last exchange. Collective."""
+        if self.size == 1 or self.size * nbytes < LARGE:
+            return copy()
+        signature = signature_of(f"{current_call()}: memory")
+        self.require_memory(nbytes, signature)
+        # Messages are valid until the next call, which that was: the one after it waits until all have read them.
+        with self.raise_together():
+            arrays = copy()
+            self.exchange(signature)
+        return arrays
 
     def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
         everyone = range(self.size)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat._arrays import as_number
 from hpcstrat._storage.rule import Kernel, Norms, UpdateRule
 from hpcstrat.optimizers._operations import norm_terms, operations
-from hpcstrat.optimizers._options import as_number
 from hpcstrat.optimizers._symbols import ELEMENT, NUMBER, ON_ELEMENTS, Symbol
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
+from hpcstrat._arrays import as_number
 from hpcstrat._edge import constructor_signature
 from hpcstrat.optimizers import schedules
 
@@ -158,18 +159,6 @@ def set_attribute(optimizer: Any, name: str, value: Any, assign: Callable[[str, 
             f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} they would be {after}. "
             f"Pass {name}={value!r} to a new optimizer instead"
         )
-
-
-def as_number(owner: str, argument: str, value: Any, allowed: str = "a number") -> float:
-    """The value of an argument or attribute as a float.
-
-    Raises:
-        TypeError: it is not a number; texts are none.
-    """
-    try:
-        return value.__float__()
-    except (AttributeError, ArithmeticError, TypeError, ValueError):
-        raise TypeError(f"{owner}: {argument} is {value!r}; it must be {allowed}") from None
 
 
 def not_negative(owner: str, argument: str, value: Any) -> float:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers._options import as_number
+from hpcstrat._arrays import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:

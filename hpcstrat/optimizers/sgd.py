@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from hpcstrat.optimizers._options import as_number
+from hpcstrat._arrays import as_number
 from hpcstrat.optimizers.base import Optimizer
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """What goes wrong in communicators, on one rank or on all: every rank raises, and the next call works."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -274,6 +275,23 @@ def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communic
         (total,) = communicator.all_reduce([place.xp.full(nbytes // 4, communicator.rank, np.float32)], SUM)
         assert set(total.tolist()) == {sum(range(communicator.size))}
     works(communicator, place)
+
+
+@several_ranks
+@pytest.mark.parametrize("own_size", [20_000, 0, 3])
+def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(communicator, place, monkeypatch, own_size):
+    """Large messages, before which memory is compared, and which the next call's would overwrite."""
+    monkeypatch.setattr(host, "LARGE", 1 << 14)
+    rank, ranks, concatenate = communicator.rank, range(communicator.size), np.concatenate
+    for slow in ranks:
+        for turn in range(3):
+            with monkeypatch.context() as patch:
+                if rank == slow:
+                    patch.setattr(np, "concatenate", lambda *parts: time.sleep(0.05) or concatenate(*parts))
+                size = own_size if rank == 1 else 20_000
+                (found,) = communicator.all_gather([place.xp.full(size, 10.0 * turn + rank)], 0)
+            expected = [np.full(own_size if one == 1 else 20_000, 10.0 * turn + one) for one in ranks]
+            assert found.tolist() == np.concatenate(expected).tolist()
 
 
 def test_a_message_for_which_there_is_no_memory(communicator, place):
