@@ -145,8 +145,7 @@ QUICK = [
     "an update interrupted, CentralStorageStrategy",
     "caught by one rank: want of memory",
     "two threads at once, and nobody looks",
-    "hosts: C code that holds Python",
+    "hosts: SIGKILL",
     "a forked child that computes",
-    "a function of rank 0 alone that takes long",
 ]
 """Of each kind those that tell most; the others are slow."""

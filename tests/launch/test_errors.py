@@ -257,7 +257,8 @@ def test_no_proc(launch, launch_on_tmpfs, ranks):
     assert "RuntimeError: /proc is not mounted, and neither MPI nor hpcstrat starts without it" in result.stderr
 
 
-@pytest.mark.parametrize("ranks, options", [(2, "size=27m"), pytest.param(8, "size=64m", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks, options", [(2, "size=27m"), (8, "size=64m")])
+@pytest.mark.slow
 def test_enough_shared_memory_for_a_rank_that_comes_late(launch_on_tmpfs, ranks, options):
     program = """
         import sys, time
@@ -273,6 +274,7 @@ def test_enough_shared_memory_for_a_rank_that_comes_late(launch_on_tmpfs, ranks,
     assert (result.returncode, result.stdout) == (0, f"{ranks} ranks\nleft:\n"), result.stderr
 
 
+@pytest.mark.slow
 def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, launch_on_tmpfs):
     """The others wait in the start of MPI, which this rank does not begin."""
     if launch.open_mpi:

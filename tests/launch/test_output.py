@@ -263,6 +263,7 @@ def test_time_outs_of_any_size(launch, seconds):
     assert (result.status, result.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_users_own_timer_of_tracebacks_stays(launch):
     program = """
     import faulthandler, time

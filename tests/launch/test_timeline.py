@@ -82,6 +82,7 @@ def check_gpu(tracks):
         assert run.begin <= one.begin <= one.end <= run.end
 
 
+@pytest.mark.slow
 def test_who_is_waited_for_is_seen_and_said(launch):
     path = traced(launch, PROGRAM.replace("sleep(0.05)", "sleep(0.2)"), 3)
     waits = [rank.shares["waiting"] for rank in share_out(read(path))]

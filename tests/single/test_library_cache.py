@@ -279,6 +279,7 @@ def test_a_process_that_is_stopped_while_it_compiles_does_not_stop_others(home, 
     assert library_cache.load_library(SOURCE.format(1)).answer() == 1  # another library has another lock
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_while_it_compiles_leaves_nothing_for_long(home, compiler, start):
     if shutil.which("timeout") is None:
         pytest.skip("coreutils' timeout, which ends the compiler, is not here")
