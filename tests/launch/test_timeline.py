@@ -95,6 +95,7 @@ def test_who_is_waited_for_is_seen_and_said(launch):
     assert any("the others wait for rank 2" in sentence for sentence in found["advice"])
 
 
+@pytest.mark.slow
 def test_the_command_prints_shares_and_draws(launch):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     assert launch(PROGRAM, None, env={"HPCSTRAT_TIMELINE": "trace.json"}).status == 0

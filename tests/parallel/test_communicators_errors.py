@@ -278,16 +278,16 @@ def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communic
 
 
 @several_ranks
-@pytest.mark.parametrize("own_size", [20_000, 0, 3])
+@pytest.mark.parametrize("own_size", [20_000, 3])
 def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(communicator, place, monkeypatch, own_size):
     """Large messages, before which memory is compared, and which the next call's would overwrite."""
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     rank, ranks, concatenate = communicator.rank, range(communicator.size), np.concatenate
     for slow in ranks:
-        for turn in range(3):
+        for turn in range(2):
             with monkeypatch.context() as patch:
                 if rank == slow:
-                    patch.setattr(np, "concatenate", lambda *parts: time.sleep(0.05) or concatenate(*parts))
+                    patch.setattr(np, "concatenate", lambda *parts: time.sleep(0.02) or concatenate(*parts))
                 size = own_size if rank == 1 else 20_000
                 (found,) = communicator.all_gather([place.xp.full(size, 10.0 * turn + rank)], 0)
             expected = [np.full(own_size if one == 1 else 20_000, 10.0 * turn + one) for one in ranks]
