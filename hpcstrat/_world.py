@@ -110,26 +110,26 @@ def _connect() -> World:
         _check_process()
         _check_program(launcher)
         _launcher.mark_children()
-    mpi = _load_mpi(launcher)
-    if mpi is None:
+    MPI = _load_mpi(launcher)
+    if MPI is None:
         return _world_of_one(launcher)
-    if mpi.Is_finalized():
+    if MPI.Is_finalized():
         if launcher is not None and not launcher.alone:
             raise RuntimeError(
                 f"hpcstrat cannot connect the ranks: MPI was finalised already ({launcher.describe()}). "
                 "Make the first strategy before MPI.Finalize()."
             )
         return _world_of_one(launcher)
-    _mpi.start(mpi)
-    _check_launcher(launcher, mpi)
+    _mpi.start(MPI)
+    _check_launcher(launcher, MPI)
 
     # A duplicate of our own: messages of the program's, or of other libraries, on the world can then never be taken for
     # ours.
-    comm = mpi.COMM_WORLD.Dup()
+    comm = MPI.COMM_WORLD.Dup()
     # Asked of MPI, and not of the launcher's variables: it knows which ranks can share memory.
-    host_comm = comm.Split_type(mpi.COMM_TYPE_SHARED, key=comm.rank)
+    host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     if comm.size > 1:
-        _failure.end_all_ranks_on_error(comm.rank, mpi)
+        _failure.end_all_ranks_on_error(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
     # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's counts.
@@ -213,12 +213,12 @@ def _check_program(launcher: _launcher.Launcher) -> None:
         )
 
 
-def _check_launcher(launcher: _launcher.Launcher | None, mpi: Any) -> None:
+def _check_launcher(launcher: _launcher.Launcher | None, MPI: Any) -> None:
     """Refuses the `mpirun` of another MPI: every rank would believe it is alone."""
-    size = mpi.COMM_WORLD.size
+    size = MPI.COMM_WORLD.size
     if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
         return
-    _mpi.refuse(launcher, mpi, f"has {size} rank{'s' if size > 1 else ''}")
+    _mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
 
 
 # ---- cores

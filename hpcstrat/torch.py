@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _arrays, _context, _edge, _gpu, _group, _nest
+from hpcstrat import _arrays, _context, _edge, _gpu, _nest
 from hpcstrat._communicators import connection, protocol
+from hpcstrat._group import ReplicaGroup
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._types import Bytes, ReduceOp
 from hpcstrat._variables import Variable
@@ -84,8 +85,8 @@ def average_buffers(module: Any) -> None:
     communicator = connection.connect()
     with communicator.raise_together():
         named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-        arrays = [_arrays.as_array(_edge.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
-        means = communicator.all_reduce(arrays, ReduceOp.MEAN, *[name for name, _ in named])
+        values = [_arrays.as_array(_edge.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
+        means = communicator.all_reduce(values, ReduceOp.MEAN, *[name for name, _ in named])
         for (_, buffer), mean in zip(named, means, strict=True):
             buffer.copy_(_as_tensor(mean))
 
@@ -125,15 +126,15 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters, must_match = named.values(), [*named]
         own = [_gradient(group, name, p) for name, p in named.items()]
-        arrays = [_arrays.as_array(_edge.current_call(), gradient, on_gpu=True) for gradient in own]
+        values = [_arrays.as_array(_edge.current_call(), gradient, on_gpu=True) for gradient in own]
         if communicator.checks or module not in _compared:
             checksum = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0)
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
         # Travels with the gradients: no rank alone knows whether all have none.
         found = np.array([p.grad is not None for p in parameters], np.int32)
-        *totals, found = communicator.all_reduce([*arrays, found], op, *must_match)
+        *totals, found = communicator.all_reduce([*values, found], op, *must_match)
         _compared.add(module)
-        for p, gradient, array, total, is_found in zip(parameters, own, arrays, totals, found, strict=True):
+        for p, gradient, array, total, is_found in zip(parameters, own, values, totals, found, strict=True):
             if is_found and p.is_cuda:
                 # In place, on the strategy's stream, on which CuPy uses the memory of the total again.
                 array[...] = total
@@ -141,8 +142,8 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             elif is_found:
                 p.grad = _as_tensor(total)
         if group.stream is not None and any(p.is_cuda for p in parameters):
-            cuda, gpu = _torch().cuda, group.stream.ordinal
-            cuda.current_stream(gpu).wait_stream(cuda.ExternalStream(group.stream.raw.ptr, gpu))
+            cuda, ordinal = _torch().cuda, group.stream.ordinal
+            cuda.current_stream(ordinal).wait_stream(cuda.ExternalStream(group.stream.raw.ptr, ordinal))
 
 
 @_edge.names_call("seed")
@@ -252,7 +253,7 @@ def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
 
-def _gradient(group: _group.ReplicaGroup, name: str, parameter: Any) -> Any:
+def _gradient(group: ReplicaGroup, name: str, parameter: Any) -> Any:
     """A parameter's gradient, or zeros, as a dense tensor."""
     call, device, gradient = _edge.current_call(), parameter.device, parameter.grad
     is_here = device.type == "cuda" and group.stream is not None and device.index == group.stream.ordinal

@@ -115,7 +115,7 @@ def find(named: str | None = None) -> Mpiexec:
         LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to another MPI.
     """
     try:
-        mpi = _mpi.load()
+        MPI = _mpi.load()
     except (ImportError, RuntimeError) as error:
         missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
         raise LaunchError(
@@ -123,7 +123,7 @@ def find(named: str | None = None) -> Mpiexec:
             "mpiexec; on a cluster, load the module of its MPI. One replica needs neither: start it with python. "
             f"The error was: {error}"
         ) from error
-    name, version = mpi.get_vendor()
+    name, version = MPI.get_vendor()
     library = f"{name} {'.'.join(map(str, version))}"
     if named is not None:
         try:

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _arrays, _context, _edge, _gpu, _variable_state, _variables
+from hpcstrat import _arrays, _context, _edge, _gpu, _variables
 from hpcstrat._storage.rule import UpdateRule
 from hpcstrat._types import Array, ReduceOp
 from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
+from hpcstrat._variable_state import in_replica_of
 from hpcstrat._variable_writing import RULES
 from hpcstrat._variables import Variable
 
@@ -100,7 +101,7 @@ class Metric(abc.ABC):
     def _add(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""
         state = _variables.state_of(self.totals)
-        if state.group.stream is None and _variable_state.in_replica_of(state.group):
+        if state.group.stream is None and in_replica_of(state.group):
             # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
             state.storage.write(state.block, new, RULES["assign_add"])
             return
@@ -114,7 +115,7 @@ class Metric(abc.ABC):
     def _runs_on_gpu(self) -> bool:
         """Whether a kernel may add to the totals: they are on a GPU, and this is a replica function."""
         group = _variables.state_of(self.totals).group
-        return group.stream is not None and _variable_state.in_replica_of(group)
+        return group.stream is not None and in_replica_of(group)
 
     def _add_on_gpu(self, launch: Callable[..., None], *arrays: Array) -> None:
         """Calls `launch(*arrays, totals)`, which launches a kernel, with all arrays on the totals' GPU."""

@@ -259,12 +259,12 @@ def test_deep_nests():
 
 
 def test_no_two_structures_have_one_description():
-    nests = [
+    values = [
         *(1, [1], (1,), [[1]], {"a": 1}, {"a, NoneIsLeaf": 1}, {"a, NoneIsLeaf": 1, "b": 2}),
         *({"a, NoneIsLeaf": 1, "c": 2}, {"'a": 1}, {"a'": 1}, {"a': *, 'b": 1}, {"a": 1, "b": 2}, {1: 2}, {"1": 2}),
         *([1, 2], (1, 2), Point(1, 2), Keys(a=1), Ordered(a=1), collections.OrderedDict(a=1)),
     ]
-    assert len({_nest.describe(_nest.flatten(nest)[1]) for nest in nests}) == len(nests)
+    assert len({_nest.describe(_nest.flatten(nest)[1]) for nest in values}) == len(values)
 
 
 class Key:

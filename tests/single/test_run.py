@@ -31,8 +31,8 @@ def host(monkeypatch, tmp_path):
         monkeypatch.setenv("PATH", os.pathsep.join(folders))
         monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
         monkeypatch.setattr(mpiexec, "_loaded_libraries", lambda: [])
-        mpi = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
-        monkeypatch.setattr(_mpi, "load", lambda: mpi)
+        fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
+        monkeypatch.setattr(_mpi, "load", lambda: fake)
         return folders
 
     return make

@@ -14,7 +14,7 @@ from slow import slow_but
 
 
 @pytest.fixture
-def mpi(monkeypatch):
+def fake(monkeypatch):
     """Stands for mpi4py.MPI: a world of one rank."""
     module = types.SimpleNamespace(
         Is_finalized=lambda: False,
@@ -47,13 +47,13 @@ def test_the_users_setting_of_open_mpi_stays(monkeypatch):
     assert os.environ["OMPI_MCA_osc"] == "^ucx"
 
 
-def test_another_mpis_launcher_is_refused(mpi, monkeypatch):
+def test_another_mpis_launcher_is_refused(fake, monkeypatch):
     launched(monkeypatch, 4)
     with pytest.raises(RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"):
         _world._connect()
 
 
-def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(mpi, monkeypatch):
+def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monkeypatch):
     launched(monkeypatch, None, rank=1, name="a PMIx launcher")
     with pytest.raises(RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"):
         _world._connect()
@@ -74,25 +74,25 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(mpi, monke
         ("a PMI launcher", 2, "Open MPI", False),
     ],
 )
-def test_another_mpis_launcher_is_known_before_mpi_starts(mpi, monkeypatch, launcher, size, vendor, refused):
+def test_another_mpis_launcher_is_known_before_mpi_starts(fake, monkeypatch, launcher, size, vendor, refused):
     started = []
-    mpi.Is_initialized = lambda: False
-    mpi.THREAD_MULTIPLE, mpi.Init_thread, mpi.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
+    fake.Is_initialized = lambda: False
+    fake.THREAD_MULTIPLE, fake.Init_thread, fake.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
     monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"):
-            _mpi.start(mpi)
+            _mpi.start(fake)
     else:
-        _mpi.start(mpi)
+        _mpi.start(fake)
     assert started == ([] if refused else [3])
 
 
-def test_mpich_that_speaks_pmix_may_be_started_by_it(mpi, monkeypatch):
-    mpi.Is_initialized, mpi.THREAD_MULTIPLE, mpi.Init_thread = (lambda: False), 3, lambda level: None
+def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
+    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, lambda level: None
     launched(monkeypatch, 2)
     monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: True)
-    _mpi.start(mpi)
+    _mpi.start(fake)
 
 
 @pytest.mark.parametrize(
@@ -100,46 +100,46 @@ def test_mpich_that_speaks_pmix_may_be_started_by_it(mpi, monkeypatch):
     [("MPICH", (5, 0, 2), True), ("MPICH", (4, 3, 2), False), ("Open MPI", (5, 0, 8), False)],
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_without_shared_memory(mpi, monkeypatch, tmp_path, vendor, version, refused, size):
+def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, refused, size):
     started = []
-    mpi.Is_initialized, mpi.THREAD_MULTIPLE, mpi.Init_thread = (lambda: False), 3, started.append
-    mpi.get_vendor = lambda: (vendor, version)
+    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, started.append
+    fake.get_vendor = lambda: (vendor, version)
     monkeypatch.setattr(_mpi, "_SHARED_MEMORY", str(tmp_path / "shm"))
     monkeypatch.setattr(_launcher, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
     if refused:
         with pytest.raises(
             RuntimeError, match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size"
         ):
-            _mpi.start(mpi)
+            _mpi.start(fake)
     else:
-        _mpi.start(mpi)
+        _mpi.start(fake)
     assert started == ([] if refused else [3])
 
 
-def test_the_users_thread_level_of_mpi4py_stays(mpi, monkeypatch):
+def test_the_users_thread_level_of_mpi4py_stays(fake, monkeypatch):
     import mpi4py
 
     started = []
-    mpi.Is_initialized = lambda: False
-    mpi.Init, mpi.Init_thread = (lambda: started.append("alone")), started.append
-    mpi.THREAD_SERIALIZED, mpi.THREAD_MULTIPLE = "serialized", "multiple"
+    fake.Is_initialized = lambda: False
+    fake.Init, fake.Init_thread = (lambda: started.append("alone")), started.append
+    fake.THREAD_SERIALIZED, fake.THREAD_MULTIPLE = "serialized", "multiple"
     monkeypatch.setattr(_launcher, "find", lambda: None)
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
     monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
-    _mpi.start(mpi)
+    _mpi.start(fake)
     monkeypatch.setattr(mpi4py.rc, "threads", False)
-    _mpi.start(mpi)
+    _mpi.start(fake)
     assert started == ["serialized", "alone"]
 
 
-def test_srun_has_a_remedy_of_its_own(mpi, monkeypatch):
+def test_srun_has_a_remedy_of_its_own(fake, monkeypatch):
     launched(monkeypatch, 4, name="srun")
     with pytest.raises(RuntimeError, match="srun --mpi=pmi2"):
         _world._connect()
 
 
-def test_mpi_finalised_already(mpi, monkeypatch):
-    mpi.Is_finalized = lambda: True
+def test_mpi_finalised_already(fake, monkeypatch):
+    fake.Is_finalized = lambda: True
     launched(monkeypatch, 2)
     with pytest.raises(RuntimeError, match=r"MPI was finalised already .* before MPI\.Finalize"):
         _world._connect()
