@@ -9,7 +9,7 @@ from mpi4py import MPI
 from networks import MOMENTUM, RATE
 
 import hpcstrat as hs
-from hpcstrat._storage import compiled
+from hpcstrat._update import compiled
 
 COMM = MPI.COMM_WORLD
 ADAM_RATE = 1e-4

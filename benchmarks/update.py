@@ -17,7 +17,7 @@ from mpi4py import MPI
 from rounds import header, interleaved, repeated, row
 
 import hpcstrat as hs
-from hpcstrat._storage import compiled
+from hpcstrat._update import compiled
 
 try:
     import torch

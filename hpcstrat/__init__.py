@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat import _failure, _output, _settings
 from hpcstrat import checkpoint as checkpoint
 from hpcstrat import cluster_resolver as cluster_resolver
 from hpcstrat import compat as compat
@@ -10,7 +9,18 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
-from hpcstrat._context import in_cross_replica_context as in_cross_replica_context
+from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.types import IndexedSlices as IndexedSlices
+from hpcstrat._core.types import PerReplicaSpec as PerReplicaSpec
+from hpcstrat._core.types import ReduceOp as ReduceOp
+from hpcstrat._core.types import ReplicaMismatchError as ReplicaMismatchError
+from hpcstrat._core.types import TensorSpec as TensorSpec
+from hpcstrat._core.values import DistributedValues as DistributedValues
+from hpcstrat._core.values import Mirrored as Mirrored
+from hpcstrat._core.values import PerReplica as PerReplica
+from hpcstrat._process import failure as _failure
+from hpcstrat._process import output as _output
+from hpcstrat._process import settings as _settings
 from hpcstrat._program import agree as agree
 from hpcstrat._program import any_rank as any_rank
 from hpcstrat._program import asnumpy as asnumpy
@@ -26,6 +36,7 @@ from hpcstrat._program import patience as patience
 from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
+from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_replica_context
 from hpcstrat._strategies.base import ReplicaContext as ReplicaContext
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
@@ -37,18 +48,10 @@ from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
 from hpcstrat._strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
-from hpcstrat._types import IndexedSlices as IndexedSlices
-from hpcstrat._types import PerReplicaSpec as PerReplicaSpec
-from hpcstrat._types import ReduceOp as ReduceOp
-from hpcstrat._types import ReplicaMismatchError as ReplicaMismatchError
-from hpcstrat._types import TensorSpec as TensorSpec
-from hpcstrat._values import DistributedValues as DistributedValues
-from hpcstrat._values import Mirrored as Mirrored
-from hpcstrat._values import PerReplica as PerReplica
-from hpcstrat._variable_options import VariableAggregation as VariableAggregation
-from hpcstrat._variable_options import VariableSynchronization as VariableSynchronization
-from hpcstrat._variable_options import variable_creator_scope as variable_creator_scope
-from hpcstrat._variables import Variable as Variable
+from hpcstrat._variable.options import VariableAggregation as VariableAggregation
+from hpcstrat._variable.options import VariableSynchronization as VariableSynchronization
+from hpcstrat._variable.options import variable_creator_scope as variable_creator_scope
+from hpcstrat._variable.variable import Variable as Variable
 from hpcstrat.data import DistributedDataset as DistributedDataset
 from hpcstrat.data import DistributedIterator as DistributedIterator
 from hpcstrat.data import InputContext as InputContext
@@ -71,6 +74,7 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
 
 
+_set_module(globals())
 _failure.end_all_ranks_on_early_error()
 _output.install()
 _settings.warn_of_unknown()

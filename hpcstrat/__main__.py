@@ -8,8 +8,8 @@ import signal
 import sys
 
 import hpcstrat
-from hpcstrat._cli.run import add_parser as add_run_parser
-from hpcstrat._cli.run import run
+from hpcstrat._tools.launch.command import add_parser as add_run_parser
+from hpcstrat._tools.launch.command import run
 
 
 def main() -> int:
@@ -44,14 +44,14 @@ def _main() -> int:
     if options.command == "run":
         return run(options)
     if options.command == "info":
-        from hpcstrat._cli.info import info as show
+        from hpcstrat._tools.info.report import info as show
 
         return show(options.json)
     if options.command == "timeline":
-        from hpcstrat._cli.timeline import timeline as show_timeline
+        from hpcstrat._tools.timeline.report import timeline as show_timeline
 
         return show_timeline(options.trace, options.plot, options.steps, options.json)
-    from hpcstrat._cli.check import check
+    from hpcstrat._tools.check import check
 
     return check()
 

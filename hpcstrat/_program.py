@@ -11,14 +11,15 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from hpcstrat import _launcher, _nest, _world
-from hpcstrat._arrays import host_copy
-from hpcstrat._communicators.collective import collective
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect, connected
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call, names_call, warn_renamed
-from hpcstrat._values import DistributedValues
-from hpcstrat._variables import Variable
+from hpcstrat._core import nests
+from hpcstrat._core.arrays import host_copy
+from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.values import DistributedValues
+from hpcstrat._process import launchers, worlds
+from hpcstrat._variable.variable import Variable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _Item = TypeVar("_Item")
@@ -29,25 +30,25 @@ _HOUR = 3600.0  # seconds
 
 def rank() -> int:
     """This process's index among all ranks, 0..size-1. Starts nothing."""
-    if (world := _world.started()) is not None:
+    if (world := worlds.started()) is not None:
         return world.rank
-    launcher = _launcher.find()
+    launcher = launchers.find()
     return 0 if launcher is None else launcher.rank
 
 
 def size() -> int:
     """The number of ranks. Starts nothing, unless the launcher does not say."""
-    return _world.size()
+    return worlds.size()
 
 
 def local_rank() -> int:
     """This process's index among the ranks of its host, 0..local_size-1. Starts nothing, as `size`."""
-    return _world.local()[0]
+    return worlds.local()[0]
 
 
 def local_size() -> int:
     """The number of ranks on this host. Starts nothing, unless the launcher does not say."""
-    return _world.local()[1]
+    return worlds.local()[1]
 
 
 def is_lead() -> bool:
@@ -168,7 +169,7 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
 
     if "disable" not in tqdm_arguments:
         # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores TQDM_DISABLE.
-        is_shown = not getattr(sys.stderr, "closed", True) and (sys.stderr.isatty() or _launcher.is_on_terminal())
+        is_shown = not getattr(sys.stderr, "closed", True) and (sys.stderr.isatty() or launchers.is_on_terminal())
         tqdm_arguments["disable"] = bool(os.environ.get("TQDM_DISABLE")) or not is_shown
     return tqdm(iterable, **tqdm_arguments)
 
@@ -179,7 +180,7 @@ def asnumpy(x: Any) -> Any:
     Raises:
         TypeError: a leaf is an array without values, such as a sparse tensor.
     """
-    return _nest.map_leaves(_asnumpy, x)
+    return nests.map_leaves(_asnumpy, x)
 
 
 def _asnumpy(leaf: Any) -> Any:

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _arrays, _context, _gpu
-from hpcstrat._types import Array
+from hpcstrat._core import arrays, gpu
+from hpcstrat._core.types import Array
+from hpcstrat._replicas import contexts
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
@@ -37,7 +38,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     if losses.ndim == 0:
         raise ValueError(f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean")
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
-    if _arrays.as_number(call, "global_batch_size", size) < 0:
+    if arrays.as_number(call, "global_batch_size", size) < 0:
         raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
     if sample_weight is not None:
         weights = _as_numbers(call, "sample_weight", sample_weight, "reshape")
@@ -71,9 +72,9 @@ def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
     Raises:
         TypeError: it is an array, but not of numbers.
     """
-    array = value if hasattr(value, method) else _arrays.as_array(call, value, on_gpu=True)
+    array = value if hasattr(value, method) else arrays.as_array(call, value, on_gpu=True)
     dtype = getattr(array, "dtype", None)
-    if isinstance(dtype, np.dtype) and not _arrays.is_numeric(dtype):
+    if isinstance(dtype, np.dtype) and not arrays.is_numeric(dtype):
         raise TypeError(f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers")
     return array
 
@@ -102,11 +103,11 @@ def _divided(total: Any, count: int) -> Any:
 
 
 def _replicas(call: str) -> int:
-    if _context.in_cross_replica_context():
+    if contexts.in_cross_replica_context():
         raise RuntimeError(
             f"{call} was called in the cross-replica context; call it inside the function of Strategy.run"
         )
-    return _context.group().communicator.size
+    return contexts.group().communicator.size
 
 
 # ---- losses with their gradients
@@ -144,7 +145,7 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     """
     call = "softmax_cross_entropy"
     y, x, dtype = _as_floats(call, labels, logits, "logits")
-    xp = _gpu.array_module(x)
+    xp = gpu.array_module(x)
     if not x.ndim or not x.shape[-1]:
         raise ValueError(f"{call}: logits has shape {x.shape}; its last dimension must be that of classes")
     if y.shape not in (x.shape, x.shape[:-1]):
@@ -200,7 +201,7 @@ def sigmoid_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
         [0.6931 2.1269] [-0.5     0.8808]
     """
     y, x, dtype = _as_pair("sigmoid_cross_entropy", labels, logits, "logits")
-    xp = _gpu.array_module(x)
+    xp = gpu.array_module(x)
     small = xp.exp(-abs(x))
     losses = xp.maximum(x, 0) - x * y + xp.log1p(small)
     gradient = xp.where(x >= 0, 1, small) / (1 + small) - y
@@ -261,7 +262,7 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         >>> print(losses, gradient)
         [0.125 2.5  ] [0.5 1. ]
     """
-    bound = _arrays.as_number("huber", "delta", delta)
+    bound = arrays.as_number("huber", "delta", delta)
     if not bound > 0:
         raise ValueError(f"huber: delta is {delta!r}; it must be positive")
     y, x, dtype = _as_pair("huber", labels, predictions, "predictions")
@@ -281,11 +282,11 @@ def _as_pair(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, 
 
 def _as_floats(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, Any, np.dtype[Any]]:
     """Labels, predictions in the dtype to compute in, both on the predictions' device, and the predictions' dtype."""
-    y, x = (_arrays.as_array(call, value, on_gpu=True) for value in (labels, predictions))
+    y, x = (arrays.as_array(call, value, on_gpu=True) for value in (labels, predictions))
     dtype = x.dtype
-    if dtype.kind not in "fV" or not _arrays.is_numeric(dtype):
+    if dtype.kind not in "fV" or not arrays.is_numeric(dtype):
         raise TypeError(f"{call}: {name} is of dtype {dtype.name}; it must be an array of floats")
-    if not _arrays.is_numeric(y.dtype) or y.dtype.kind == "c":
+    if not arrays.is_numeric(y.dtype) or y.dtype.kind == "c":
         raise TypeError(f"{call}: labels is of dtype {y.dtype.name}; it must be an array of real numbers")
-    y = _gpu.array_module(x).asarray(y) if _gpu.is_on_gpu(x) else _gpu.to_host(y)
+    y = gpu.array_module(x).asarray(y) if gpu.is_on_gpu(x) else gpu.to_host(y)
     return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype

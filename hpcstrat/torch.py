@@ -17,19 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _arrays, _context, _edge, _gpu, _nest
-from hpcstrat._communicators import connection, protocol
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._calls import records
+from hpcstrat._communicators import connection
+from hpcstrat._core import arrays, call_name, gpu, nests
+from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._program import extend_timeout, rank
-from hpcstrat._types import Bytes, ReduceOp
-from hpcstrat._variables import Variable
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas import group as groups
+from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _atomic_file
 
 _HOUR = 3600.0  # seconds by which the others wait longer while rank 0 reads or writes a file
 _compared: weakref.WeakSet[Any] = weakref.WeakSet()  # the modules whose parameters were found equal on all ranks
 
 
-@_edge.names_call("as_tensors")
+@call_name.names_call("as_tensors")
 def as_tensors(nest: Any) -> Any:
     """The arrays and variables of a nest as tensors over the same memory, on the CPU or a GPU. Never communicates.
 
@@ -42,10 +44,10 @@ def as_tensors(nest: Any) -> Any:
     Raises:
         TypeError: PyTorch has no such dtype.
     """
-    return _nest.map_leaves(_as_tensor, nest)
+    return nests.map_leaves(_as_tensor, nest)
 
 
-@_edge.names_call("broadcast")
+@call_name.names_call("broadcast")
 def broadcast(module: Any) -> None:
     """Sets the parameters and buffers of a module to rank 0's, in place. Collective: all ranks call this, anywhere.
 
@@ -64,12 +66,12 @@ def broadcast(module: Any) -> None:
         named = [*module.named_parameters(), *module.named_buffers()]
         parts = [_bytes(tensor) for _, tensor in named]  # which travel whatever the dtype
         described = tuple([f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named])
-        communicator.exchange(protocol.signature_of(_edge.current_call(), protocol.Listed(described)))
+        communicator.exchange(records.signature_of(call_name.current_call(), records.Listed(described)))
         for (_, tensor), part in zip(named, communicator.broadcast_obj(parts), strict=True):
             tensor.detach().copy_(_torch().from_numpy(part).view(tensor.dtype).view(tensor.shape))
 
 
-@_edge.names_call("average_buffers")
+@call_name.names_call("average_buffers")
 def average_buffers(module: Any) -> None:
     """Sets the floating-point buffers of a module to their means over the ranks. Collective: all ranks call this.
 
@@ -85,13 +87,13 @@ def average_buffers(module: Any) -> None:
     communicator = connection.connect()
     with communicator.raise_together():
         named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-        values = [_arrays.as_array(_edge.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
+        values = [arrays.as_array(call_name.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
         means = communicator.all_reduce(values, ReduceOp.MEAN, *[name for name, _ in named])
         for (_, buffer), mean in zip(named, means, strict=True):
             buffer.copy_(_as_tensor(mean))
 
 
-@_edge.names_call("all_reduce_gradients")
+@call_name.names_call("all_reduce_gradients")
 def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
     """Reduces the gradients of a module over all replicas, in one message. Collective: all replicas call this.
 
@@ -113,20 +115,20 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
         ReplicaMismatchError: the parameters that require gradients differ between replicas; or their values do, which
             the first call with a module compares, and every call with `HPCSTRAT_CHECK=1`.
     """
-    found, group = _context.context(), _context.group()
-    if not isinstance(found, _context.InReplica):
+    found, group = contexts.context(), contexts.group()
+    if not isinstance(found, contexts.InReplica):
         raise RuntimeError(
-            f"{_edge.current_call()} was called outside of Strategy.run; call it inside the function it runs"
+            f"{call_name.current_call()} was called outside of Strategy.run; call it inside the function it runs"
         )
     communicator = group.communicator
     with communicator.raise_together(), group.on_stream():
-        op = ReduceOp.parse(reduce_op, _edge.current_call())
+        op = ReduceOp.parse(reduce_op, call_name.current_call())
         if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
-            raise ValueError(f"{_edge.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN")
+            raise ValueError(f"{call_name.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN")
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters, must_match = named.values(), [*named]
         own = [_gradient(group, name, p) for name, p in named.items()]
-        values = [_arrays.as_array(_edge.current_call(), gradient, on_gpu=True) for gradient in own]
+        values = [arrays.as_array(call_name.current_call(), gradient, on_gpu=True) for gradient in own]
         if communicator.checks or module not in _compared:
             checksum = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0)
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
@@ -146,7 +148,7 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             cuda.current_stream(ordinal).wait_stream(cuda.ExternalStream(group.stream.raw.ptr, ordinal))
 
 
-@_edge.names_call("seed")
+@call_name.names_call("seed")
 def seed(seed: int, epoch: int = 0) -> None:
     """Seeds PyTorch differently on each rank, as dropout needs it, and equally in each run. Never communicates.
 
@@ -161,7 +163,7 @@ def seed(seed: int, epoch: int = 0) -> None:
     _torch().manual_seed(int(own[0]))
 
 
-@_edge.names_call("save")
+@call_name.names_call("save")
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
     """`torch.save` by rank 0, whose file replaces the previous one once it is on disk. Collective: all ranks call this.
 
@@ -181,10 +183,10 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
                 rest = contents.getbuffer()
                 while rest:
                     rest = rest[file.write(rest) :]
-        communicator.exchange(protocol.signature_of(_edge.current_call()))
+        communicator.exchange(records.signature_of(call_name.current_call()))
 
 
-@_edge.names_call("load")
+@call_name.names_call("load")
 def load(path: str | os.PathLike[str]) -> Any:
     """What rank 0 reads from a file of `save` or `torch.save`, on every rank. Collective: all ranks call this.
 
@@ -208,7 +210,7 @@ def _torch() -> Any:
         return importlib.import_module("torch")
     except ImportError as error:
         raise ImportError(
-            f"{_edge.current_call()} needs PyTorch, which cannot be imported ({error}); install it"
+            f"{call_name.current_call()} needs PyTorch, which cannot be imported ({error}); install it"
         ) from error
 
 
@@ -217,12 +219,12 @@ def _as_tensor(leaf: Any) -> Any:
         tensor = _as_tensor(leaf.value())
         has_gradient = leaf.trainable and (tensor.is_floating_point() or tensor.is_complex())
         return tensor.requires_grad_() if has_gradient else tensor
-    if not (isinstance(leaf, np.ndarray) or _gpu.is_on_gpu(leaf)):
+    if not (isinstance(leaf, np.ndarray) or gpu.is_on_gpu(leaf)):
         return leaf
     torch = _torch()
     if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":  # which NumPy's DLPack does not know
         return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
-    if _gpu.is_on_gpu(leaf):
+    if gpu.is_on_gpu(leaf):
         return _gpu_tensor(torch, leaf)
     if leaf.flags.writeable:
         return torch.from_numpy(leaf)
@@ -236,7 +238,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 def _gpu_tensor(torch: Any, array: Any) -> Any:
     with array.device:  # whose streams the two libraries order
-        view, stream = array.view(), _gpu.array_module(array).cuda.get_current_stream()
+        view, stream = array.view(), gpu.array_module(array).cuda.get_current_stream()
         # The tensor's memory holds this view alone. When it dies, its elements are the stream's to write to again.
         weakref.finalize(view, _wait_for_torch, torch.cuda, array.data.device_id, stream).atexit = False
         return torch.from_dlpack(view)
@@ -253,9 +255,9 @@ def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
 
-def _gradient(group: ReplicaGroup, name: str, parameter: Any) -> Any:
+def _gradient(group: groups.ReplicaGroup, name: str, parameter: Any) -> Any:
     """A parameter's gradient, or zeros, as a dense tensor."""
-    call, device, gradient = _edge.current_call(), parameter.device, parameter.grad
+    call, device, gradient = call_name.current_call(), parameter.device, parameter.grad
     is_here = device.type == "cuda" and group.stream is not None and device.index == group.stream.ordinal
     if device.type != "cpu" and not is_here:
         raise TypeError(

@@ -1,29 +1,12 @@
 """The package's private names that tests use, because they have no public face."""
 
-from hpcstrat import (
-    _context,
-    _devices,
-    _driver,
-    _edge,
-    _failure,
-    _gpu,
-    _guard,
-    _job_memory,
-    _launcher,
-    _mpi,
-    _nest,
-    _output,
-    _program,
-    _settings,
-    _world,
-)
-from hpcstrat._arrays import as_native, is_numeric
-from hpcstrat._cli import check, info, inventory
-from hpcstrat._cli.timeline import advise, timeline
-from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
-from hpcstrat._communicators import host, mismatch, nccl_link, nccl_start, packing, protocol, shared_memory
+from hpcstrat import _program
+from hpcstrat._calls import mismatch, records
+from hpcstrat._calls.records import CallDescription, CallSignature, Listed, VariableId, signature_of
+from hpcstrat._calls.state import CallState
+from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
+from hpcstrat._communicators import host, nccl_link, nccl_start, shared_memory
 from hpcstrat._communicators.base import Outgoing
-from hpcstrat._communicators.call_state import CallState
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
@@ -31,14 +14,6 @@ from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._communicators.protocol import (
-    CallDescription,
-    CallSignature,
-    Listed,
-    VariableId,
-    signature_of,
-)
 from hpcstrat._communicators.reduction import (
     REDUCTIONS,
     Reduction,
@@ -50,18 +25,21 @@ from hpcstrat._communicators.reduction import (
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.transports import STAGING
-from hpcstrat._edge import call_named, current_call
-from hpcstrat._group import ReplicaGroup, UpdatesOn, Workers
-from hpcstrat._job_memory import State
-from hpcstrat._launcher import Launcher, expand_tasks, find
-from hpcstrat._memory import segment
+from hpcstrat._core import call_name, device_names, gpu, nests
+from hpcstrat._core.arrays import as_native, is_numeric
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
+from hpcstrat._core.values import select
+from hpcstrat._memory import layout, segment
 from hpcstrat._memory.allocator import ALIGNMENT, RangeAllocator, SlabAllocator, gpu_memory, private_memory
+from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
-from hpcstrat._run import leftovers, mpiexec, policy, restarts
-from hpcstrat._run.mpiexec import LaunchError
-from hpcstrat._spans import COMMUNICATION, RUN, UPDATE, WAITING
+from hpcstrat._process import driver, failure, guard, job_files, launchers, mpi, output, settings, worlds
+from hpcstrat._process.job_files import State
+from hpcstrat._process.launchers import Launcher, expand_tasks, find
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import compiled, library_cache, rows, rule
 from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import replica_storage
@@ -76,10 +54,16 @@ from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.spans import GpuSpans, Span, Spans
 from hpcstrat._timeline.start import difference
 from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_name
-from hpcstrat._values import select
+from hpcstrat._tools import check
+from hpcstrat._tools.info import inventory
+from hpcstrat._tools.info import report as info
+from hpcstrat._tools.launch import leftovers, mpiexec, policy, restarts
+from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.timeline.report import advise, timeline
+from hpcstrat._tools.timeline.shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
+from hpcstrat._update import compiled, library_cache, rows, rule
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
-from hpcstrat._watchdog.rank_status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file, _safetensors
@@ -95,4 +79,4 @@ from hpcstrat.data._splitting import Step
 from hpcstrat.metrics._counts import _count_classes
 from hpcstrat.metrics._means import PairMean, _add_both, _add_values_of
 from hpcstrat.metrics._thresholds import _count_exceeded
-from hpcstrat.optimizers.base import state_of_optimizer
+from hpcstrat.optimizers._optimizer import state_of_optimizer

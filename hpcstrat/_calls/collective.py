@@ -7,8 +7,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
 
-from hpcstrat._communicators.call_state import CallState
-from hpcstrat._edge import current_call, enter_call, leave_call
+from hpcstrat._calls.state import CallState
+from hpcstrat._core.call_name import current_call, enter_call, leave_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -8,9 +8,9 @@ import traceback
 import weakref
 from typing import NamedTuple, NoReturn
 
-from hpcstrat import _world
-from hpcstrat._communicators.protocol import CallSignature
-from hpcstrat._watchdog.rank_status import user_frame, user_frame_in_call
+from hpcstrat._calls.records import CallSignature
+from hpcstrat._calls.status import user_frame, user_frame_in_call
+from hpcstrat._process import worlds
 
 
 class Interruption(NamedTuple):
@@ -117,7 +117,7 @@ class CallState:
             lines = "".join(traceback.format_exception(self.interruption.error))
             # At the end of the program there is no line to name, and the call has the same name.
             where = call if call == location else f"{call}, at {location}"
-            _world.end_job(
+            worlds.end_job(
                 f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this rank and was caught: "
                 f"the call may be half done, or done on other ranks only. So the job ends, at {where}. Leave such an "
                 "exception uncaught; to save when a signal comes, use checkpoint.PreemptionHandler"

@@ -11,10 +11,10 @@ import threading
 from types import FrameType
 from typing import NamedTuple
 
-from hpcstrat._output import ipython_shell
+from hpcstrat._process.output import ipython_shell
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OUTPUT = os.path.join(_PACKAGE, "_output.py")  # whose functions replace Python's own
+_OUTPUT = os.path.join(_PACKAGE, "_process/output.py")  # whose functions replace Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a status, the first that fits
 
 LIMIT = 2000

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar, final
 
+from hpcstrat._calls.state import CallState
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.call_state import CallState
 from hpcstrat._watchdog.watchdog import Watchdog
 
 C = TypeVar("C", bound=Communicator)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._arrays import as_native
-from hpcstrat._communicators import protocol, reduction
+from hpcstrat._calls import records
+from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators import reduction
 from hpcstrat._communicators.checked_exchange import CheckedExchange
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, ReduceOp, ReplicaMismatchError
+from hpcstrat._core.arrays import as_native
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, ReduceOp, ReplicaMismatchError
 
 
 class Outgoing(NamedTuple):
@@ -190,7 +191,7 @@ class Communicator(CheckedExchange):
         with self.raise_together():
             message = _message(obj)
             messages = self.exchange(signature_of(current_call(), *must_match), message.nbytes, message.write)
-            return [protocol.load_object(one) for one in messages]
+            return [records.load_object(one) for one in messages]
 
     def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.
@@ -201,7 +202,7 @@ class Communicator(CheckedExchange):
         with self.raise_together():
             message = _message(obj if self.rank == root else None)
             signature = signature_of(current_call(), f"root={root}")
-            return protocol.load_object(self.exchange(signature, message.nbytes, message.write)[root])
+            return records.load_object(self.exchange(signature, message.nbytes, message.write)[root])
 
 
 def _check_no_objects(arrays: Sequence[Array]) -> None:
@@ -247,9 +248,9 @@ def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
         )
 
 
-def _message(obj: Any) -> protocol.ObjectMessage:
+def _message(obj: Any) -> records.ObjectMessage:
     try:
-        return protocol.ObjectMessage(obj)
+        return records.ObjectMessage(obj)
     except Exception as error:
         raise TypeError(
             f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled"

@@ -10,15 +10,16 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hpcstrat import _gpu, _settings
-from hpcstrat._communicators import mismatch, protocol
-from hpcstrat._communicators.call_state import CallState
-from hpcstrat._communicators.collective import Change, RaiseTogether
-from hpcstrat._communicators.mismatch import RankReport
-from hpcstrat._communicators.protocol import CallSignature, signature_of
-from hpcstrat._edge import current_call
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, Bytes, ReplicaMismatchError
+from hpcstrat._calls import mismatch, records
+from hpcstrat._calls.collective import Change, RaiseTogether
+from hpcstrat._calls.mismatch import RankReport
+from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._calls.state import CallState
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, Bytes, ReplicaMismatchError
+from hpcstrat._process import settings
 from hpcstrat._watchdog.watchdog import Watchdog
 
 Write: TypeAlias = Callable[[Bytes], None]
@@ -48,7 +49,7 @@ class CheckedExchange(abc.ABC):
         # A device communicator shares its host communicator's: calls of both are counted, and so compared, in one
         # order.
         self.calls: CallState = CallState() if calls is None else calls
-        self.checks: bool = size > 1 and _settings.is_on("HPCSTRAT_CHECK")
+        self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
         self.watchdog: Watchdog | None = None
 
     @property
@@ -83,7 +84,7 @@ class CheckedExchange(abc.ABC):
         waiting = self.calls.waiting
         waiting.depth += 1  # what `with waiting:` does, without its two calls: every step comes through here
         try:
-            own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.OK, signature.digest, nbytes)
+            own = records.pack_record(self.calls.number, self.calls.faults, records.OK, signature.digest, nbytes)
             posted = self.exchange_records(own, nbytes, write)
             # Whole records first: where even the sizes of the messages are equal, nobody has to unpack any.
             for record in posted:
@@ -92,9 +93,9 @@ class CheckedExchange(abc.ABC):
             else:  # the way of nearly all calls
                 return self.collect_messages([nbytes] * self.size, write)
             # The records differ somewhere. In the sizes of messages they may, in what comes before these they must not.
-            if any(record[: protocol.COMMON] != own[: protocol.COMMON] for record in posted):
+            if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
                 self._disagree(posted, signature.words(), None)
-            return self.collect_messages(protocol.message_sizes(posted), write)
+            return self.collect_messages(records.message_sizes(posted), write)
         except BaseException as error:
             # A signal's handler may raise while this rank waits: the others have then made a call that this rank has
             # not.
@@ -209,11 +210,11 @@ class CheckedExchange(abc.ABC):
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. Unless all leave, the job ends with an error."""
         self._count(signature_of("the end of the program"))
-        own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.LEAVING, bytes(16), 0)
+        own = records.pack_record(self.calls.number, self.calls.faults, records.LEAVING, bytes(16), 0)
         with self.calls.waiting:
             posted = self.exchange_records(own, 0, None)
             if any(record != own for record in posted):
-                self._disagree(posted, protocol.CallDescription("leaves the program"), None)
+                self._disagree(posted, records.CallDescription("leaves the program"), None)
 
     # ---- where ranks disagree
 
@@ -224,22 +225,22 @@ class CheckedExchange(abc.ABC):
             return
         # The others are in the exchange that this rank does not reach: they find this record there instead of its own.
         self.calls.number += 1
-        own = protocol.pack_record(self.calls.number, self.calls.faults, protocol.FAILED, bytes(16), 0)
+        own = records.pack_record(self.calls.number, self.calls.faults, records.FAILED, bytes(16), 0)
         try:
             with self.calls.waiting:
-                self._disagree(self.exchange_records(own, 0, None), protocol.CallDescription(current_call()), error)
+                self._disagree(self.exchange_records(own, 0, None), records.CallDescription(current_call()), error)
         except BaseException as interruption:
             self.calls.mark_interrupted(current_call(), interruption)
             raise
 
-    def _disagree(self, posted: Sequence[memoryview], words: protocol.CallDescription, error: Exception | None) -> None:
+    def _disagree(self, posted: Sequence[memoryview], words: records.CallDescription, error: Exception | None) -> None:
         """All ranks come here together, and all raise, or the job ends.
 
         A rank that failed itself (`error`) returns, and raises its own exception.
         """
-        states = [protocol.read_record(record) for record in posted]
+        states = [records.read_record(record) for record in posted]
         # In these two cases the ranks cannot exchange reports: some are gone, or are in different calls.
-        if any(status == protocol.LEAVING for _, _, status, _ in states):
+        if any(status == records.LEAVING for _, _, status, _ in states):
             mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
             mismatch.end_after_fault(self.rank, [number for number, *_ in states], words, self.calls.fault)
@@ -257,16 +258,16 @@ class CheckedExchange(abc.ABC):
 
     def _exchange_reports(self, own: RankReport) -> list[RankReport]:
         """`all_gather_obj` without the check that brought us here."""
-        message = protocol.ObjectMessage(own)
+        message = records.ObjectMessage(own)
         self.calls.number += 1
-        record = protocol.pack_record(self.calls.number, 0, protocol.OK, bytes(16), message.nbytes)
+        record = records.pack_record(self.calls.number, 0, records.OK, bytes(16), message.nbytes)
         posted = self.exchange_records(record, message.nbytes, message.write)
-        if any(other[: protocol.COMMON] != record[: protocol.COMMON] for other in posted):
-            numbers = [protocol.read_record(other)[0] for other in posted]
+        if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
+            numbers = [records.read_record(other)[0] for other in posted]
             mismatch.end_after_fault(self.rank, numbers, own.words, self.calls.fault)
-        return [protocol.load_object(m) for m in self.collect_messages(protocol.message_sizes(posted), message.write)]
+        return [records.load_object(m) for m in self.collect_messages(records.message_sizes(posted), message.write)]
 
 
 def checksum(array: Array) -> int:
     """A checksum of an array's bytes, wherever it is."""
-    return zlib.crc32(np.ascontiguousarray(_gpu.to_host(array)).reshape(-1).view(np.uint8).data)
+    return zlib.crc32(np.ascontiguousarray(gpu.to_host(array)).reshape(-1).view(np.uint8).data)

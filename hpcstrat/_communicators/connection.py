@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hpcstrat import _failure, _gpu, _launcher, _settings, _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.transports import DeviceTransport, connect_host
-from hpcstrat._edge import call_named
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named
+from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
@@ -46,12 +47,12 @@ def connect() -> HostCommunicator:
 
 
 def _connect() -> HostCommunicator:
-    launcher = _launcher.find()
+    launcher = launchers.find()
     alone = launcher is None or launcher.alone
     end_with_launcher()
     # MPI's start waits for every rank, and cannot be interrupted from Python.
     with contextlib.nullcontext() if alone else waiting_for_all("the others to connect"):
-        world = _world.start()
+        world = worlds.start()
         if world.comm is None or world.size == 1:
             return SoloCommunicator()
         communicator, channel = connect_host(world)
@@ -85,7 +86,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         "hpcstrat": sys.modules["hpcstrat"].__version__,
         # These two change which collective calls are made, so they must be equal as versions must.
         "HPCSTRAT_CHECK": str(int(communicator.checks)),
-        "HPCSTRAT_TIMELINE": _settings.timeline() or "not set",
+        "HPCSTRAT_TIMELINE": settings.timeline() or "not set",
     }
     with call_named("connecting the ranks"):
         by_rank = communicator.all_gather_obj(own)
@@ -121,7 +122,7 @@ def connect_devices(gpus: tuple[str, ...], ordinal: int | None, transport: Devic
         control = connect()
         with call_named("connecting the GPUs"), control.raise_together():
             # One rank may find no memory for a context on its GPU; the others would wait for it in NCCL.
-            stream = None if ordinal is None else _gpu.Stream(ordinal)
+            stream = None if ordinal is None else gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = transport.connect(control, stream)
         _users[communicator] = 0
@@ -160,7 +161,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
         return
-    _failure.show_hidden_errors()  # before the others, which may wait for this rank, end the job
+    failure.show_hidden_errors()  # before the others, which may wait for this rank, end the job
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself
@@ -173,8 +174,8 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
                 device.close()
         except Exception:  # of what the GPU had still to do: Python would print it, and exit with status 0
             lines = traceback.format_exc()
-            _world.end_job(
+            worlds.end_job(
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
                 f"{communicator.rank} failed, which its end found out; start with CUDA_LAUNCH_BLOCKING=1 to see where"
             )
-    _failure.note_left()
+    failure.note_left()

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.packing import layout_of
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import call_named
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, Bytes, ReduceOp
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.layout import layout_of
 
 
 class Segment(NamedTuple):
@@ -57,7 +57,7 @@ class DeviceCommunicator(Communicator):
 
     has_second_lane: bool = False
 
-    def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
         self.watchdog = control.watchdog
@@ -123,7 +123,7 @@ class StagedCommunicator(DeviceCommunicator):
     computes on the CPU makes the same calls with its host arrays.
     """
 
-    def __init__(self, control: HostCommunicator, stream: _gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 
@@ -144,9 +144,7 @@ class StagedCommunicator(DeviceCommunicator):
             leaves = [hosts[i : i + self.size] for i in range(0, len(hosts), self.size)]
             return self._control.reduce_parts(must_match, leaves, op)
 
-        return self._staged(
-            move, [part for leaf in parts for part in leaf], [_gpu.is_on_gpu(leaf[0]) for leaf in parts]
-        )
+        return self._staged(move, [part for leaf in parts for part in leaf], [gpu.is_on_gpu(leaf[0]) for leaf in parts])
 
     def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
         places = [(i, rank) for i, one in enumerate(outgoing) for rank in one.to]
@@ -184,13 +182,13 @@ class StagedCommunicator(DeviceCommunicator):
         if self.stream is None:
             return move(arrays)
         with self.stream.current():
-            arrays = [self.stream.here(array) if _gpu.is_on_gpu(array) else array for array in arrays]
+            arrays = [self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays]
             if self.size == 1:
                 # With one replica nothing is exchanged: copy on the device. Host arrays go to the control communicator.
-                return [array.copy() if _gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
+                return [array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
             results = move(self._host_copies(arrays))
             if on_gpu is None:
-                on_gpu = [_gpu.is_on_gpu(array) for array in arrays]
+                on_gpu = [gpu.is_on_gpu(array) for array in arrays]
             return [
                 self.stream.xp.asarray(result) if is_there else result
                 for is_there, result in zip(on_gpu, results, strict=True)
@@ -203,10 +201,10 @@ class StagedCommunicator(DeviceCommunicator):
         # Kept from call to call: pinning memory is slow, because the system must lock each page. It is reused once the
         # stream was waited for.
         if self._pinned.size < layout.nbytes:
-            self._pinned = _gpu.pinned(layout.nbytes)
+            self._pinned = gpu.pinned(layout.nbytes)
         copies = list(arrays)
         for i, view in enumerate(layout.views(self._pinned)):
-            if _gpu.is_on_gpu(arrays[i]):
+            if gpu.is_on_gpu(arrays[i]):
                 # All copies are queued before the one wait below.
                 arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
                 copies[i] = view
@@ -280,7 +278,7 @@ class StagedCommunicator(DeviceCommunicator):
 
 def _fill(array: Array, host: Array) -> None:
     """Writes host memory, which may be overwritten afterwards, to a flat array anywhere."""
-    if _gpu.is_on_gpu(array):
+    if gpu.is_on_gpu(array):
         array.set(np.ascontiguousarray(host))
     else:
         array[...] = host

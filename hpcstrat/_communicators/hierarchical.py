@@ -7,16 +7,15 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, reduce_flat, slice_of
-from hpcstrat._communicators.sections import Sections, layout_of_sections, sections_in
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, Bytes, ReduceOp
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
 
 
 @final

@@ -10,18 +10,18 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _world
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_flat
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.segment import LARGE, Segment, check_available
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, Bytes, ReduceOp
+from hpcstrat._process import worlds
 
 SMALL_MESSAGE_BYTES = 1 << 15
 """Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
@@ -69,7 +69,7 @@ class HostCommunicator(Communicator):
         """
         if self.size == 1 or self.size * nbytes < LARGE:  # the same on all ranks, however many their hosts have
             return
-        world = _world.started()
+        world = worlds.started()
         # No rank takes memory before all have found enough for all: one that comes late would find less.
         with self.raise_together():
             check_available(nbytes, self.size if world is None else min(self.size, world.local_size))

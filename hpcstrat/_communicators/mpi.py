@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.background import WINDOW, Background, PatientComm, wait_patiently
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
-from hpcstrat._communicators.sections import ALIGNMENT, Sections, sections_in
-from hpcstrat._spans import COMMUNICATION, WAITING, span
-from hpcstrat._types import Bytes, ReduceOp
+from hpcstrat._core.span import COMMUNICATION, WAITING, span
+from hpcstrat._core.types import Bytes, ReduceOp
+from hpcstrat._memory.layout import ALIGNMENT, Layout, Sections, sections_in
 
 
 class MpiCommunicator(HostCommunicator):

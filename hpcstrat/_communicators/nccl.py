@@ -7,15 +7,15 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Outgoing, check_gatherable
 from hpcstrat._communicators.host import pack_shapes, unpack_shapes
 from hpcstrat._communicators.nccl_link import NcclLink, reduced_dtype
-from hpcstrat._communicators.packing import PackKernel, layout_of
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._memory.layout import PackKernel, layout_of
 
 _Given = TypeVar("_Given")
 
@@ -122,7 +122,7 @@ class NcclCommunicator(NcclLink):
             parts,
             move,
             lambda hosts, must_match: self._control.reduce_parts(must_match, hosts, op),
-            lambda leaf: _gpu.is_on_gpu(leaf[0]),
+            lambda leaf: gpu.is_on_gpu(leaf[0]),
         )
 
     @span(COMMUNICATION, lambda self, flat, *_: Details(current_call(), sum(a.nbytes for a in flat), self.stream))
@@ -206,7 +206,7 @@ class NcclCommunicator(NcclLink):
         given: Sequence[_Given],
         move: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
         move_on_host: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
-        is_on_gpu: Callable[[_Given], bool] = _gpu.is_on_gpu,
+        is_on_gpu: Callable[[_Given], bool] = gpu.is_on_gpu,
     ) -> list[Any]:
         """Moves what is on the GPU and what is on the host, each its own way; which are which must agree."""
         on_gpu = [i for i, one in enumerate(given) if is_on_gpu(one)]

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu, _world
 from hpcstrat._communicators.device import DeviceCommunicator, Segment, on_stream
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._communicators.run_ahead import RunAhead
-from hpcstrat._spans import COMMUNICATION, Details, span
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._core import gpu
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._process import worlds
 
 _TYPES = {
     **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
@@ -32,18 +33,18 @@ _TYPES = {
 class NcclLink(DeviceCommunicator):
     """What `NcclCommunicator` moves arrays with."""
 
-    stream: _gpu.Stream
-    lane: _gpu.Stream
+    stream: gpu.Stream
+    lane: gpu.Stream
     has_second_lane = True
 
-    def __init__(self, control: HostCommunicator, stream: _gpu.Stream) -> None:
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control, stream)
         self._nccl = load_nccl()
         self._comm: Any = start(control, stream)
         with stream.current():
             self._reached: Any = stream.xp.cuda.Event(disable_timing=True)
             self._joined: Any = stream.xp.cuda.Event(disable_timing=True)
-        self._second: _gpu.Stream | None = None
+        self._second: gpu.Stream | None = None
         self._held: list[Array] = []  # memory that the second stream uses
         self.run_ahead: RunAhead = RunAhead(stream, self.calls.waiting)
         if self.watchdog is not None:
@@ -124,7 +125,7 @@ class NcclLink(DeviceCommunicator):
     def beside(self, memory: Array) -> Iterator[None]:
         """See `DeviceCommunicator.beside`."""
         if self._second is None:
-            self._second = _gpu.Stream(self.stream.ordinal)
+            self._second = gpu.Stream(self.stream.ordinal)
         self._reached.record(self.stream.raw)
         self._second.raw.wait_event(self._reached)
         # CuPy's pool gives freed memory to the first stream's next work, which is not ordered with the second.
@@ -265,4 +266,4 @@ class _Guard:
             communicator.mark_interrupted(error, self._what)
         else:
             lines = "".join(traceback.format_exception(error))
-            _world.end_job(f"{lines}{communicator.describe_failure(error)}")
+            worlds.end_job(f"{lines}{communicator.describe_failure(error)}")

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._edge import current_call, names_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call, names_call
 
 MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
@@ -41,7 +41,7 @@ def version_text(version: int) -> str:
 
 def load_nccl() -> Any:
     """The module `cupy.cuda.nccl`, whose `available` says whether it is more than a name."""
-    _gpu.load_cupy("NCCL")
+    gpu.load_cupy("NCCL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuPy, where there is no NCCL: ours says what follows from it
         return importlib.import_module("cupy.cuda.nccl")
@@ -73,7 +73,7 @@ def why_not(shared: bool) -> str:
 
 
 @names_call("starting NCCL")
-def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
+def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     """NCCL's communicator, which has done one call of each kind. Collective; if one rank fails, or hangs, all raise.
 
     NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look together, over the
@@ -137,7 +137,7 @@ def start(control: HostCommunicator, stream: _gpu.Stream) -> Any:
             )
 
 
-def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: _gpu.Stream) -> None:
+def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -> None:
     """One small call of each kind, whose end the host waits for. The stream is current.
 
     What of the ranks' connections is left to the first call that needs it is made here, and not in a training step: of

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._edge import current_call
-from hpcstrat._types import ReduceOp
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import ReduceOp
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it. A
 # script behaves the same on every transport, so MPI's longer list does not count.

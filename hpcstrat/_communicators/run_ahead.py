@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any, final
 
-from hpcstrat import _gpu
-from hpcstrat._communicators.call_state import Waiting
+from hpcstrat._calls.state import Waiting
+from hpcstrat._core import gpu
 
 AHEAD = 32
 """Calls of NCCL, two for most updates, that a host may be ahead: enough to keep the GPU busy when the host is late."""
@@ -27,7 +27,7 @@ class RunAhead:
         waiting: counts this rank as one that waits for others.
     """
 
-    def __init__(self, stream: _gpu.Stream, waiting: Waiting) -> None:
+    def __init__(self, stream: gpu.Stream, waiting: Waiting) -> None:
         with stream.current():
             # Whoever waits for them sleeps: a spinning thread would take a core from the program.
             self._events: list[Any] = [stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)]

@@ -10,15 +10,15 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, MemorySharingCommunicator, describe_message
-from hpcstrat._communicators.packing import Layout
-from hpcstrat._communicators.protocol import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
+from hpcstrat._core.span import COMMUNICATION, WAITING, span
+from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import check_available, physical_memory, shared_segment
-from hpcstrat._spans import COMMUNICATION, WAITING, span
-from hpcstrat._types import Bytes, ReduceOp
 from hpcstrat._watchdog.channels import SLOT
 
 LINE = 64

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hpcstrat._communicators.host import HostCommunicator, MemorySharingCommunicator
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, connect_by_tcp, share_memory_channel
-from hpcstrat._world import World
 
 if TYPE_CHECKING:
-    from hpcstrat import _gpu
     from hpcstrat._communicators.device import DeviceCommunicator
+    from hpcstrat._core import gpu
 
 
 class HostTransport(NamedTuple):
@@ -43,7 +43,7 @@ class DeviceTransport(NamedTuple):
 
     name: str
     why_not: Callable[[Sequence[str]], str]
-    connect: Callable[[HostCommunicator, _gpu.Stream | None], DeviceCommunicator]
+    connect: Callable[[HostCommunicator, gpu.Stream | None], DeviceCommunicator]
 
 
 def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChannel]:
@@ -78,14 +78,14 @@ def _why_no_nccl(gpus: Sequence[str]) -> str:
     return nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
 
 
-def _connect_by_nccl(control: HostCommunicator, stream: _gpu.Stream | None) -> DeviceCommunicator:
+def _connect_by_nccl(control: HostCommunicator, stream: gpu.Stream | None) -> DeviceCommunicator:
     from hpcstrat._communicators.nccl import NcclCommunicator
 
     assert stream is not None
     return NcclCommunicator(control, stream)
 
 
-def _connect_by_staging(control: HostCommunicator, stream: _gpu.Stream | None) -> DeviceCommunicator:
+def _connect_by_staging(control: HostCommunicator, stream: gpu.Stream | None) -> DeviceCommunicator:
     from hpcstrat._communicators.device import StagedCommunicator
 
     return StagedCommunicator(control, stream)

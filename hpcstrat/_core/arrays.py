@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu
-from hpcstrat._types import Array
-from hpcstrat._values import DistributedValues, refuse
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
+from hpcstrat._core.values import DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
 """Types that NumPy accepts directly; they are not another library's arrays."""
@@ -26,7 +26,7 @@ _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 def is_foreign(value: Any) -> bool:
     """Whether `value` is an array of another library, which supports DLPack. Variables support it, too."""
-    return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not _gpu.is_on_gpu(value)
+    return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not gpu.is_on_gpu(value)
 
 
 def is_stored(value: Any) -> bool:
@@ -76,12 +76,12 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         except ValueError as error:  # without the name of the call
             raise ValueError(f"{call}: {error}") from error
     array = from_foreign(call, value)
-    if not _gpu.is_on_gpu(array):
+    if not gpu.is_on_gpu(array):
         return array
     if not on_gpu:
         raise TypeError(f"{call}: the value is on a GPU, and must be in host memory here; pass hs.asnumpy(value)")
     if array is not value:
-        _gpu.keep_alive(array)
+        gpu.keep_alive(array)
     return array
 
 
@@ -118,7 +118,7 @@ def host_copy(call: str, value: Any) -> np.ndarray[Any, Any]:
     """
     _refuse_masked(call, value)
     array = from_foreign(call, value) if exports_array(value) else np.asarray(value)
-    return _gpu.to_host(array) if _gpu.is_on_gpu(array) else np.array(array)
+    return gpu.to_host(array) if gpu.is_on_gpu(array) else np.array(array)
 
 
 def from_foreign(call: str, value: Any) -> Array:
@@ -131,7 +131,7 @@ def from_foreign(call: str, value: Any) -> Array:
     if isinstance(value, DistributedValues):
         refuse(call)
     # CuPy's own arrays need no protocol, and are no other library's.
-    if _gpu.is_on_gpu(value):
+    if gpu.is_on_gpu(value):
         return value
     try:
         return _as_cupy(call, value) if _has_gpu_memory(value) else _as_numpy(value).view()
@@ -174,7 +174,7 @@ def _has_gpu_memory(value: Any) -> bool:
 
 
 def _as_cupy(call: str, value: Any) -> Array:
-    cupy = _gpu.load_cupy(call)
+    cupy = gpu.load_cupy(call)
     if hasattr(value, "__dlpack__"):  # preferred, because DLPack orders the streams of the two libraries
         return cupy.from_dlpack(value.detach() if _is_of_torch(value) else value)
     return cupy.asarray(value)

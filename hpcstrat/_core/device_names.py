@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat import _gpu
-from hpcstrat._edge import current_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
 
 # All of TensorFlow's spellings. Of jobs and tasks only this process's own is there.
 _FORMS = re.compile(
@@ -44,7 +44,7 @@ class Device(NamedTuple):
     @property
     def xp(self) -> ModuleType:
         """`numpy`, or `cupy` for a GPU."""
-        return np if self.kind == "CPU" else _gpu.load_cupy(str(self))
+        return np if self.kind == "CPU" else gpu.load_cupy(str(self))
 
 
 CPU = Device("CPU", 0)
@@ -157,7 +157,7 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | N
             )
         return None
     # A device that was asked for and cannot be used is an error: a fallback would only show as a slow program.
-    _gpu.load_cupy(f"{current_call()}: {device}")
+    gpu.load_cupy(f"{current_call()}: {device}")
     if device.ordinal < len(seen[rank]):
         return device.ordinal
     if _one_each(seen) and device.ordinal == rank:
@@ -178,8 +178,8 @@ def check_shared(gpus: Sequence[str], shares: bool) -> None:
     """
     # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late, where ranks share a GPU
     # unprepared.
-    for gpu in dict.fromkeys(filter(None, gpus)):
-        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+    for shared in dict.fromkeys(filter(None, gpus)):
+        ranks = [rank for rank, other in enumerate(gpus) if other == shared]
         if len(ranks) > 1 and not shares:
             raise RuntimeError(
                 f"{current_call()}: ranks {', '.join(map(str, ranks))} would compute on one GPU, "

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import optree
 from optree.utils import total_order_sorted
 
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
 
 Structure: TypeAlias = optree.PyTreeSpec
 """A nest without its leaves: hashable, and equal for nests of equal structure."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from hpcstrat import _settings
+from hpcstrat._process import settings
 
 RUN, COMMUNICATION, WAITING, UPDATE = "run", "communication", "waiting", "update"
 INPUT, CHECKPOINT = "input", "checkpoint"
@@ -20,7 +20,7 @@ class Details(NamedTuple):
     Attributes:
         name: of the span.
         nbytes: bytes that this rank sends; `None` where nothing travels.
-        stream: the `_gpu.Stream` on which the call puts work; `None` where it puts none.
+        stream: the `gpu.Stream` on which the call puts work; `None` where it puts none.
     """
 
     name: str
@@ -60,7 +60,7 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
 
     def decorate(function: _Function) -> _Function:
         # Decided once, at import: without a timeline the function itself is returned, and no call pays for it.
-        return cast("_Function", _recorded(function, category, describe)) if _settings.timeline() else function
+        return cast("_Function", _recorded(function, category, describe)) if settings.timeline() else function
 
     return decorate
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 
 
 class DistributedValues:
@@ -104,6 +104,6 @@ def select(nest: Any) -> Any:
     if kind is dict:
         own = [select(value) for value in nest.values()]
         return nest if all(map(operator.is_, own, nest.values())) else dict(zip(nest, own, strict=True))
-    leaves, structure = _nest.flatten(nest)
+    leaves, structure = nests.flatten(nest)
     own = [component_of(leaf) for leaf in leaves]
     return nest if all(map(operator.is_, own, leaves)) else structure.unflatten(own)

@@ -1,1 +1,1 @@
-"""Memory for variables and messages: segments that grow on demand, allocators, the blocks of variables."""
+"""Where bytes are: segments that grow on demand, allocators, the blocks of variables, the layout of messages."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
 from hpcstrat._memory.segment import private_segment
-from hpcstrat._types import Array
 
 ALIGNMENT = 256
 """Bytes to whose multiples every variable starts, as matrix products want it."""
@@ -164,7 +164,7 @@ class SlabAllocator:
         self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
         part = self.part(start, start + nbytes)
         # A program must not write to a variable behind the library's back: on the host NumPy forbids it.
-        readable = part if _gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
+        readable = part if gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
         # Two arrays over the same bytes: storage writes through one, and programs get the other.
         array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
         block = Block(array, view, start, start + nbytes, number)
@@ -204,18 +204,18 @@ class SlabAllocator:
         """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
         # By address: views, reshaped arrays and those of other libraries over the same memory refer to no slab.
         slabs = [slab.array for slab in self._slabs.values()]
-        if not _gpu.is_on_gpu(array):
-            return any(not _gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs)
+        if not gpu.is_on_gpu(array):
+            return any(not gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs)
         address = array.data.ptr
-        return any(_gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes for slab in slabs)
+        return any(gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes for slab in slabs)
 
 
 # Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of memory. Weak, so
 # that memory goes with the stream.
-_by_stream: weakref.WeakKeyDictionary[_gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
+_by_stream: weakref.WeakKeyDictionary[gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
 
 
-def gpu_memory(stream: _gpu.Stream) -> SlabAllocator:
+def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
     """The memory for variables on a stream's GPU, the same for all strategies on this stream."""
     if stream not in _by_stream:
         xp, ordinal = stream.xp, stream.ordinal
@@ -257,5 +257,5 @@ def host_memory(is_pinned: bool) -> SlabAllocator:
     """Host memory for variables of this process, pinned where a GPU copies from it."""
     if is_pinned:
         # CuPy has powers of two only, and what a slab left of one would be lost.
-        return SlabAllocator(lambda nbytes: _gpu.pinned(1 << (nbytes - 1).bit_length()))
+        return SlabAllocator(lambda nbytes: gpu.pinned(1 << (nbytes - 1).bit_length()))
     return SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.segment import Segment
-from hpcstrat._types import Array, Bytes
 
 Cuts: TypeAlias = tuple[int, ...]
 """Where each rank's part of a variable's elements begins, in rank order, and where the last one ends."""

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Bytes
 
-_ALIGNMENT = 16
+ALIGNMENT = 16
+"""Bytes to whose multiples groups and sections begin, so that any dtype is aligned in them."""
 
 
 class Group(NamedTuple):
@@ -64,7 +66,7 @@ class Layout:
         end = 0
         # By dtype, so that everything of one dtype is reduced by one call, however many arrays there are.
         for dtype in dict.fromkeys(dtypes):
-            start = end = _up(end, max(alignment, _ALIGNMENT))
+            start = end = _up(end, max(alignment, ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
                 begin = _up(end, alignment)
@@ -146,7 +148,7 @@ class PackKernel:
     """
 
     def __init__(self, layout: Layout, group: Group, message: Any) -> None:
-        self._ascontiguous = _gpu.load_cupy("packing").ascontiguousarray
+        self._ascontiguous = gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
         self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
         for launch in _launches(layout, group):
@@ -204,4 +206,40 @@ def _launches(layout: Layout, group: Group) -> list[_Launch]:
 @functools.cache
 def _kernel(itemsize: int) -> Any:
     code = _CODE.replace("WORD", _WORDS[itemsize]).replace("ENTRIES", str(ENTRIES))
-    return _gpu.load_cupy("packing").RawKernel(code, "pack")
+    return gpu.load_cupy("packing").RawKernel(code, "pack")
+
+
+class Sections(NamedTuple):
+    """A section for, or of, each rank, all in one buffer, from which MPI sends and to which it receives.
+
+    Attributes:
+        memory: the buffer, in bytes.
+        sizes: bytes of each rank's section.
+        starts: where each begins.
+    """
+
+    memory: Bytes
+    sizes: Sequence[int]
+    starts: Sequence[int]
+
+    def of(self, rank: int) -> Bytes:
+        """The section of a rank."""
+        return self.memory[self.starts[rank] : self.starts[rank] + self.sizes[rank]]
+
+    def all(self) -> list[Bytes]:
+        """Every rank's, in rank order."""
+        return [self.of(rank) for rank in range(len(self.sizes))]
+
+    def for_mpi(self) -> tuple[Bytes, tuple[Sequence[int], Sequence[int]]]:
+        """The buffer as mpi4py takes it."""
+        return self.memory, (self.sizes, self.starts)
+
+
+def layout_of_sections(sizes: Sequence[int]) -> Layout:
+    """The layout of a message of sections of these sizes, in bytes."""
+    return layout_of(tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), ALIGNMENT)
+
+
+def sections_in(memory: Bytes, sizes: Sequence[int]) -> Sections:
+    """Sections of these sizes, in bytes, in the first bytes of a buffer."""
+    return Sections(memory, sizes, layout_of_sections(sizes).starts)

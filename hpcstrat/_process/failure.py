@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat import _guard, _job_memory, _launcher
-from hpcstrat import _mpi as _mpi_library
-from hpcstrat._job_memory import JobMemory, State
+from hpcstrat._process import guard, job_files, launchers, mpi
+from hpcstrat._process.job_files import JobMemory, State
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception to be reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
@@ -61,12 +60,12 @@ def end_all_ranks_on_early_error() -> None:
     too, and ends them. Does nothing unless a launcher started several ranks. The call itself starts nothing.
     """
     global _rank, _process
-    launcher = _launcher.find()
-    if _process or launcher is None or _launcher.is_child():
+    launcher = launchers.find()
+    if _process or launcher is None or launchers.is_child():
         return
     _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
     if launcher.alone:
-        if _job_memory.find() is not None:
+        if job_files.find() is not None:
             _install_note()
         return
     _rank, _process = launcher.rank, os.getpid()
@@ -88,7 +87,7 @@ def _noting(leave: Callable[[Any], NoReturn]) -> Callable[..., NoReturn]:
     return functools.update_wrapper(exit, leave)
 
 
-def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
+def end_all_ranks_on_error(rank: int, MPI: Any) -> None:
     """From now on an uncaught exception, in any thread, ends all ranks.
 
     Existing hooks do the printing, so a debugger's or a pretty printer's still works.
@@ -96,7 +95,7 @@ def end_all_ranks_on_error(rank: int, mpi: Any) -> None:
     global _mpi, _rank, _process, _is_connected
     if sys.excepthook is not _hook:  # the user's, set since
         _install_hook()
-    _mpi, _rank, _process, _is_connected = mpi, rank, os.getpid(), True
+    _mpi, _rank, _process, _is_connected = MPI, rank, os.getpid(), True
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python goes on when a thread fails. The ranks would not: they wait for what that thread was to do.
     previous = threading.excepthook
@@ -179,7 +178,7 @@ def note_left() -> None:
 
 def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
     with contextlib.suppress(Exception):
-        if (memory := _job_memory.find()) is not None:
+        if (memory := job_files.find()) is not None:
             tell(memory)
 
 
@@ -192,12 +191,12 @@ def _meet(text: str) -> None:
     _mpi = _mpi or _started_mpi()
     # While MPI starts no Python thread runs, so a process beside this one ends it if the others never come.
     if _mpi is None and "PMI_FD" in os.environ:
-        with contextlib.suppress(Exception), _guard.guarded([_guard.Step(_MEET_SECONDS, tagged(text), True)]):
-            mpi = _mpi_library.load()
-            _mpi_library.check_launcher(mpi)
+        with contextlib.suppress(Exception), guard.guarded([guard.Step(_MEET_SECONDS, tagged(text), True)]):
+            MPI = mpi.load()
+            mpi.check_launcher(MPI)
             _others_wait = True  # what fails from here on may fail on this rank alone
-            _mpi_library.start(mpi)
-            _mpi = mpi
+            mpi.start(MPI)
+            _mpi = MPI
 
 
 def _note_exit(status: object) -> None:
@@ -248,8 +247,8 @@ def _end_after_exit() -> None:
 
 def _started_mpi() -> Any:
     """The module `mpi4py.MPI` if MPI has been started, else None."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi if mpi is not None and mpi.Is_initialized() else None
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI if MPI is not None and MPI.Is_initialized() else None
 
 
 def mark_as_consequence(error: BaseException) -> None:
@@ -273,7 +272,7 @@ def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
     _print_tagged(message)
     _end_well()
-    _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)  # which it leaves to its launcher
+    guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which it leaves to its launcher
     os._exit(1)
 
 
@@ -291,8 +290,8 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def _ends_job() -> bool:
-    mpi = _started_mpi()
-    return os.getpid() == _process and (mpi is None or not mpi.Is_finalized())
+    MPI = _started_mpi()
+    return os.getpid() == _process and (MPI is None or not MPI.Is_finalized())
 
 
 @contextlib.contextmanager
@@ -379,8 +378,8 @@ def _end_well() -> None:
             last()
     if _process:
         # After an abort MPICH's segment stays in /dev/shm, and Open MPI's of a rank that no launcher of its own knows.
-        is_single = (mpi := _started_mpi()) is not None and _ends_job() and mpi.COMM_WORLD.size == 1
-        _guard.unlink_segments(os.getpid(), _guard.MPICH + (_guard.OPEN_MPI if is_single else ()))
+        is_single = (MPI := _started_mpi()) is not None and _ends_job() and MPI.COMM_WORLD.size == 1
+        guard.unlink_segments(os.getpid(), guard.MPICH + (guard.OPEN_MPI if is_single else ()))
 
 
 def _abort(status: int) -> NoReturn:

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from hpcstrat import _guard, _launcher
+from hpcstrat._process import guard, launchers
 
 _DEFAULTS = {
     "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
@@ -60,7 +60,7 @@ def start(mpi: Any) -> None:
         raise RuntimeError(
             "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, `mount -t proc proc /proc`"
         )
-    _check_shared_memory(_launcher.find(), mpi)
+    _check_shared_memory(launchers.find(), mpi)
     import mpi4py
 
     rc = mpi4py.rc
@@ -81,12 +81,12 @@ def check_launcher(mpi: Any) -> None:
     Raises:
         RuntimeError: it does not.
     """
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if launcher is not None and _is_foreign(launcher, mpi):
         refuse(launcher, mpi, "is another")
 
 
-def _check_shared_memory(launcher: _launcher.Launcher | None, mpi: Any) -> None:
+def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     """Refuses a `/dev/shm` without which, or so full that, MPI's start would end in errors of its own, or a bus error.
 
     The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB for 8. It takes
@@ -109,7 +109,7 @@ def _check_shared_memory(launcher: _launcher.Launcher | None, mpi: Any) -> None:
     there = os.statvfs(_SHARED_MEMORY)
     free, needed = there.f_bavail * there.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
     # A rank that has begun has found enough for all, of which it has taken some by now.
-    if free < needed and not _guard.has_started_one(_launcher.find_process()):
+    if free < needed and not guard.has_started_one(launchers.find_process()):
         raise RuntimeError(
             f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks "
             "of this host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
@@ -122,7 +122,7 @@ def _finalize(mpi: Any) -> None:
         mpi.Finalize()
 
 
-def _is_foreign(launcher: _launcher.Launcher, mpi: Any) -> bool:
+def _is_foreign(launcher: launchers.Launcher, mpi: Any) -> bool:
     """Whether the launcher certainly belongs to another MPI. In unclear cases MPI's number of ranks shows it later."""
     vendor = mpi.get_vendor()[0]
     if launcher.name in _OF_OPEN_MPI:
@@ -140,7 +140,7 @@ def _speaks_pmix() -> bool:
         return True
 
 
-def refuse(launcher: _launcher.Launcher, mpi: Any, what: str) -> NoReturn:
+def refuse(launcher: launchers.Launcher, mpi: Any, what: str) -> NoReturn:
     """Raises the error for a launcher of another MPI.
 
     Args:

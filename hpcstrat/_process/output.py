@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from hpcstrat import _failure, _launcher
+from hpcstrat._process import failure, launchers
 
 _VARIABLE = "HPCSTRAT_OUTPUT"
 _ERRORS_VARIABLE = "HPCSTRAT_STDERR"
@@ -48,7 +48,7 @@ def install() -> None:
         ValueError: a variable has another value.
     """
     global _installed, _hides, _lead_only
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if _installed or launcher is None or launcher.alone:
         return
     mode = os.environ.get(_VARIABLE, "")
@@ -184,10 +184,10 @@ class _ErrorGate:
             self._program: FrameType = self._program.f_back
         with contextlib.suppress(AttributeError):  # it takes no attributes: not Python's own
             stream.write = self.write
-            _failure.hidden_errors = self.take
+            failure.hidden_errors = self.take
             _show_logged_errors()
             _call_before_exit(self._show_if_failed)
-            _failure.show_hidden_errors = self._show_at_exit
+            failure.show_hidden_errors = self._show_at_exit
             atexit.register(self._show_at_exit)
 
     def write(self, text: str) -> int:
@@ -207,7 +207,7 @@ class _ErrorGate:
         return "\n".join(line.rpartition("\r")[2] for line in text.rstrip("\r\n").split("\n"))
 
     def _shows(self) -> bool:
-        if shows() or _failure.is_reporting() or sys.exc_info()[0] is not None or os.getpid() != self._process:
+        if shows() or failure.is_reporting() or sys.exc_info()[0] is not None or os.getpid() != self._process:
             return True
         try:
             sys._getframe(2)
@@ -216,18 +216,18 @@ class _ErrorGate:
         return False
 
     def _show_at_exit(self) -> None:
-        if _failure.leaves_early():  # its report will have it
+        if failure.leaves_early():  # its report will have it
             return
         # The program ended well where its outermost frame returned, or by the status 0.
         code, last = self._program.f_code.co_code, self._program.f_lasti
-        if not dis.opname[code[last]].startswith("RETURN") and _failure.exit_status not in (0, None):
+        if not dis.opname[code[last]].startswith("RETURN") and failure.exit_status not in (0, None):
             self._show_if_failed(1)
 
     def _show_if_failed(self, status: int) -> None:
         if status and self._hidden and os.getpid() == self._process:
             time.sleep(_LEAD_DELAY)
             with contextlib.suppress(Exception):
-                self._write(_failure.tagged(self.take()))
+                self._write(failure.tagged(self.take()))
                 self._flush()
 
 
@@ -238,7 +238,7 @@ def _show_logged_errors() -> None:
     def handle_reporting(self: logging.Handler, record: logging.LogRecord) -> Any:
         if record.levelno < logging.ERROR:
             return handle(self, record)
-        with _failure.reporting():
+        with failure.reporting():
             return handle(self, record)
 
     logging.Handler.handle = handle_reporting
@@ -265,7 +265,7 @@ def _log(text: str) -> None:
             file.write(text)
     except OSError as error:
         os.environ.pop(_LOG_VARIABLE, None)  # this is said once
-        _failure.say(
+        failure.say(
             f"hpcstrat: the log {path} cannot be written any more, and the program goes on: {error.strerror}. Name a "
             "folder on a disk that has room"
         )

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 
-from hpcstrat import _launcher
+from hpcstrat._process import launchers
 
 _PREFIX = "HPCSTRAT_"
 _KNOWN = (
@@ -87,7 +87,7 @@ def unknown() -> dict[str, str]:
 
 def warn_of_unknown() -> None:
     """Warns of each on rank 0, because a misspelt variable would silently do nothing."""
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if launcher is not None and launcher.rank > 0:
         return
     for name, nearest in unknown().items():

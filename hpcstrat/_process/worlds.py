@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from hpcstrat import _failure, _guard, _launcher, _mpi
+from hpcstrat._process import failure, guard, launchers, mpi
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,7 +43,7 @@ class World:
     local_rank: int
     local_size: int
     hosts: tuple[int, ...]
-    launcher: _launcher.Launcher | None
+    launcher: launchers.Launcher | None
     seed: int = field(repr=False)
 
 
@@ -77,7 +77,7 @@ def size() -> int:
     """The number of ranks. Starts nothing, unless the launcher does not say."""
     if _world is not None:
         return _world.size
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if launcher is None:
         return 1
     # A bare PMIx launcher does not say how many there are; only MPI knows.
@@ -86,7 +86,7 @@ def size() -> int:
 
 def local() -> tuple[int, int]:
     """This rank's index among the ranks of its host, and how many these are. Starts nothing, as `size`."""
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if _world is None:
         if launcher is None:
             return 0, 1
@@ -101,15 +101,15 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
 
     With `consequence`, the rank that caused the error reports first.
     """
-    _failure.end_job(message, status, consequence)
+    failure.end_job(message, status, consequence)
 
 
 def _connect() -> World:
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if launcher is not None:
         _check_process()
         _check_program(launcher)
-        _launcher.mark_children()
+        launchers.mark_children()
     MPI = _load_mpi(launcher)
     if MPI is None:
         return _world_of_one(launcher)
@@ -120,7 +120,7 @@ def _connect() -> World:
                 "Make the first strategy before MPI.Finalize()."
             )
         return _world_of_one(launcher)
-    _mpi.start(MPI)
+    mpi.start(MPI)
     _check_launcher(launcher, MPI)
 
     # A duplicate of our own: messages of the program's, or of other libraries, on the world can then never be taken for
@@ -129,7 +129,7 @@ def _connect() -> World:
     # Asked of MPI, and not of the launcher's variables: it knows which ranks can share memory.
     host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     if comm.size > 1:
-        _failure.end_all_ranks_on_error(comm.rank, MPI)
+        failure.end_all_ranks_on_error(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
     # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's counts.
@@ -137,9 +137,9 @@ def _connect() -> World:
     comm.Allgather(own, gathered)
     # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees it by itself.
     if host_comm.rank == 0:  # by now every rank has mapped it
-        _guard.unlink_segments(os.getpid())
+        guard.unlink_segments(os.getpid())
     if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
-        _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
+        guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
     if comm.size > 1:
         # Otherwise each rank's BLAS would take every core of the host, and the ranks would take turns.
         limit_blas_threads(share_of_cores([cores for _, cores in shares], host_comm.rank))
@@ -158,7 +158,7 @@ def _connect() -> World:
     )
 
 
-def _world_of_one(launcher: _launcher.Launcher | None) -> World:
+def _world_of_one(launcher: launchers.Launcher | None) -> World:
     return World(
         rank=0,
         size=1,
@@ -172,10 +172,10 @@ def _world_of_one(launcher: _launcher.Launcher | None) -> World:
     )
 
 
-def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
+def _load_mpi(launcher: launchers.Launcher | None) -> Any:
     """The module `mpi4py.MPI`, MPI not started; None where it cannot be loaded and one rank is enough."""
     try:
-        return _mpi.load()
+        return mpi.load()
     except (ImportError, RuntimeError) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
         if launcher is None or launcher.alone or (launcher.size is None and launcher.rank == 0):
             return None
@@ -189,7 +189,7 @@ def _load_mpi(launcher: _launcher.Launcher | None) -> Any:
 
 def _check_process() -> None:
     """Refuses a process started by a rank: MPI has no connection for it, or takes it for its parent."""
-    if not _launcher.is_child():
+    if not launchers.is_child():
         return
     text = (
         f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so it is not a rank. "
@@ -197,28 +197,28 @@ def _check_process() -> None:
         "multiprocessing spawns processes, which import the script again, or start the process without the launcher's "
         "variables"
     )
-    if _launcher.is_importing_child():  # its parent would start another for each that ends so, without end
-        _failure.say(text)
+    if launchers.is_importing_child():  # its parent would start another for each that ends so, without end
+        failure.say(text)
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
     raise RuntimeError(text)
 
 
-def _check_program(launcher: _launcher.Launcher) -> None:
+def _check_program(launcher: launchers.Launcher) -> None:
     """Refuses a program that the other ranks do not have: the start of MPI would wait for them, for ever."""
-    if _launcher.has_program_alone(launcher):
+    if launchers.has_program_alone(launcher):
         raise RuntimeError(
             f"hpcstrat cannot connect the ranks: the program comes from standard input, which {launcher.name} gives to "
             f"rank 0 only. Save it as a file, or start it with `hpcstrat run -n {launcher.size} -`"
         )
 
 
-def _check_launcher(launcher: _launcher.Launcher | None, MPI: Any) -> None:
+def _check_launcher(launcher: launchers.Launcher | None, MPI: Any) -> None:
     """Refuses the `mpirun` of another MPI: every rank would believe it is alone."""
     size = MPI.COMM_WORLD.size
     if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
         return
-    _mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
+    mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
 
 
 # ---- cores

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
-from hpcstrat import _output
-from hpcstrat._edge import current_call
-from hpcstrat._group import ReplicaGroup, default_group
+from hpcstrat._core.call_name import current_call
+from hpcstrat._process import output
+from hpcstrat._replicas.group import ReplicaGroup, default_group
 
 
 class Context:
@@ -174,4 +174,4 @@ def _shows() -> bool | None:
 
 
 # Filled in from above: the output lies below the contexts, and must not import them.
-_output.replica_context = _shows
+output.replica_context = _shows

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NoReturn, SupportsIndex, TypeVar, final
 
-from hpcstrat import _devices, _gpu
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
+from hpcstrat._core import device_names, gpu
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
@@ -100,8 +100,8 @@ class ReplicaGroup:
 
     name: str
     communicator: Communicator
-    devices: Sequence[_devices.Device]
-    parameter_device: _devices.Device
+    devices: Sequence[device_names.Device]
+    parameter_device: device_names.Device
     storage: Storage
     replica_storage: Storage
     root: int = 0
@@ -112,8 +112,8 @@ class ReplicaGroup:
     # An object of its own: the group is frozen, and shared by all that belongs to the strategy.
     lifetime: Lifetime = field(default_factory=Lifetime)
     workers: Workers = field(init=False)
-    device: _devices.Device = field(init=False)
-    stream: _gpu.Stream | None = field(init=False)
+    device: device_names.Device = field(init=False)
+    stream: gpu.Stream | None = field(init=False)
 
     def __post_init__(self) -> None:
         communicator = self.communicator
@@ -138,7 +138,7 @@ class ReplicaGroup:
         return self.device.xp
 
     @property
-    def variable_device(self) -> _devices.Device:
+    def variable_device(self) -> device_names.Device:
         """Where this replica reads ordinary variables: its own device for mirrors, else the parameter device."""
         return self.device if self.mirrors else self.parameter_device
 
@@ -159,5 +159,11 @@ def default_group() -> ReplicaGroup:
     communicator = SoloCommunicator()
     storage = MirroredHostStorage(communicator)
     return ReplicaGroup(
-        "DefaultStrategy", communicator, (_devices.CPU,), _devices.CPU, storage, storage, requires_aggregation=False
+        "DefaultStrategy",
+        communicator,
+        (device_names.CPU,),
+        device_names.CPU,
+        storage,
+        storage,
+        requires_aggregation=False,
     )

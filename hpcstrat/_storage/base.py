@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.protocol import CallSignature, signature_of
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import UPDATE, Details, span
+from hpcstrat._core.types import Aggregation, ReduceOp
+from hpcstrat._core.types import Array as Array
+from hpcstrat._core.types import Bytes as Bytes
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._spans import UPDATE, Details, span
 from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rule import UpdateRule as UpdateRule
-from hpcstrat._types import Aggregation, ReduceOp
-from hpcstrat._types import Array as Array
-from hpcstrat._types import Bytes as Bytes
+from hpcstrat._update.rule import UpdateRule as UpdateRule
 
 # A model that fills the memory can still be saved and restored, because never more than a part of it is in memory
 # twice.

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from hpcstrat import _gpu
-from hpcstrat._communicators.protocol import CallSignature, signature_of
-from hpcstrat._edge import current_call
+from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
 from hpcstrat._storage.marks import Range
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rows import row_view, update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._update.rows import row_view, update_rows
 
 
 @final
@@ -97,8 +97,8 @@ class CentralDeviceStorage(DeviceStorage):
             rows, gradient = self.on_device(rows), self.on_device(gradient)
             if self._is_root and self._is_apart:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
-                host_rows = _gpu.to_host(rows)
-                update_rows(blocks, host_rows, _gpu.to_host(gradient), rule)
+                host_rows = gpu.to_host(rows)
+                update_rows(blocks, host_rows, gpu.to_host(gradient), rule)
                 new = self.on_device(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
                 if self._is_root:

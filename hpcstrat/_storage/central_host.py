@@ -10,18 +10,18 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.host import MemorySharingCommunicator
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE
-from hpcstrat._edge import call_named, current_call
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rows import update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._update.rows import update_rows
 
 
 @final

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Group
 from hpcstrat._communicators.reduction import CHUNK
+from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._types import Array
+from hpcstrat._memory.layout import Group
 
 
 class Chunk(NamedTuple):

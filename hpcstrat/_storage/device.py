@@ -11,21 +11,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.packing import PackKernel
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._edge import current_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
-from hpcstrat._spans import COMMUNICATION, UPDATE, Details, span
+from hpcstrat._memory.layout import PackKernel
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.marks import Range, ranges_in
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rule import Norms
-from hpcstrat._types import Array, Bytes
+from hpcstrat._update.rule import Norms
 
 
 class Moved(NamedTuple):
@@ -88,7 +88,7 @@ class DevicePlan(Plan):
         self.message = message
         self.gradients = [group.of(message) for group in self.layout.groups]
         # Kernels, views and addresses are made once for a message: a steady step only launches.
-        if _gpu.is_on_gpu(message):
+        if gpu.is_on_gpu(message):
             self.packings = [PackKernel(self.layout, group, message) for group in self.layout.groups]
         self.updates = [
             (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots) for chunk in self.chunks
@@ -151,14 +151,14 @@ class DeviceStorage(Storage):
     def on_device(self, array: Array) -> Array:
         """`array` on this rank's device, copied there if it is elsewhere."""
         stream = self._communicator.stream
-        return _gpu.to_host(array) if stream is None else stream.here(array)
+        return gpu.to_host(array) if stream is None else stream.here(array)
 
     # ---- variables
 
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
         with communicator.raise_together(), self._current():
-            initial = self.on_device(initial) if _gpu.is_on_gpu(initial) else initial
+            initial = self.on_device(initial) if gpu.is_on_gpu(initial) else initial
             block = self._new_block(initial)
             communicator.exchange(signature_of(current_call(), (initial.dtype, initial.shape, self._number)))
         # Only now, when all ranks have made it: the numbers of blocks must stay equal on all ranks.
@@ -195,18 +195,18 @@ class DeviceStorage(Storage):
             if self._is_apart:
                 if (stream := self._communicator.stream) is not None:
                     stream.synchronize()  # what was written before may still be on its way to the GPU
-                rule.apply(block.array, _gpu.to_host(new), (), block.array)
+                rule.apply(block.array, gpu.to_host(new), (), block.array)
                 fill(block.view, block.array)
             else:
                 rule.apply(block.array, self.on_device(new), (), block.array)
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """See `Storage.parts`. What is on a GPU comes through pinned memory."""
-        if not _gpu.is_on_gpu(block.array):
+        if not gpu.is_on_gpu(block.array):
             yield from host_parts(block.array, start, stop)
             return
         wanted: Array = flat(block.array)[start:stop]
-        pinned = _gpu.pinned(min(PART, wanted.size))
+        pinned = gpu.pinned(min(PART, wanted.size))
         for begin in range(0, wanted.size, PART):
             part = wanted[begin : begin + PART]
             with self._current():
@@ -356,7 +356,7 @@ class DeviceStorage(Storage):
         sums = self._zeros(8 * len(plan.blocks) * norms.size).view(np.float64).reshape(-1, norms.size)
         for variable, value, gradient, slots in variables:
             norms.sums_on_gpu(value, gradient, slots, sums[variable])
-        found = np.sqrt(self._share(_gpu.to_host(sums))).tolist()
+        found = np.sqrt(self._share(gpu.to_host(sums))).tolist()
         for variable, value, gradient, slots in variables:
             norms.bound(found[variable]).on_gpu(value, gradient, slots)
 
@@ -369,23 +369,23 @@ class DeviceStorage(Storage):
             return plan.message
         nbytes = plan.layout.nbytes
         if self._pinned.size < nbytes:
-            self._pinned = _gpu.pinned(nbytes)
+            self._pinned = gpu.pinned(nbytes)
         plan.message[:nbytes].get(out=self._pinned[:nbytes])  # waits for what the stream does before
         return self._pinned
 
 
 def _lies_in(array: Array, memory: Array) -> bool:
     """Whether an array may share memory with another one; on a GPU and on the host it does not."""
-    return _gpu.is_on_gpu(array) is _gpu.is_on_gpu(memory) and bool(
-        _gpu.array_module(array).may_share_memory(array, memory)
+    return gpu.is_on_gpu(array) is gpu.is_on_gpu(memory) and bool(
+        gpu.array_module(array).may_share_memory(array, memory)
     )
 
 
 def fill(array: Array, value: Array) -> None:
     """Writes `value`, of the same shape and dtype, to an array; each may be on the host or on a GPU."""
-    if not _gpu.is_on_gpu(array):
-        array[...] = _gpu.to_host(value)
-    elif _gpu.is_on_gpu(value):
+    if not gpu.is_on_gpu(array):
+        array[...] = gpu.to_host(value)
+    elif gpu.is_on_gpu(value):
         array[...] = value
     else:
         array.set(np.ascontiguousarray(value).reshape(array.shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import HostCommunicator, MemorySharingCommunicator
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcstrat import _gpu, _settings
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import checksum
-from hpcstrat._edge import current_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
+from hpcstrat._process import settings
 from hpcstrat._storage.base import Storage, UpdateRule, flat, host_parts
-from hpcstrat._types import Array, Bytes
 
 
 class HostStorage(Storage):
@@ -22,7 +23,7 @@ class HostStorage(Storage):
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self._compiles = _settings.compiles()  # here, where an error is one of making the strategy
+        self._compiles = settings.compiles()  # here, where an error is one of making the strategy
 
     @property
     @abc.abstractmethod
@@ -63,4 +64,4 @@ class HostStorage(Storage):
 
     def has(self, array: Array) -> bool:
         """See `Storage.has`."""
-        return not _gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)
+        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)

@@ -7,8 +7,8 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._types import Array, Bytes
+from hpcstrat._core.types import Array, Bytes
+from hpcstrat._memory.layout import Layout, layout_of
 
 FEWEST_BYTES = 1 << 20
 """Bytes of marked gradients from which on their sum begins: it takes messages, whose latency few bytes do not hide."""

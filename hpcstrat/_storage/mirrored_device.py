@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcstrat._communicators.protocol import CallSignature
+from hpcstrat._calls.records import CallSignature
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
 from hpcstrat._storage.marks import Range
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rows import update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._update.rows import update_rows
 
 
 class MirroredDeviceStorage(DeviceStorage):

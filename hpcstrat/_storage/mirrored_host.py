@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.protocol import CallSignature, signature_of
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.segment import Segment
@@ -19,8 +20,7 @@ from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.marks import Bucket
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.rows import update_rows
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._update.rows import update_rows
 
 
 class MirroredHostStorage(HostStorage):

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.packing import Group, Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature_of
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage import compiled
+from hpcstrat._memory.layout import Group, Layout, layout_of
 from hpcstrat._storage.chunks import (
     Chunk,
     Cut,
@@ -27,8 +27,8 @@ from hpcstrat._storage.chunks import (
     ranges_of,
 )
 from hpcstrat._storage.marks import Marks
-from hpcstrat._storage.rule import NO_CONSTANTS, Norms, UpdateRule
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._update import compiled
+from hpcstrat._update.rule import NO_CONSTANTS, Norms, UpdateRule
 
 
 class Plan:

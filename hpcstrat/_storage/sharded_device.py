@@ -6,20 +6,20 @@ import sys
 from collections.abc import Sequence
 from typing import final
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import Segment
-from hpcstrat._communicators.packing import layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._edge import call_named, current_call
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, fill
 from hpcstrat._storage.marks import Range
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 
 
 @final

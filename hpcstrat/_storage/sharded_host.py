@@ -8,19 +8,19 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._communicators.protocol import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_flat
-from hpcstrat._edge import call_named, current_call
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 
 
 @final

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.packing import layout_of
-from hpcstrat._edge import call_named, current_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._storage.rows import row_view, update_rows
-from hpcstrat._storage.rule import UpdateRule
-from hpcstrat._types import Array
+from hpcstrat._memory.layout import layout_of
+from hpcstrat._update.rows import row_view, update_rows
+from hpcstrat._update.rule import UpdateRule
 
 _UNIT = 256
 """Elements that stay together. On a GPU, where every variable starts at a multiple of 256 bytes, so do all parts."""
@@ -64,7 +64,7 @@ def update_rows_in_shards(
     variable, *slots = blocks
     cuts = slots[0].cuts
     assert cuts is not None
-    xp = _gpu.array_module(rows)
+    xp = gpu.array_module(rows)
     columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
     elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
     # By rank, as the new values come together.

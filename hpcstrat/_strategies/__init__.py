@@ -1,0 +1,1 @@
+"""The strategies, and what they do with values: run, reduce, gather, transfer."""

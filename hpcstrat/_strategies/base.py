@@ -10,23 +10,25 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context, _nest, _world
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._context import AcrossReplicas, InReplica, check_arguments, require_cross_replica
-from hpcstrat._edge import current_call, names_call, warn_renamed
-from hpcstrat._group import Lifetime, ReplicaGroup, default_group
-from hpcstrat._spans import RUN, Details, span
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.span import RUN, Details, span
+from hpcstrat._core.types import RunOptions
+from hpcstrat._core.values import select
+from hpcstrat._process import worlds
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments, require_cross_replica
+from hpcstrat._replicas.group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.replica_collectives import ReplicaCollectives
 from hpcstrat._strategies.transfer import check_alike, explain_empty_part, regroup, require_equal_arguments
 from hpcstrat._strategies.values import ValueMethods
-from hpcstrat._types import RunOptions
-from hpcstrat._values import select
-from hpcstrat._variable_array import note_read_only
-from hpcstrat._variable_options import creators
+from hpcstrat._variable.array import note_read_only
+from hpcstrat._variable.options import creators
 
 
 def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
@@ -173,7 +175,7 @@ class Strategy(InputMethods, ValueMethods):
             return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
-        communicator, before = self._group.communicator, _context.current.get()
+        communicator, before = self._group.communicator, contexts.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
             check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
@@ -182,7 +184,7 @@ class Strategy(InputMethods, ValueMethods):
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(one) for one in args]
             own_by_name = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
-            _context.current.set(self._in_replica)
+            contexts.current.set(self._in_replica)
             result = regroup(self._group, fn(*own, **own_by_name))
             if communicator.checks:
                 check_alike(communicator, result)
@@ -196,7 +198,7 @@ class Strategy(InputMethods, ValueMethods):
             explain_empty_part(error, args, kwargs)
             raise
         finally:
-            _context.current.set(before)
+            contexts.current.set(before)
 
     def experimental_run_v2(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -219,7 +221,7 @@ class Scope:
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._across.group)
-        self._entered.append((_context.current.set(self._across), creators.get()))
+        self._entered.append((contexts.current.set(self._across), creators.get()))
         return self._strategy
 
     def __exit__(self, *_: Any) -> None:
@@ -229,7 +231,7 @@ class Scope:
                 "Strategy.scope was left inside a variable_creator_scope that was entered in it; leave that one first"
             )
         self._entered.pop()
-        _context.current.reset(token)
+        contexts.current.reset(token)
 
 
 class ReplicaContext(ReplicaCollectives):
@@ -287,16 +289,16 @@ class ReplicaContext(ReplicaCollectives):
         check_arguments(merge_fn, args)
         # Args and kwargs as one nest: one structure to compare, one flattening.
         given = (tuple(args), dict(kwargs or {}))
-        leaves, structure = _nest.flatten(given)
+        leaves, structure = nests.flatten(given)
         # All replicas must be here, with nests of one structure, before the function runs on any of them.
-        self._group.communicator.exchange(signature_of(current_call(), _nest.describe(structure)))
+        self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
-        before = _context.current.get()
+        before = contexts.current.get()
         try:
-            _context.current.set(self._across)
+            contexts.current.set(self._across)
             result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
         finally:
-            _context.current.set(before)
+            contexts.current.set(before)
         return select(result)
 
     def random_generator(self, seed: int) -> Any:
@@ -312,7 +314,7 @@ class ReplicaContext(ReplicaCollectives):
 
     def _require(self) -> None:
         """Refuses a call outside of the replica function that was given this context."""
-        found = _context.context()
+        found = contexts.context()
         # Outside of every scope each process is in the only replica of the default strategy.
         is_here = self._group is default_group() if found is None else found.owner is self
         if not is_here:
@@ -321,7 +323,7 @@ class ReplicaContext(ReplicaCollectives):
                 "Strategy.run runs"
             )
         # The default strategy has one replica, so a sum would silently be this rank's own value.
-        if found is None and (ranks := _world.size()) > 1:
+        if found is None and (ranks := worlds.size()) > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of Strategy.run, where each of the {ranks} ranks is "
                 "alone; call it inside the function that strategy.run runs, or use strategy.reduce and strategy.gather"

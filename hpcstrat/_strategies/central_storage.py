@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hpcstrat import _devices
 from hpcstrat._communicators.connection import given_back_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._group import ReplicaGroup, UpdatesOn
+from hpcstrat._core import device_names
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.factory import central_storage, replica_storage, sharded_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place_on_one_host
@@ -48,9 +48,9 @@ class CentralStorageStrategy(Strategy):
         devices, communicator = place_on_one_host(compute_devices)
         # A wrong argument must not leave a connected GPU behind, on any rank.
         with given_back_on_error(communicator), communicator.raise_together():
-            parameter = devices[0] if parameter_device is None else _devices.parse(parameter_device)
-            if parameter not in (*devices, _devices.CPU):
-                names = ", ".join(map(str, dict.fromkeys([*devices, _devices.CPU])))
+            parameter = devices[0] if parameter_device is None else device_names.parse(parameter_device)
+            if parameter not in (*devices, device_names.CPU):
+                names = ", ".join(map(str, dict.fromkeys([*devices, device_names.CPU])))
                 raise ValueError(
                     f"{call}: parameter_device is {parameter}, and no rank computes there; name one of {names}"
                 )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 from typing import final
 
-from hpcstrat import _context
-from hpcstrat._context import InReplica
-from hpcstrat._group import default_group
+from hpcstrat._core.types import MaybeNone
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._replicas.group import default_group
 from hpcstrat._strategies.base import ReplicaContext, Scope, Strategy
-from hpcstrat._types import MaybeNone
 
 
 @final
@@ -47,7 +47,7 @@ def default_strategy() -> Strategy:
 
 def get_strategy() -> Strategy:
     """The strategy that this line runs in; outside every scope the default strategy, of one replica."""
-    found = _context.context()
+    found = contexts.context()
     if found is None:
         return default_strategy()
     owner = found.owner
@@ -59,7 +59,7 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether this line runs in the scope, or in a replica, of a strategy other than the default one."""
-    return _context.group() is not default_group()
+    return contexts.group() is not default_group()
 
 
 def get_replica_context() -> ReplicaContext | MaybeNone:
@@ -67,7 +67,7 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
 
     The latter's `all_reduce`, `all_gather` and `merge_call` need a single rank.
     """
-    found = _context.context()
+    found = contexts.context()
     if found is None:
         return default_strategy()._replica_context
     if not isinstance(found, InReplica):
@@ -82,4 +82,4 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Raises:
         RuntimeError: called inside a scope or a replica.
     """
-    _context.set_outside_scopes(None if strategy is None or strategy is default_strategy() else strategy._across)
+    contexts.set_outside_scopes(None if strategy is None or strategy is default_strategy() else strategy._across)

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu, _nest
 from hpcstrat._communicators.base import Communicator, Outgoing
-from hpcstrat._edge import current_call
+from hpcstrat._core import gpu, nests
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._strategies.reduction import as_numeric, scalar
-from hpcstrat._types import Array, ReduceOp
 
 
 def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
@@ -81,11 +81,11 @@ class _Nest:
     """
 
     def __init__(self, value: Any) -> None:
-        self._leaves, self._structure = _nest.flatten(value)
+        self._leaves, self._structure = nests.flatten(value)
         self._places = [i for i, leaf in enumerate(self._leaves) if leaf is not None]
         self.arrays: list[Array] = [as_numeric(self._leaves[i]) for i in self._places]
         self.dtypes = ", ".join(array.dtype.name for array in self.arrays)
-        self.description: str = _nest.describe(self._structure)
+        self.description: str = nests.describe(self._structure)
         if len(self._places) < len(self._leaves):
             self.description += f", arrays at {self._places}"
 
@@ -104,4 +104,4 @@ def _moved(value: Any, move: Callable[..., list[Array]]) -> Any:
 
 def _outgoing(to: Mapping[int, Array], sources: Sequence[int], like: Array = None) -> Outgoing:
     like = to[0] if like is None else like
-    return Outgoing(like.dtype, to, sources, _gpu.is_on_gpu(like))
+    return Outgoing(like.dtype, to, sources, gpu.is_on_gpu(like))

@@ -6,16 +6,23 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from hpcstrat import _context, _devices, _nest
-from hpcstrat._communicators.collective import collective
-from hpcstrat._context import AcrossReplicas, InUpdate, check_arguments, check_cross_replica, require_cross_replica
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._group import UpdatesOn, default_group
+from hpcstrat._calls.collective import collective
+from hpcstrat._core import device_names, nests
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.types import IndexedSlices, ReduceOp
+from hpcstrat._core.values import DistributedValues, Mirrored, PerReplica, component_of
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import (
+    AcrossReplicas,
+    InUpdate,
+    check_arguments,
+    check_cross_replica,
+    require_cross_replica,
+)
+from hpcstrat._replicas.group import UpdatesOn, default_group
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.transfer import from_wire, regroup, to_wire
-from hpcstrat._types import IndexedSlices, ReduceOp
-from hpcstrat._values import DistributedValues, Mirrored, PerReplica, component_of
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.variable import Variable, state_of
 
 
 class StrategyExtended:
@@ -131,7 +138,7 @@ class StrategyExtended:
         alone = self._group.communicator.size == 1
         for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
             if isinstance(one, str):
-                _devices.parse(one)
+                device_names.parse(one)
             elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
                 continue  # what a single replica returned
             elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
@@ -144,7 +151,7 @@ class StrategyExtended:
         communicator = self._group.communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
-        return _nest.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total)
+        return nests.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total)
 
     # ---- updates
 
@@ -211,7 +218,7 @@ class StrategyExtended:
 
     def _changed(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool) -> Any:
         group, communicator = self._group, self._group.communicator
-        leaves, structure = _nest.flatten((args, kwargs))
+        leaves, structure = nests.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             raise ValueError(
@@ -242,23 +249,23 @@ class StrategyExtended:
                 communicator.settle()
                 raise
             group.storage.publish(written)
-            results, returned = _nest.flatten(result)
+            results, returned = nests.flatten(result)
             results = [variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results]
         return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
-    def _updated(self, fn: Callable[[], Any], writable: Sequence[Variable]) -> tuple[list[Any], _nest.Structure]:
+    def _updated(self, fn: Callable[[], Any], writable: Sequence[Variable]) -> tuple[list[Any], nests.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         group = self._group
-        before = _context.current.get()
+        before = contexts.current.get()
         try:
-            _context.current.set(InUpdate(group, self._across.owner, writable))
+            contexts.current.set(InUpdate(group, self._across.owner, writable))
             # One rank may run this alone, so a collective call in it would wait for ranks that never come.
             group.communicator.pause()
             with group.on_stream():
-                return _nest.flatten(fn())
+                return nests.flatten(fn())
         finally:
             group.communicator.resume()
-            _context.current.set(before)
+            contexts.current.set(before)
 
     def _updated_by_root(
         self, fn: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
@@ -296,7 +303,7 @@ class StrategyExtended:
 
     @contextlib.contextmanager
     def _colocated(self, variable: Variable) -> Any:
-        context = _context.context()
+        context = contexts.context()
         is_here = self._group is default_group() if context is None else context is self._across
         if not is_here:
             raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")

@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _nest
-from hpcstrat._arrays import host_copy
-from hpcstrat._communicators.collective import collective
-from hpcstrat._communicators.protocol import Listed, signature_of
-from hpcstrat._context import check_cross_replica, require_cross_replica
-from hpcstrat._edge import current_call, names_call, warn_renamed
-from hpcstrat._gpu import is_on_gpu
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import Listed, signature_of
+from hpcstrat._core import nests
+from hpcstrat._core.arrays import host_copy
+from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.gpu import is_on_gpu
+from hpcstrat._core.values import DistributedValues, PerReplica
+from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.reduction import as_numeric
-from hpcstrat._values import DistributedValues, PerReplica
 from hpcstrat.data import _distributed
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
@@ -149,12 +149,12 @@ class InputMethods:
             [ 0 10 20 30 40]
         """
         communicator = self._group.communicator
-        leaves, structure = _nest.flatten(value)
+        leaves, structure = nests.flatten(value)
         with self._group.on_stream():
             arrays = [_scatterable(leaf, axis) for leaf in leaves]
             _check_one_size([array.shape for array in arrays], axis)
             contents = Listed(tuple([_described(array, communicator.checks) for array in arrays]))
-            communicator.exchange(signature_of(current_call(), _nest.describe(structure), f"axis={axis}", contents))
+            communicator.exchange(signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents))
             parts = [self._own_part(array, axis) for array in arrays]
         if communicator.size > 1:
             parts = [PerReplica(part, communicator.rank, communicator.size) for part in parts]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hpcstrat import _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import given_back_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._devices import Device
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._group import ReplicaGroup, UpdatesOn
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.device_names import Device
+from hpcstrat._process import worlds
+from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.factory import central_storage, replica_storage, sharded_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
@@ -80,7 +80,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         del communication_options
         call = current_call()
         devices, communicator = place_on_hosts()
-        world = _world.start()
+        world = worlds.start()
         group = mirrored_group(devices, communicator, world.hosts, shard_updates)
         Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
         with communicator.raise_together():

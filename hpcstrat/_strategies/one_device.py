@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hpcstrat import _devices
-from hpcstrat._communicators.collective import collective
+from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.connection import connect
-from hpcstrat._edge import current_call
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._core import device_names
+from hpcstrat._core.call_name import current_call
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.factory import replica_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
@@ -36,7 +36,7 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: str) -> None:
         call, control = current_call(), connect()
         # Checked before anything is placed: with several ranks all of them raise.
-        _devices.parse(device)
+        device_names.parse(device)
         if control.size > 1:
             raise RuntimeError(
                 f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"

@@ -6,15 +6,16 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from hpcstrat import _devices, _driver, _gpu, _launcher, _world
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, connect_devices
-from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._communicators.transports import choose_device_transport
-from hpcstrat._edge import current_call, warn_together
+from hpcstrat._core import device_names, gpu
+from hpcstrat._core.call_name import current_call, warn_together
+from hpcstrat._process import driver, launchers, worlds
 
 
-def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devices.Device], Communicator]:
+def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[device_names.Device], Communicator]:
     """Starts MPI, gives each rank its device after all checks, and connects the ranks. Collective.
 
     Returns:
@@ -30,13 +31,13 @@ def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[_devi
     return _placed(compute_devices, is_one_host=True)
 
 
-def place_on_hosts() -> tuple[list[_devices.Device], Communicator]:
+def place_on_hosts() -> tuple[list[device_names.Device], Communicator]:
     """`place_on_one_host` on any number of hosts: rank i of a host gets its GPU i, or the CPU."""
     return _placed(None, is_one_host=False)
 
 
 def agree_on_placement(
-    communicator: Communicator, devices: Sequence[_devices.Device], shard_updates: bool, *must_match: str
+    communicator: Communicator, devices: Sequence[device_names.Device], shard_updates: bool, *must_match: str
 ) -> None:
     """Compares how the ranks make a strategy. Collective.
 
@@ -51,23 +52,23 @@ def agree_on_placement(
         communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match, *option))
 
 
-def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[list[_devices.Device], Communicator]:
+def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[list[device_names.Device], Communicator]:
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
     call, control = current_call(), connect()
     with control.raise_together():
-        world = _world.start()
+        world = worlds.start()
         if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
             raise RuntimeError(
                 f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start them on one, such as "
                 "with `srun --nodes=1` or a host list of one, or take MultiWorkerMirroredStrategy"
             )
-        named = _devices.named(compute_devices, control.size)
+        named = device_names.named(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _visible_gpus()
         # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from the same facts.
-        by_rank = control.all_gather_obj((visible, _gpu.has_cupy()))
+        by_rank = control.all_gather_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
         # Named devices are used or refused; only where nothing was named may the CPU stand in, and with a warning.
@@ -76,22 +77,22 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if is_one_host:
-            devices = _devices.place(named, seen, shares)
-            ordinal = _devices.ordinal(devices[control.rank], control.rank, seen)
+            devices = device_names.place(named, seen, shares)
+            ordinal = device_names.ordinal(devices[control.rank], control.rank, seen)
         else:
-            devices = _devices.place_on_hosts(world.hosts, seen, shares)
+            devices = device_names.place_on_hosts(world.hosts, seen, shares)
             on_host = [seen[rank] for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
-            ordinal = _devices.ordinal(devices[control.rank], world.local_rank, on_host)
+            ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
         # By unique id from here on, because an ordinal means another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_obj(own, *map(str, devices)))
     if not any(gpus):
         return devices, control
     with control.raise_together():
-        _devices.check_shared(gpus, shares)
+        device_names.check_shared(gpus, shares)
         if ordinal is not None:
             # NCCL binds a communicator to the GPU that is current when it is made.
-            _gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
+            gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
         transport, reason = choose_device_transport(control, gpus, ordinal is not None)
     if reason:
         warn_together(
@@ -104,8 +105,8 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
 
 def _visible_gpus() -> tuple[str, ...]:
     try:
-        return _driver.visible_gpus()
-    except _driver.DriverError as error:
+        return driver.visible_gpus()
+    except driver.DriverError as error:
         raise RuntimeError(
             f"{current_call()}: {error}. To compute on the CPU nevertheless, name it, as in "
             "compute_devices=['CPU:0', ...], or set CUDA_VISIBLE_DEVICES to nothing"
@@ -128,17 +129,17 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810): without this on GPU 0, in
     every rank. Only the launcher's variables are known by then; the ranks check the placement together afterwards.
     """
-    launcher = _launcher.find()
-    if _world.started() is not None or launcher is None or launcher.local_rank is None:
+    launcher = launchers.find()
+    if worlds.started() is not None or launcher is None or launcher.local_rank is None:
         return
     with contextlib.suppress(Exception):
-        visible = _driver.visible_gpus()
-        if not visible or not _gpu.has_cupy():
+        visible = driver.visible_gpus()
+        if not visible or not gpu.has_cupy():
             return
         number = launcher.local_rank
         if compute_devices is not None:
-            device = _devices.parse(compute_devices[launcher.rank])
+            device = device_names.parse(compute_devices[launcher.rank])
             if device.kind == "CPU":
                 return
             number = device.ordinal
-        _gpu.load_cupy("a GPU").cuda.Device(number % len(visible)).use()
+        gpu.load_cupy("a GPU").cuda.Device(number % len(visible)).use()

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _gpu, _nest
-from hpcstrat._arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator, check_gatherable
-from hpcstrat._communicators.protocol import signature_of
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, check_reducible, mean_dtype
-from hpcstrat._edge import current_call
-from hpcstrat._types import Array, IndexedSlices, ReduceOp
-from hpcstrat._values import DistributedValues, component_of
-from hpcstrat._variables import Variable
+from hpcstrat._core import gpu, nests
+from hpcstrat._core.arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
+from hpcstrat._core.values import DistributedValues, component_of
+from hpcstrat._variable.variable import Variable
 
 
 def as_numeric(value: Any) -> Array:
@@ -36,7 +36,7 @@ def as_numeric(value: Any) -> Array:
 
 def convert_foreign_leaves(nest: Any) -> Any:
     """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
-    leaves, structure = _nest.flatten(nest)
+    leaves, structure = nests.flatten(nest)
     indices = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
     if not indices:
         return nest
@@ -48,8 +48,8 @@ def convert_foreign_leaves(nest: Any) -> Any:
 def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any) -> Any:
     """Elementwise over the replicas; `value` is a nest of this replica's values."""
     op = ReduceOp.parse(reduce_op, current_call())
-    leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_reduce_leaves(communicator, op, leaves, _nest.describe(structure)))
+    leaves, structure = nests.flatten(value)
+    return structure.unflatten(_reduce_leaves(communicator, op, leaves, nests.describe(structure)))
 
 
 def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str) -> list[Any]:
@@ -89,7 +89,7 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
 def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
     """See `Strategy.reduce`."""
     op = ReduceOp.parse(reduce_op, current_call())
-    leaves, structure = _nest.flatten(value)
+    leaves, structure = nests.flatten(value)
     results: list[Any] = list(leaves)
     indices: list[int] = []
     for i, leaf in enumerate(leaves):
@@ -100,7 +100,7 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
     if indices:
         own = [component_of(leaves[i]) for i in indices]
         # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
-        must_match = [_nest.describe(structure), f"axis={axis}"]
+        must_match = [nests.describe(structure), f"axis={axis}"]
         if len(indices) < len(leaves):
             must_match.append(f"distributed at {indices}")
         if axis is None:
@@ -114,10 +114,10 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
     return structure.unflatten(results)
 
 
-def require_alike(communicator: Communicator, structure: _nest.Structure, *must_match: str) -> None:
+def require_alike(communicator: Communicator, structure: nests.Structure, *must_match: str) -> None:
     """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
     if communicator.size > 1:
-        communicator.exchange(signature_of(current_call(), *must_match, _nest.describe(structure), "not distributed"))
+        communicator.exchange(signature_of(current_call(), *must_match, nests.describe(structure), "not distributed"))
 
 
 @np.errstate(all="ignore")  # as above
@@ -157,7 +157,7 @@ class _Inner:
         # An array, because it travels beside the total.
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
         self._op, self._dtype = op, array.dtype
-        xp = self._xp = _gpu.array_module(array)
+        xp = self._xp = gpu.array_module(array)
         if op is ReduceOp.SUM or op is ReduceOp.MEAN:
             wide = accumulator(array.dtype)
             if array.dtype.kind in "iu" and op is ReduceOp.MEAN:
@@ -216,13 +216,13 @@ def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) ->
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """Concatenation over the replicas; `value` is a nest of this replica's values."""
-    leaves, structure = _nest.flatten(value)
-    return structure.unflatten(_gather_leaves(communicator, leaves, axis, _nest.describe(structure)))
+    leaves, structure = nests.flatten(value)
+    return structure.unflatten(_gather_leaves(communicator, leaves, axis, nests.describe(structure)))
 
 
 def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """See `Strategy.gather`."""
-    leaves, structure = _nest.flatten(value)
+    leaves, structure = nests.flatten(value)
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     for i, leaf in enumerate(leaves):
         if i not in indices and leaf is not None:
@@ -230,7 +230,7 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
             check_gatherable([array.shape], axis)
             leaves[i] = leaf if isinstance(leaf, Variable) else array
     if indices:
-        must_match = [_nest.describe(structure)]
+        must_match = [nests.describe(structure)]
         if len(indices) < len(leaves):
             must_match.append(f"distributed at {indices}")
         gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in indices], axis, *must_match)

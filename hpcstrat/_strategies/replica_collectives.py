@@ -7,10 +7,10 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpcstrat._communicators.collective import collective
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._calls.collective import collective
+from hpcstrat._core.types import ReduceOp
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import exchange, reduction
-from hpcstrat._types import ReduceOp
 
 _REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _failure, _gpu, _nest
-from hpcstrat._arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._group import ReplicaGroup
-from hpcstrat._types import IndexedSlices, ReplicaMismatchError
-from hpcstrat._values import DistributedValues, PerReplica, component_of, refuse
-from hpcstrat._variables import Variable
+from hpcstrat._core import gpu, nests
+from hpcstrat._core.arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.types import IndexedSlices, ReplicaMismatchError
+from hpcstrat._core.values import DistributedValues, PerReplica, component_of, refuse
+from hpcstrat._process import failure
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._variable.variable import Variable
 from hpcstrat.data._checksum import of_array
 
 _CALL = "Strategy.run"
@@ -52,11 +53,11 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
 @names_call(_CALL)
 def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     """Adds a note to an exception of a replica function that was given an empty distributed value."""
-    leaves, _ = _nest.flatten((args, kwargs))
+    leaves, _ = nests.flatten((args, kwargs))
     # A mean of no elements, or an index out of them, says nothing of the batch that was too small.
     parts = [component_of(leaf) for leaf in leaves if isinstance(leaf, DistributedValues)]
     if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
-        _failure.add_note(
+        failure.add_note(
             error,
             f"{current_call()}: this replica's part of the batch has no elements: the batch had too few for all "
             "replicas. Drop it by Dataset.batch(..., drop_remainder=True), or write the function so that it takes "
@@ -66,10 +67,10 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
 
 def _described(nest: Any) -> Iterator[str]:
     """A description of each array and number in a nest, equal where they are."""
-    for leaf in _nest.flatten(nest)[0]:
+    for leaf in nests.flatten(nest)[0]:
         if isinstance(leaf, (bool, int, float, complex)):
             yield repr(leaf)
-        elif isinstance(leaf, (np.ndarray, np.generic)) or _gpu.is_on_gpu(leaf) or _is_tensor(leaf):
+        elif isinstance(leaf, (np.ndarray, np.generic)) or gpu.is_on_gpu(leaf) or _is_tensor(leaf):
             array = host_copy(current_call(), leaf)
             yield f"{array.dtype}{list(array.shape)} of checksum {of_array(array):08x}"
 
@@ -102,7 +103,7 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
     if result is None:
         return None
     rank, size = group.communicator.rank, group.communicator.size
-    leaves, structure = _nest.flatten(result)
+    leaves, structure = nests.flatten(result)
     for i, leaf in enumerate(leaves):
         if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
             continue
@@ -123,9 +124,9 @@ def check_alike(communicator: Communicator, result: Any) -> None:
     Raises:
         ReplicaMismatchError: they did not.
     """
-    leaves, structure = _nest.flatten(result)
+    leaves, structure = nests.flatten(result)
     nones = [i for i, leaf in enumerate(leaves) if leaf is None]
-    returned = f"HPCSTRAT_CHECK: returns {_nest.describe(structure)}"
+    returned = f"HPCSTRAT_CHECK: returns {nests.describe(structure)}"
     communicator.exchange(signature_of(current_call(), returned, *([f"None at {nones}"] if nones else [])))
 
 
@@ -143,7 +144,7 @@ def _apart(group: ReplicaGroup, leaf: Any) -> Any:
         return leaf
     changed = {}
     for name, value in attributes.items():
-        leaves, structure = _nest.flatten(value)
+        leaves, structure = nests.flatten(value)
         copies = [_array_apart(group, one) for one in leaves]
         if not all(map(operator.is_, leaves, copies)):
             changed[name] = structure.unflatten(copies)
@@ -201,14 +202,14 @@ def to_wire(nest: Any) -> Any:
             refuse(current_call())
         # As host arrays: the rank that receives it may have no GPU, and no CuPy.
         array = from_foreign(current_call(), leaf) if is_foreign(leaf) else leaf
-        return _FromGpu(array.get()) if _gpu.is_on_gpu(array) else array
+        return _FromGpu(array.get()) if gpu.is_on_gpu(array) else array
 
-    return _nest.map_leaves(packed, nest)
+    return nests.map_leaves(packed, nest)
 
 
-def from_wire(nest: Any, stream: _gpu.Stream | None) -> Any:
+def from_wire(nest: Any, stream: gpu.Stream | None) -> Any:
     """What `to_wire` was given, with the arrays on this rank's device."""
     if stream is None:
-        return _nest.map_leaves(lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest)
+        return nests.map_leaves(lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest)
     asarray = stream.xp.asarray
-    return _nest.map_leaves(lambda leaf: asarray(leaf.host) if isinstance(leaf, _FromGpu) else leaf, nest)
+    return nests.map_leaves(lambda leaf: asarray(leaf.host) if isinstance(leaf, _FromGpu) else leaf, nest)

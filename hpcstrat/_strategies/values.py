@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat import _context, _nest
-from hpcstrat._arrays import as_array
-from hpcstrat._communicators.collective import collective
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._context import AcrossReplicas, check_cross_replica
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
+from hpcstrat._core import nests
+from hpcstrat._core.arrays import as_array
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.types import ReduceOp, ValueContext
+from hpcstrat._core.values import DistributedValues, PerReplica, component_of
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduction
 from hpcstrat._strategies.reduction import as_numeric
 from hpcstrat._strategies.transfer import from_wire, to_wire
-from hpcstrat._types import ReduceOp, ValueContext
-from hpcstrat._values import DistributedValues, PerReplica, component_of
 
 _LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this one
 
@@ -118,7 +119,7 @@ class ValueMethods:
             TypeError: a component cannot be sent between ranks, since it cannot be pickled.
             ReplicaMismatchError: the replicas' values have different structures.
         """
-        leaves, structure = _nest.flatten(value)
+        leaves, structure = nests.flatten(value)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
         # Where this rank has nothing to send, another may: they must find out, and not wait for each other.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
@@ -132,7 +133,7 @@ class ValueMethods:
                     # To all ranks, each of which returns the components of all its worker's replicas.
                     packed = to_wire(own)
                     at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
-                    by_rank = self._group.communicator.all_gather_obj(packed, _nest.describe(structure), *at)
+                    by_rank = self._group.communicator.all_gather_obj(packed, nests.describe(structure), *at)
                     by_rank = [from_wire(by_rank[rank], self._group.stream) for rank in self._group.workers.peers]
         else:
             by_rank = [own] * len(self._group.workers.peers)
@@ -180,9 +181,9 @@ class ValueMethods:
         """
         communicator = self._group.communicator
         nest = value_fn(ValueContext(communicator.rank, communicator.size))
-        leaves, structure = _nest.flatten(nest)
+        leaves, structure = nests.flatten(nest)
         leaves = [self._own_value(leaf) for leaf in leaves]
-        communicator.exchange(signature_of(current_call(), _nest.describe(structure)))
+        communicator.exchange(signature_of(current_call(), nests.describe(structure)))
         if communicator.size > 1:
             leaves = [PerReplica(leaf, communicator.rank, communicator.size) for leaf in leaves]
         return structure.unflatten(leaves)
@@ -248,5 +249,5 @@ class ValueMethods:
 
 
 def _is_cross_replica() -> bool:
-    context = _context.context()
+    context = contexts.context()
     return context is None or type(context) is AcrossReplicas

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
-from hpcstrat import _failure, _world
+from hpcstrat._process import failure, worlds
 from hpcstrat._timeline.spans import LIMIT, GpuSpans, Span, Spans
 from hpcstrat._timeline.trace import GPU_TRACKS, Events, TraceFile
 
@@ -45,7 +45,7 @@ class Recorder:
         self._process = os.getpid()
         self._is_open = True
         self._lock = threading.Lock()
-        cores = _world.own_cores().bit_count()
+        cores = worlds.own_cores().bit_count()
         file.append(
             [
                 self._events.named("process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"),
@@ -66,7 +66,7 @@ class Recorder:
             category: see `spans`.
             name: what is done.
             nbytes: that travel; `None` where none do.
-            stream: a `_gpu.Stream`; `None` where the span has no part on a GPU.
+            stream: a `gpu.Stream`; `None` where the span has no part on a GPU.
         """
         if not self._is_open:
             return None
@@ -142,7 +142,7 @@ class Recorder:
         lines = [*self._new_names(), *lines]
         if self._spans.is_full and self._rank == 0:
             self._spans.is_full = False
-            _failure.say(
+            failure.say(
                 f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not recorded; "
                 "make one of fewer steps"
             )
@@ -151,7 +151,7 @@ class Recorder:
         except OSError as error:
             # A full disk must not end the program that it was to describe.
             self._is_open = False
-            _failure.say(
+            failure.say(
                 f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the program goes on: "
                 f"{error}. Name a file on a disk that has room"
             )

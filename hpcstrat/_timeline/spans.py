@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, final
 
-from hpcstrat import _gpu
+from hpcstrat._core import gpu
 
 LIMIT = 1_000_000
 """Spans that a rank records at most: some 150 MB of the trace."""
@@ -20,7 +20,7 @@ class Span:
     """A stretch of a thread's time, and of a GPU's.
 
     Attributes:
-        category: one of the constants of `hpcstrat._spans`.
+        category: one of the constants of `hpcstrat._core.span`.
         name: what is done.
         nbytes: that travel, of this rank; `None` where none do.
         thread: the number of its thread.
@@ -125,7 +125,7 @@ class GpuSpans:
     """
 
     def __init__(self, ordinal: int) -> None:
-        self._cuda: Any = _gpu.load_cupy("a timeline").cuda
+        self._cuda: Any = gpu.load_cupy("a timeline").cuda
         self._ordinal = ordinal
         self._nvtx: Any = importlib.import_module("cupy.cuda.nvtx")
         self._spare: list[Any] = []

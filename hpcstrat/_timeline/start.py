@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import Sequence
 
-from hpcstrat import _failure, _world
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._edge import names_call
-from hpcstrat._spans import record_to
+from hpcstrat._core.call_name import names_call
+from hpcstrat._core.span import record_to
+from hpcstrat._process import failure, worlds
 from hpcstrat._timeline.recorder import Recorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
 
@@ -38,7 +38,7 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     Raises:
         OSError: the file cannot be written, on any rank.
     """
-    rank, hosts = communicator.rank, _world.start().hosts
+    rank, hosts = communicator.rank, worlds.start().hosts
     part = part_name(path, hosts[rank])
     is_first = hosts.index(hosts[rank]) == rank
     file = None
@@ -56,7 +56,7 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     record_to(recorder)
     atexit.register(recorder.close)  # before what was registered before
     os.register_at_fork(after_in_child=recorder.stop_in_a_child)
-    _failure.before_the_end.append(recorder.save_before_the_end)
+    failure.before_the_end.append(recorder.save_before_the_end)
 
 
 def _open(path: str, is_first: bool) -> TraceFile:
@@ -78,14 +78,14 @@ def _end(path: str, communicator: HostCommunicator) -> None:
     """Makes one file of all hosts'. Collective: all ranks have written all they had."""
     communicator.barrier()
     if communicator.rank == 0:
-        _join(path, max(_world.start().hosts) + 1)
+        _join(path, max(worlds.start().hosts) + 1)
 
 
 def _join(path: str, hosts: int) -> None:
     try:
         join_parts(path, [part_name(path, host) for host in range(1, hosts)])
     except OSError as error:  # the ranks still have to end together
-        _failure.say(
+        failure.say(
             f"hpcstrat: the timeline {path} cannot be ended: {error}; `python -m hpcstrat timeline` reads it as it is. "
             "Name a file on a disk that has room"
         )

@@ -1,1 +1,1 @@
-"""The programs behind `python -m hpcstrat`."""
+"""What runs beside programs, behind `python -m hpcstrat`. Nothing else in the package imports it."""

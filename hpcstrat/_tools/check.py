@@ -9,13 +9,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat import _world
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._edge import names_call
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._core.call_name import names_call
+from hpcstrat._core.types import ReduceOp
+from hpcstrat._process import worlds
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.base import group_of
 from hpcstrat._strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
-from hpcstrat._types import ReduceOp
 
 _SIZES = (1 << 10, 1 << 20, 1 << 25)  # bytes
 _ROUNDS = 5
@@ -24,7 +24,7 @@ _ROUNDS = 5
 @names_call("check")
 def check() -> int:
     """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong. Collective."""
-    world = _world.start()
+    world = worlds.start()
     strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
     group = group_of(strategy)
     table = Table("call", "bytes per rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")

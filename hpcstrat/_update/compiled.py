@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from hpcstrat._communicators.reduction import reduce_chunk
-from hpcstrat._storage.library_cache import compiler, load_library
-from hpcstrat._storage.rule import LANES, Kernel, Norms, UpdateRule
-from hpcstrat._types import Array, ReduceOp
+from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._update.library_cache import compiler, load_library
+from hpcstrat._update.rule import LANES, Kernel, Norms, UpdateRule
 
 FEWEST = 100_000
 """Elements of an update that is worth a compiled loop: a compiler takes half a second, the first time on a machine."""

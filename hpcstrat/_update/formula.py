@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._arrays import as_number
-from hpcstrat._storage.rule import Kernel, Norms, UpdateRule
-from hpcstrat.optimizers._operations import norm_terms, operations
-from hpcstrat.optimizers._symbols import ELEMENT, NUMBER, ON_ELEMENTS, Symbol
+from hpcstrat._core.arrays import as_number
+from hpcstrat._update.operations import norm_terms, operations
+from hpcstrat._update.rule import Kernel, Norms, UpdateRule
+from hpcstrat._update.symbols import ELEMENT, NUMBER, ON_ELEMENTS, Symbol
 
 
 class Formula:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._storage.rule import Apply
-from hpcstrat._types import Array
-from hpcstrat.optimizers._symbols import AS_OPERATIONS, ELEMENT, NUMBER, ON_NUMBERS, WITHOUT_OUT, Symbol
+from hpcstrat._core.types import Array
+from hpcstrat._update.rule import Apply
+from hpcstrat._update.symbols import AS_OPERATIONS, ELEMENT, NUMBER, ON_NUMBERS, WITHOUT_OUT, Symbol
 
 GRADIENT, VALUE = 0, 1
 """The first arrays of an operation. Then come the slots, and the arrays to work in."""

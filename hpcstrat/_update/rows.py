@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat import _gpu
 from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.rule import UpdateRule
-from hpcstrat._types import Array
+from hpcstrat._update.rule import UpdateRule
 
 _COMBINE = """
 const long long segment = i / columns, column = i % columns;
@@ -57,7 +57,7 @@ def combine_rows(indices: Array, values: Array, combination: Combination = SUM) 
         values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in `float32`.
         combination: how several values become one.
     """
-    xp = _gpu.array_module(indices)
+    xp = gpu.array_module(indices)
     # Stable, so that equal rows keep their order, and the results are the same bits on every rank and in every run.
     order = xp.argsort(indices, kind="stable")
     indices = indices[order]
@@ -82,7 +82,7 @@ def combine_rows(indices: Array, values: Array, combination: Combination = SUM) 
 @functools.cache
 def _kernel(code: str, is_short: bool) -> Any:
     """A thread for each element of the result: the same bits in every run, and on every rank."""
-    return _gpu.load_cupy("a sparse gradient").ElementwiseKernel(
+    return gpu.load_cupy("a sparse gradient").ElementwiseKernel(
         "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 rows",
         "T combined",
         _COMBINE.format(wide="float" if is_short else "T", combined=code),
@@ -104,7 +104,7 @@ def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: Upd
     value, *slots = [value.reshape(-1) for value in values]
     # The rule may overwrite its gradient, and this one is the caller's.
     gradient = gradient.reshape(-1).copy()
-    if _gpu.is_on_gpu(value):
+    if gpu.is_on_gpu(value):
         rule.on_gpu(value, gradient, slots)
     else:
         rule.apply(value, gradient, slots, np.empty_like(gradient))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _gpu
-from hpcstrat._types import Array
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 
 NO_CONSTANTS: Mapping[str, float] = MappingProxyType({})
 
@@ -67,7 +67,7 @@ class UpdateRule(NamedTuple):
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:
             # An assignment has no constants and uses no scratch: large variables need no memory beside them.
-            scratch = _gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
+            scratch = gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
             self.apply(value, gradient, slots, scratch)
 
 
@@ -108,7 +108,7 @@ class Norms(NamedTuple):
 
     def sums_on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array], out: Array) -> None:
         """Likewise, of flat CuPy arrays, to `out`, on the current stream."""
-        xp = _gpu.array_module(gradient)
+        xp = gpu.array_module(gradient)
         if value.dtype.kind == "c":
             squares = [xp.abs(term).astype(np.float64) ** 2 for term in self.terms(value, gradient, slots)]
         else:
@@ -136,7 +136,7 @@ def _compiled(kernel: Kernel, is_short: bool) -> Any:
     changed = ("value", *kernel.slots)
     before = [f"{computed} {one} = ({computed})given_{one};" for one in ("gradient", *kernel.constants, *changed)]
     after = [f"given_{one} = (T){one};" for one in changed]
-    return _gpu.load_cupy("an update").ElementwiseKernel(
+    return gpu.load_cupy("an update").ElementwiseKernel(
         ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in kernel.constants)]),
         ", ".join(f"T given_{one}" for one in changed),
         "\n".join([*before, kernel.body, *after]),
@@ -152,7 +152,7 @@ def _compiled_norms(kernel: Kernel, count: int, is_short: bool) -> Any:
     before = [f"const {computed} {one} = ({computed})given_{one};" for one in taken]
     terms = [f"{computed} term_{i};" for i in range(count)]
     after = [f"square_{i} = (double)term_{i} * (double)term_{i};" for i in range(count)]
-    return _gpu.load_cupy("an update").ElementwiseKernel(
+    return gpu.load_cupy("an update").ElementwiseKernel(
         ", ".join(f"{'float64' if one in kernel.constants else 'T'} given_{one}" for one in taken),
         ", ".join(f"float64 square_{i}" for i in range(count)),
         "\n".join([*before, *terms, kernel.body, *after]),

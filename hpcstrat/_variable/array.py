@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _context, _gpu
-from hpcstrat._context import InReplica
-from hpcstrat._types import Array
-from hpcstrat._variable_state import VariableState, in_replica_of
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._variable.state import VariableState, in_replica_of
 
 Axis: TypeAlias = "int | Sequence[int] | None"
 
@@ -100,7 +101,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         Raises:
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
         """
-        state, context = self._state, _context.current.get()
+        state, context = self._state, contexts.current.get()
         view = state.block.view
         if type(context) is InReplica and context.group is state.group:
             return view.view()  # whose shape and flags the caller may change
@@ -176,15 +177,15 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         return operator.index(self._readable())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(_gpu.to_host(self._readable())[()], ndigits)
+        return round(gpu.to_host(self._readable())[()], ndigits)
 
     def __format__(self, format_spec: str) -> str:
-        return format(_gpu.to_host(self._readable()), format_spec) if format_spec else str(self)
+        return format(gpu.to_host(self._readable()), format_spec) if format_spec else str(self)
 
     def item(self, *index: Any) -> Any:
         """The one element, or that at `index`, as a Python number."""
         # CuPy's own `item` takes no index.
-        return _gpu.to_host(self._readable()).item(*index)
+        return gpu.to_host(self._readable()).item(*index)
 
     def tolist(self) -> Any:
         """The elements as Python numbers, in nested lists."""
@@ -287,7 +288,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
         # A copy to the host that nobody asked for would make each such line wait for the GPU, unseen.
-        if _gpu.is_on_gpu(array):
+        if gpu.is_on_gpu(array):
             raise TypeError(
                 f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
             )
@@ -334,7 +335,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         array = self._state.block.view
-        if not _gpu.is_on_gpu(array) or not in_replica_of(self._state.group):  # as `__array_interface__`
+        if not gpu.is_on_gpu(array) or not in_replica_of(self._state.group):  # as `__array_interface__`
             raise AttributeError(
                 f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
             )
@@ -343,7 +344,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cupy_get_ndarray__(self) -> Callable[[], Array]:
-        if not _gpu.is_on_gpu(self._state.block.view):
+        if not gpu.is_on_gpu(self._state.block.view):
             raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
         return self.value
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._edge import constructor_signature
-from hpcstrat._types import FIRST_REPLICA, Aggregation, ReduceOp
+from hpcstrat._core.call_name import constructor_signature
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
 class VariableSynchronization(enum.Enum):

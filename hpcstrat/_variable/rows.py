@@ -7,16 +7,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcstrat import _context
-from hpcstrat._arrays import as_read_only
 from hpcstrat._communicators.reduction import check_reducible, mean_dtype
-from hpcstrat._context import InReplica, InUpdate
-from hpcstrat._edge import call_named, current_call
-from hpcstrat._storage.rows import combine_rows, row_view
-from hpcstrat._types import FIRST_REPLICA, Aggregation, Array, IndexedSlices, ReduceOp
-from hpcstrat._variable_array import ReadableAsArray
-from hpcstrat._variable_options import NO_AGGREGATION, OPERATIONS, VariableAggregation
-from hpcstrat._variable_writing import RULES, SCATTERS, Scatter, as_castable_value
+from hpcstrat._core.arrays import as_read_only
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, IndexedSlices, ReduceOp
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica, InUpdate
+from hpcstrat._update.rows import combine_rows, row_view
+from hpcstrat._variable.array import ReadableAsArray
+from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
+from hpcstrat._variable.writing import RULES, SCATTERS, Scatter, as_castable_value
 
 _Variable = TypeVar("_Variable", bound="WritableByRows")
 
@@ -165,7 +165,7 @@ class WritableByRows(ReadableAsArray):
 
     def _scatter(self: _Variable, method: str, slices: Any) -> _Variable:
         with call_named(f"Variable.{method} of {self.name!r}"):
-            state, context = self._state, _context.context()
+            state, context = self._state, contexts.context()
             group, communicator = state.group, state.group.communicator
             scatter = SCATTERS[method.rpartition("_")[2]]
             if isinstance(context, InUpdate):

@@ -6,14 +6,14 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _context
-from hpcstrat._context import Context, InReplica, InUpdate
-from hpcstrat._edge import current_call
-from hpcstrat._group import ReplicaGroup, default_group
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import Context, InReplica, InUpdate
+from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import Array
 
 
 @final
@@ -55,7 +55,7 @@ class VariableState:
         """Whether a read in this line would have to bring several replicas' values together."""
         if not self.is_on_read or self.group.communicator.size == 1:
             return False
-        context = _context.current.get()
+        context = contexts.current.get()
         return not (isinstance(context, (InReplica, InUpdate)) and context.group is self.group)
 
     def plan_alone(self) -> Plan:
@@ -70,7 +70,7 @@ class VariableState:
         Raises:
             RuntimeError: this line runs in one.
         """
-        context = _context.context()
+        context = contexts.context()
         if context is not None and context.group is not self.group:
             raise RuntimeError(self._foreign_context_message(context))
 
@@ -80,7 +80,7 @@ class VariableState:
         Raises:
             RuntimeError: this line runs in another strategy's context.
         """
-        context = _context.context()
+        context = contexts.context()
         if context is None or context.group is self.group:
             return
         # With one replica there is nobody to differ from.
@@ -102,5 +102,5 @@ class VariableState:
 
 def in_replica_of(group: ReplicaGroup) -> bool:
     """Whether this line runs in a replica of the group."""
-    context = _context.current.get()
+    context = contexts.current.get()
     return type(context) is InReplica and context.group is group

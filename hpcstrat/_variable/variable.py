@@ -8,22 +8,23 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _context, _gpu
+from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.collective import collective
-from hpcstrat._context import InReplica, InUpdate, require_cross_replica
-from hpcstrat._edge import call_named, current_call, enter_call, leave_call, names_call
-from hpcstrat._types import FIRST_REPLICA, Array, MaybeNone, parse_choice
-from hpcstrat._variable_options import (
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
+from hpcstrat._core.types import FIRST_REPLICA, Array, MaybeNone, parse_choice
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
+from hpcstrat._variable.options import (
     NO_AGGREGATION,
     OPERATIONS,
     VariableAggregation,
     VariableSynchronization,
     VariableType,
 )
-from hpcstrat._variable_rows import WritableByRows
-from hpcstrat._variable_state import VariableState
-from hpcstrat._variable_writing import RULES, as_initial_value, as_written_value, shared_out
+from hpcstrat._variable.rows import WritableByRows
+from hpcstrat._variable.state import VariableState
+from hpcstrat._variable.writing import RULES, as_initial_value, as_written_value, shared_out
 
 
 class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
@@ -77,7 +78,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     __slots__ = ("__weakref__", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    @collective("Variable", lambda _: _require_no_update(), lambda _: _context.group().communicator)
+    @collective("Variable", lambda _: _require_no_update(), lambda _: contexts.group().communicator)
     def __init__(
         self,
         initial_value: Any = None,
@@ -88,7 +89,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
     ) -> None:
-        group = _context.group()
+        group = contexts.group()
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{current_call()}: name is {name!r}; it must be a string")
         self.synchronization: VariableSynchronization = parse_choice(
@@ -161,7 +162,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         if self._state.needs_aggregation_to_read():
             with call_named("Variable.numpy"):
                 value = self._aggregated()
-        return value.get() if _gpu.is_on_gpu(value) else value.copy()
+        return value.get() if gpu.is_on_gpu(value) else value.copy()
 
     def __repr__(self) -> str:
         value = "one value a replica" if self._state.needs_aggregation_to_read() else repr(self._state.block.view)
@@ -213,7 +214,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def _write(self, verb: str, value: Any) -> None:
         outer = enter_call(f"Variable.{verb} of {self.name!r}")
         try:
-            state, context = self._state, _context.context()
+            state, context = self._state, contexts.context()
             if isinstance(context, InUpdate):
                 self._write_in_update(context, verb, value)
                 return
@@ -246,7 +247,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def _write_own(self, verb: str, value: Any) -> None:
         """A write to an ON_READ variable: each replica has its own."""
         state, group = self._state, self._state.group
-        if isinstance(_context.context(), InReplica) or group.communicator.size == 1:
+        if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
             state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
         # One value for all replicas. Reading it back must give that value, also where the reading adds the replicas'
@@ -264,7 +265,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         group.communicator.require_equal([new])
         with group.communicator.change():
             # The root's, so that all replicas have the same bits even where ranks computed slightly different ones.
-            new = group.communicator.broadcast_obj(_gpu.to_host(new), group.root)
+            new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
             state.storage.write(state.block, new, RULES[verb])
 
     # ---- help
@@ -277,7 +278,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         require_cross_replica(group)
         if op is FIRST_REPLICA:
             with group.on_stream():
-                own = group.communicator.broadcast_obj(_gpu.to_host(array))
+                own = group.communicator.broadcast_obj(gpu.to_host(array))
                 return group.xp.asarray(own)
         return group.communicator.all_reduce([array], op)[0]
 
@@ -292,7 +293,7 @@ def state_of(variable: Variable) -> VariableState:
 
 def _common_name(communicator: Communicator, name: str) -> str:
     """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
-    if communicator.size == 1 or not isinstance(_context.context(), InReplica):
+    if communicator.size == 1 or not isinstance(contexts.context(), InReplica):
         return name
     names = communicator.all_gather_obj(name)
     # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 are one variable's.
@@ -301,7 +302,7 @@ def _common_name(communicator: Communicator, name: str) -> str:
 
 
 def _require_no_update() -> None:
-    if isinstance(_context.context(), InUpdate):
+    if isinstance(contexts.context(), InUpdate):
         raise RuntimeError(
             f"{current_call()} was made inside an update, which one rank runs; make it under strategy.scope()"
         )

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
-from hpcstrat._edge import current_call
+from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Array
+from hpcstrat._core.values import DistributedValues
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._storage.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
-from hpcstrat._types import Array
-from hpcstrat._values import DistributedValues
+from hpcstrat._update.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
 
 
 def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Sequence
 from typing import Any, final
 
-from hpcstrat._watchdog.rank_status import RankStatus
+from hpcstrat._calls.status import RankStatus
 
 SLOT = 2048
 """Bytes of a rank's status in shared memory."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._watchdog.rank_status import RankStatus
+from hpcstrat._calls.status import RankStatus
 
 SETTLING_SECONDS = 1.5
 """When a rank is dead: seconds that the launcher, or the rank's own report, gets to end the job first."""

@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hpcstrat import _failure, _guard, _launcher, _settings
-from hpcstrat._communicators.call_state import CallState
+from hpcstrat._calls.state import CallState
+from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
+from hpcstrat._process import failure, guard, launchers, settings
 from hpcstrat._watchdog.channels import StatusChannel
-from hpcstrat._watchdog.rank_status import RankStatus, user_frame, user_frame_of
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, SILENT_SECONDS, Diagnosis, StallDetector
 
 _BEAT_SECONDS = 0.5
@@ -36,8 +36,8 @@ class Watchdog:
         self._rank = rank
         self._calls = calls
         self._channel = channel
-        self._stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
-        self._timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+        self._stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
+        self._timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
         self._detector = StallDetector(self._stall_seconds, self._timeout_seconds)
         self._extensions: list[float] = []  # seconds of each block that this rank is in
         self._progress = 0
@@ -123,7 +123,7 @@ class Watchdog:
             except Exception as error:  # of the watchdog itself: no reason to end a healthy job
                 if (what := f"{type(error).__name__}: {error}") not in reported and len(reported) < _MOST_OWN_ERRORS:
                     reported.add(what)
-                    _failure.say(
+                    failure.say(
                         f"hpcstrat: the watchdog goes on after an error of its own, {what}; look whether the "
                         "program causes it"
                     )
@@ -134,7 +134,7 @@ class Watchdog:
             # NCCL's own errors first: they say why the ranks wait.
             problems = [problem for check in self._checks if (problem := check())]
         if problems:
-            _failure.end_job(problems[0])
+            failure.end_job(problems[0])
         with self._lock:
             by_rank = self._channel.publish(self._status())
         if by_rank is not None:
@@ -150,7 +150,7 @@ class Watchdog:
         if self._channel.dead:
             # Rank 0's own report, or the launcher's, says more than this one can, and needs a moment.
             time.sleep(SETTLING_SECONDS)
-            _failure.end_job(
+            failure.end_job(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
             )
         heard = self._channel.silent_since()
@@ -160,7 +160,7 @@ class Watchdog:
             self._resumed = now
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
-            _failure.end_job(
+            failure.end_job(
                 f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
                 f"this rank was at {self._location()}. Check whether rank 0 still runs and its host still answers"
             )
@@ -168,12 +168,12 @@ class Watchdog:
     def _act(self, diagnosis: Diagnosis) -> None:
         if diagnosis.reporter == self._rank or not self._channel.every_rank_sees_all:
             if diagnosis.ends:
-                _failure.end_job(diagnosis.text)
-            _failure.say(diagnosis.text)
+                failure.end_job(diagnosis.text)
+            failure.say(diagnosis.text)
         elif diagnosis.ends:
             # The reporter itself may be stuck, such as in C code that holds the interpreter lock.
             time.sleep(_GRACE_SECONDS)
-            _failure.end_job(diagnosis.text)
+            failure.end_job(diagnosis.text)
 
 
 @contextlib.contextmanager
@@ -185,8 +185,8 @@ def waiting_for_all(what: str) -> Iterator[None]:
     Args:
         what: what this rank waits for, in words.
     """
-    stall_seconds = _settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
-    timeout_seconds = _settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+    stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
+    timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
     location = user_frame()
     report = (
         f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} (HPCSTRAT_STALL_SECONDS), at {location}: not "
@@ -197,20 +197,20 @@ def waiting_for_all(what: str) -> Iterator[None]:
         f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} (HPCSTRAT_TIMEOUT_SECONDS), "
         f"at {location}: not all ranks have come; all must create a strategy"
     )
-    steps = [_guard.Step(timeout_seconds + _GUARD_SECONDS, _failure.tagged(end), True)]
+    steps = [guard.Step(timeout_seconds + _GUARD_SECONDS, failure.tagged(end), True)]
     if stall_seconds < timeout_seconds:
-        steps.insert(0, _guard.Step(stall_seconds, _failure.tagged(report), False))
+        steps.insert(0, guard.Step(stall_seconds, failure.tagged(report), False))
     is_done = threading.Event()
     deadline = time.monotonic() + timeout_seconds
 
     def watch() -> None:
         while not is_done.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
             if time.monotonic() >= deadline:
-                _failure.end_job(end)
+                failure.end_job(end)
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
     try:
-        with _guard.guarded(steps):
+        with guard.guarded(steps):
             yield
     finally:
         is_done.set()
@@ -221,15 +221,15 @@ _LOOK_SECONDS = 1.0
 
 def end_with_launcher() -> None:
     """From now on this rank ends when the launcher process that started it is gone."""
-    launcher, process = _launcher.find(), _launcher.find_process()
+    launcher, process = launchers.find(), launchers.find_process()
     if launcher is not None and process is not None:
         threading.Thread(target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True).start()
 
 
 def _watch(name: str, process: int) -> None:
-    while _launcher.is_there(process):
+    while launchers.is_there(process):
         time.sleep(_LOOK_SECONDS)
-    _failure.end_rank(
+    failure.end_rank(
         f"hpcstrat: this rank ends: the process that has started it ({name}, process {process}) was killed; look who "
         "ends it, and at its host's memory"
     )

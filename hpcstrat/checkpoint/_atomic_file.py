@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
 
 _NUMBER = re.compile(r"\.([1-9][0-9]*)")
 _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from hpcstrat import _failure
 from hpcstrat._communicators.connection import connect
-from hpcstrat._types import Bytes
+from hpcstrat._core.types import Bytes
+from hpcstrat._process import failure
 from hpcstrat.checkpoint._new_file import NewFile
 from hpcstrat.checkpoint._pieces import Piece
 
@@ -98,4 +98,4 @@ def finish() -> tuple[str, Exception | None]:
 def _finish_at_exit() -> None:
     path, error = finish()
     if error is not None:
-        _failure.end_job(f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1)
+        failure.end_job(f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1)

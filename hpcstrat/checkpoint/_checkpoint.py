@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any, final
 
-from hpcstrat._communicators.collective import collective
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._spans import CHECKPOINT, span
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.span import CHECKPOINT, span
 from hpcstrat.checkpoint._objects import CheckpointObjects
 from hpcstrat.checkpoint._restoring import Restored, opened, restore_from
 from hpcstrat.checkpoint._saving import checked_keep, checked_path, finish_background, save_to_file

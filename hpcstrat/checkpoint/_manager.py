@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple, final
 
-from hpcstrat import _context, _job_memory
-from hpcstrat._communicators.collective import collective
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._job_memory import JobMemory
-from hpcstrat._spans import CHECKPOINT, span
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.span import CHECKPOINT, span
+from hpcstrat._process import job_files
+from hpcstrat._process.job_files import JobMemory
+from hpcstrat._replicas import contexts
 from hpcstrat.checkpoint import _safetensors
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
 from hpcstrat.checkpoint._preemption import PreemptionHandler
@@ -125,7 +126,7 @@ class CheckpointManager:
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
         """
-        if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
+        if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
                 f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
             )
@@ -180,7 +181,7 @@ class CheckpointManager:
         communicator = connect()
         root = objects_of(self._checkpoint).parameter_rank()
         if communicator.rank == 0:
-            self._memory = _job_memory.find()
+            self._memory = job_files.find()
         with communicator.raise_together():
             own = self._find() if communicator.rank == root else None
             source: _Source = communicator.broadcast_obj(own, root)
@@ -199,8 +200,8 @@ class CheckpointManager:
 
     def _find(self) -> _Source:
         problem, snapshot = "", None
-        if self._snapshot_every is not None and _job_memory.expects_snapshots():
-            memory = _job_memory.find()
+        if self._snapshot_every is not None and job_files.expects_snapshots():
+            memory = job_files.find()
             try:
                 self._snapshots = None if memory is None else SnapshotMemory(memory, self._path)
             except OSError as error:

@@ -9,17 +9,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from hpcstrat import _context, _nest
-from hpcstrat._edge import current_call
-from hpcstrat._group import ReplicaGroup, UpdatesOn, default_group
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import current_call
 from hpcstrat._memory.blocks import Block
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._storage.base import Storage
-from hpcstrat._variable_options import VariableAggregation
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.options import VariableAggregation
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._safetensors import Entry
 from hpcstrat.data._pass import Position, Resumable
 from hpcstrat.metrics import Metric
-from hpcstrat.optimizers.base import Optimizer, state_of_optimizer
+from hpcstrat.optimizers._optimizer import Optimizer, state_of_optimizer
 
 _POSITION = "position in data"
 _ON_READ = "ON_READ variable"
@@ -220,8 +221,8 @@ class CheckpointObjects:
 
     def require_cross_replica(self) -> None:
         """Raises RuntimeError unless called at the top level of the script, for all strategies of the variables."""
-        context = _context.context()
-        if isinstance(context, (_context.InReplica, _context.InUpdate)):
+        context = contexts.context()
+        if isinstance(context, (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
                 f"{current_call()} was called inside a replica function or an update; call it at the top level of the "
                 "script, outside Strategy.run"
@@ -229,7 +230,7 @@ class CheckpointObjects:
         for group in self.groups():
             # Variables that were made outside of all scopes may be saved anywhere.
             if group is not default_group():
-                _context.require_cross_replica(group)
+                contexts.require_cross_replica(group)
 
 
 def storage_of(v: Variable) -> Storage:
@@ -273,7 +274,7 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 
 def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each object with the path to it, in the order of the paths."""
-    leaves, structure = _nest.flatten(objects)
+    leaves, structure = nests.flatten(objects)
     # Sorted by path: dicts may be filled in another order on another rank, or in the program that restores.
     paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
     return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]

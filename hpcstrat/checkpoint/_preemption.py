@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Protocol, final
 
-from hpcstrat import _context, _job_memory
-from hpcstrat._communicators.collective import collective
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call
+from hpcstrat._core.call_name import current_call
+from hpcstrat._process import job_files
+from hpcstrat._replicas import contexts
 
 
 class Saved(Protocol):
@@ -90,7 +91,7 @@ class PreemptionHandler:
             Exception: what `Checkpoint.save` raises.
         """
         communicator = connect()
-        if isinstance(_context.context(), (_context.InReplica, _context.InUpdate)):
+        if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
                 f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
             )
@@ -118,8 +119,8 @@ class PreemptionHandler:
         # Python removes its handlers before the process ends; a signal after that would kill it, and change the status.
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
-        if (memory := _job_memory.find()) is not None:
-            memory.note_failure(communicator.rank, "", _job_memory.State.PREEMPTED)
+        if (memory := job_files.find()) is not None:
+            memory.note_failure(communicator.rank, "", job_files.State.PREEMPTED)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:

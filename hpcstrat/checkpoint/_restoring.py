@@ -7,22 +7,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call
-from hpcstrat._group import UpdatesOn
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
+from hpcstrat._replicas.group import UpdatesOn
 from hpcstrat._storage.base import PART, flat
-from hpcstrat._types import Bytes
-from hpcstrat._variable_writing import RULES
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint import _safetensors
 from hpcstrat.checkpoint._atomic_file import explained
 from hpcstrat.checkpoint._objects import CheckpointObjects, Compatibility, listed, own_share, position_of, storage_of
 from hpcstrat.checkpoint._saving import finish_background, signature
+from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
-from hpcstrat.optimizers.base import state_of_optimizer
 
 
 class Restored(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from hpcstrat._core.types import Bytes
 from hpcstrat._storage.base import PART
-from hpcstrat._types import Bytes
 from hpcstrat.checkpoint._atomic_file import followed, numbered, replacing
 from hpcstrat.checkpoint._pieces import Piece, write_pieces
 

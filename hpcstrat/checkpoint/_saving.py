@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcstrat import _gpu
+from hpcstrat._calls.records import CallSignature, Listed, new_signature, signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import CallSignature, Listed, new_signature, signature_of
-from hpcstrat._edge import current_call
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Bytes
 from hpcstrat._storage.base import host_parts
-from hpcstrat._types import Bytes
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint import _background, _safetensors
 from hpcstrat.checkpoint._atomic_file import explained
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile
@@ -167,7 +167,7 @@ def _all_values(v: Variable) -> np.ndarray[Any, Any]:
     """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
     state = state_of(v)
     with state.group.on_stream():
-        return _gpu.to_host(state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0])
+        return gpu.to_host(state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0])
 
 
 def finish_background() -> None:

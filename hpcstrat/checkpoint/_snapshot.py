@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcstrat._job_memory import GENERATIONS, JobMemory
+from hpcstrat._core.types import Bytes
 from hpcstrat._memory.segment import Segment, reservable
-from hpcstrat._types import Bytes
+from hpcstrat._process.job_files import GENERATIONS, JobMemory
 from hpcstrat.checkpoint._safetensors import Contents
 
 _ROW_BYTES = 1 << 13

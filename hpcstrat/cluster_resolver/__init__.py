@@ -1,5 +1,6 @@
 """Which tasks make up a job, and which of them this process is: TensorFlow's `tf.distribute.cluster_resolver`."""
 
+from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec as ClusterSpec
 from hpcstrat.cluster_resolver._mpi import MPIClusterResolver as MPIClusterResolver
 from hpcstrat.cluster_resolver._resolver import ClusterResolver as ClusterResolver
@@ -7,3 +8,5 @@ from hpcstrat.cluster_resolver._resolver import SimpleClusterResolver as SimpleC
 from hpcstrat.cluster_resolver._resolver import UnionResolver as UnionResolver
 from hpcstrat.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
 from hpcstrat.cluster_resolver._tf_config import TFConfigClusterResolver as TFConfigClusterResolver
+
+_set_module(globals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias, final
 
-from hpcstrat._launcher import MOST_TASKS
+from hpcstrat._process.launchers import MOST_TASKS
 
 Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
 """The addresses of tasks 0, 1, ..., or a mapping from task numbers, which may be text as in JSON, to addresses."""

@@ -6,9 +6,9 @@ import functools
 import socket
 from typing import Any, NamedTuple, final
 
-from hpcstrat import _driver, _world
 from hpcstrat._communicators.connection import connect
-from hpcstrat._edge import names_call
+from hpcstrat._core.call_name import names_call
+from hpcstrat._process import driver, worlds
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 from hpcstrat.cluster_resolver._resolver import ClusterResolver
 
@@ -55,7 +55,7 @@ class MPIClusterResolver(ClusterResolver):
 
     def _find_task_id(self) -> int:
         _hosts()  # connects the ranks, which tells each its host
-        world = _world.start()
+        world = worlds.start()
         return world.hosts[world.rank]
 
 
@@ -70,8 +70,8 @@ def _hosts() -> list[_Host]:
     """The hosts, in the order of their first ranks. Collective, once."""
     communicator = connect()
     with communicator.raise_together():
-        by_rank = communicator.all_gather_obj((socket.gethostname(), _driver.visible_gpus()))
-    hosts = _world.start().hosts
+        by_rank = communicator.all_gather_obj((socket.gethostname(), driver.visible_gpus()))
+    hosts = worlds.start().hosts
     # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each only its own.
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, final
 
-from hpcstrat import _driver
+from hpcstrat._process import driver
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 
 
@@ -269,7 +269,7 @@ def visible_gpus() -> int:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return len(_driver.visible_gpus())
+    return len(driver.visible_gpus())
 
 
 def _merged(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
-from hpcstrat._launcher import MOST_NODES, MOST_TASKS, expand_tasks
+from hpcstrat._process.launchers import MOST_NODES, MOST_TASKS, expand_tasks
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 from hpcstrat.cluster_resolver._resolver import ClusterResolver, visible_gpus
 

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._types import RunOptions as RunOptions
-from hpcstrat._types import ValueContext as ValueContext
+from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.types import RunOptions as RunOptions
+from hpcstrat._core.types import ValueContext as ValueContext
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
 from hpcstrat.data._distributed import DistributedIterator as DistributedIterator
@@ -36,6 +37,8 @@ __all__ = [
     "RunOptions",
     "ValueContext",
 ]
+
+_set_module(globals())
 
 if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
 

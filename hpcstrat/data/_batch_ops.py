@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
-from hpcstrat import _nest
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._element_ops import cache
 from hpcstrat.data._index_ops import Choosing
@@ -95,12 +95,12 @@ class Batch(_Batching):
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
         # Rows of different shapes fail where one replica has them; steps are compared as if they came from user code.
-        may_fail = source.user_code or any(None in leaf.shape for leaf in _nest.flatten(source.spec())[0])
+        may_fail = source.user_code or any(None in leaf.shape for leaf in nests.flatten(source.spec())[0])
         super().__init__(source, sizes, drop_remainder, call, user_code=may_fail, rows=source)
 
     def spec(self) -> Any:
         size = self.first_size()
-        return _nest.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
+        return nests.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
 
     @property
     def threads(self) -> int:
@@ -120,7 +120,7 @@ class PaddedBatch(_Batching):
     """
 
     def __init__(self, source: Node, size: int, shapes: Any, values: Any, drop_remainder: bool) -> None:
-        leaves = [] if shapes is None else _nest.flatten(shapes)[0]
+        leaves = [] if shapes is None else nests.flatten(shapes)[0]
         fixed = shapes is not None and all(leaf is not None and leaf >= 0 for leaf in leaves)
         super().__init__(
             source,
@@ -134,7 +134,7 @@ class PaddedBatch(_Batching):
 
     def spec(self) -> Any:
         size = self.first_size()
-        specs, structure = _nest.flatten(self._source.spec())
+        specs, structure = nests.flatten(self._source.spec())
         shapes = shapes_for(self._shapes, structure, [leaf.shape for leaf in specs])
         padded = [known_sizes(shape or (-1,) * len(leaf.shape)) for shape, leaf in zip(shapes, specs, strict=True)]
         return structure.unflatten(
@@ -164,7 +164,7 @@ class _Padded(Choosing):
         return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
-        return _nest.map_leaves(lambda leaf: leaf[0], self.fetch([item]))
+        return nests.map_leaves(lambda leaf: leaf[0], self.fetch([item]))
 
     def fetch(self, chunk: Chunk) -> Any:
         return pad_together([self._source.load(one) for one in chunk], self._shapes, self._values)
@@ -193,13 +193,13 @@ class Unbatch(Transformation):
                 )
             return TensorSpec(leaf.shape[1:], leaf.dtype)
 
-        return _nest.map_leaves(row, self._source.spec())
+        return nests.map_leaves(row, self._source.spec())
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
         if size <= 0 or self._source.user_code:  # whose spec would call functions
             return UNKNOWN if size > 0 else size
-        sizes = {leaf.shape[0] if leaf.shape else None for leaf in _nest.flatten(self._source.spec())[0]}
+        sizes = {leaf.shape[0] if leaf.shape else None for leaf in nests.flatten(self._source.spec())[0]}
         rows = sizes.pop() if len(sizes) == 1 else None
         return UNKNOWN if rows is None else size * rows
 
@@ -248,10 +248,10 @@ class Window(Transformation):
         self._size, self._shift, self._stride = size, shift, stride
         self._drop_remainder = drop_remainder
         self._dataset_of = dataset_of
-        self._structure: _nest.Structure | None = None
+        self._structure: nests.Structure | None = None
 
     def spec(self) -> Any:
-        return _nest.map_leaves(_elements.DatasetSpec, self._source.spec())
+        return nests.map_leaves(_elements.DatasetSpec, self._source.spec())
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
@@ -278,7 +278,7 @@ class Window(Transformation):
     def load(self, item: Any) -> Any:
         elements = _Picked(self._source, item)
         if self._structure is None:
-            _, self._structure = _nest.flatten(self._source.load(item[0]))
+            _, self._structure = nests.flatten(self._source.load(item[0]))
         count = self._structure.num_leaves
         if count == 1:
             columns = [_Column(elements, 0) if self._structure.num_nodes > 1 else elements]
@@ -332,7 +332,7 @@ class _Column(Choosing):
         self._index = index
 
     def spec(self) -> Any:
-        return _nest.flatten(self._source.spec())[0][self._index]
+        return nests.flatten(self._source.spec())[0][self._index]
 
     def _chosen(self, size: int) -> int:
         return size
@@ -341,7 +341,7 @@ class _Column(Choosing):
         return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
-        return _nest.flatten(self._source.load(item))[0][self._index]
+        return nests.flatten(self._source.load(item))[0][self._index]
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _nest.flatten(self._source.fetch(chunk))[0][self._index]
+        return nests.flatten(self._source.fetch(chunk))[0][self._index]

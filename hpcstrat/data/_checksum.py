@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 
 # A sample must cost little next to a first epoch, and yet see a shuffle, a cast or an offset.
 _SAMPLE_ROWS = 64, 1024  # the fewest and the most
@@ -53,8 +53,8 @@ class Checksum:
 
     def add(self, element: Any) -> None:
         """Adds `element`, a nest of host arrays: its structure, shapes, dtypes and contents."""
-        leaves, structure = _nest.flatten(element)
-        self.value = zlib.crc32(_nest.describe(structure).encode(), self.value)
+        leaves, structure = nests.flatten(element)
+        self.value = zlib.crc32(nests.describe(structure).encode(), self.value)
         for leaf in leaves:
             self.value = of_array(np.asarray(leaf), self.value)
 

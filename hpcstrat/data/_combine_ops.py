@@ -9,8 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _nest
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, first, join
 
@@ -42,7 +42,7 @@ class _Combination(Node):
 class Zip(_Combination):
     """Elements of several nodes side by side, until one node ends."""
 
-    def __init__(self, nodes: Sequence[Node], structure: _nest.Structure) -> None:
+    def __init__(self, nodes: Sequence[Node], structure: nests.Structure) -> None:
         super().__init__(
             *nodes,
             width=None if any(node.width is None for node in nodes) else sum(node.width or 0 for node in nodes),
@@ -148,7 +148,7 @@ class _OneAfterAnother(_Combination):
         if len(present) == 1:
             return self._fetch_from(present[0], keys)
         # A batch of several nodes, in any order after a shuffle: fetch from each at once, then restore the order.
-        parts = [_nest.flatten(self._fetch_from(node, keys[which == node])) for node in present]
+        parts = [nests.flatten(self._fetch_from(node, keys[which == node])) for node in present]
         (first_leaves, structure), *rest = parts
         if any(
             other != structure

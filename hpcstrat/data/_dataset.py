@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _nest
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._edge import current_call, names_call
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _combine_ops, _elements, _files, _index_ops, _sources
 from hpcstrat.data._arguments import path_of, seed_of, weights_of, whole
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node
@@ -156,10 +156,10 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         if output_shapes is not None:
             if output_types is None:
                 raise TypeError(f"{call}: output_shapes came without output_types; pass both, or an output_signature")
-            types, structure = _nest.flatten(output_types)
+            types, structure = nests.flatten(output_types)
             shapes: list[Any] = structure.flatten_up_to(output_shapes)
             output_signature = structure.unflatten(map(TensorSpec, shapes, types))
-        for spec in [] if output_signature is None else _nest.flatten(output_signature)[0]:
+        for spec in [] if output_signature is None else nests.flatten(output_signature)[0]:
             if not isinstance(spec, TensorSpec):
                 raise TypeError(f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec")
         arrays = tuple(map(_elements.as_element, args or ()))
@@ -175,7 +175,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         Raises:
             TypeError: a leaf is not a `Dataset`, or there is no leaf.
         """
-        leaves, structure = _nest.flatten(datasets[0] if len(datasets) == 1 else datasets)
+        leaves, structure = nests.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
         return Dataset(_combine_ops.Zip([checked_node(leaf, "Dataset.zip") for leaf in leaves], structure))

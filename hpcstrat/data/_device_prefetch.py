@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat import _gpu, _nest
-from hpcstrat._arrays import is_numeric
-from hpcstrat._communicators.packing import Layout, layout_of
-from hpcstrat._spans import INPUT, Details, span
+from hpcstrat._core import gpu, nests
+from hpcstrat._core.arrays import is_numeric
+from hpcstrat._core.span import INPUT, Details, span
+from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat.data._splitting import Prefetcher, Step
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 
 
-def prefetch_to_gpu(stream: _gpu.Stream, ahead: int) -> Prefetcher:
+def prefetch_to_gpu(stream: gpu.Stream, ahead: int) -> Prefetcher:
     """Copies the arrays of steps to a stream's GPU, `ahead` steps before they are used.
 
     A thread loads batches into pinned memory; a separate copy stream brings each batch to the GPU in one transfer,
@@ -44,7 +44,7 @@ class _Loaded(NamedTuple):
 
     step: Step
     leaves: list[Any]
-    structure: _nest.Structure
+    structure: nests.Structure
     moved: list[int]
     layout: Layout
     pinned: Any
@@ -64,7 +64,7 @@ class _Slot:
         step = next(steps, None)
         if step is None:
             return None
-        leaves, structure = _nest.flatten(step.value)
+        leaves, structure = nests.flatten(step.value)
         moved = [
             i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
         ]
@@ -76,7 +76,7 @@ class _Slot:
             # The previous transfer from this memory may still be running, while the batch it carries is long in use.
             self.copied.synchronize()
         if self._pinned.size < packed.nbytes:
-            self._pinned = _gpu.pinned(packed.nbytes)
+            self._pinned = gpu.pinned(packed.nbytes)
         packed.write(self._pinned, arrays)
         return _Loaded(step._replace(value=None), leaves, structure, moved, packed, self._pinned[: packed.nbytes], self)
 
@@ -85,7 +85,7 @@ def _goes_to_gpu(leaf: Any) -> bool:
     return is_numeric(leaf.dtype) and leaf.dtype.isnative
 
 
-def _prefetched(steps: Iterator[Step], stream: _gpu.Stream, ahead: int) -> Iterator[Step]:
+def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator[Step]:
     device = stream.xp.cuda.Device(stream.ordinal)
     with device:
         copies = stream.xp.cuda.Stream(non_blocking=True)
@@ -133,7 +133,7 @@ def _is_loaded(future: Future[_Loaded | None]) -> bool:
 
 
 class _Copies(NamedTuple):
-    """The copy stream, with the attributes of `_gpu.Stream` that a span needs."""
+    """The copy stream, with the attributes of `gpu.Stream` that a span needs."""
 
     raw: Any
     ordinal: int

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from hpcstrat import _settings
-from hpcstrat._edge import call_named
-from hpcstrat._group import Workers
+from hpcstrat._core.call_name import call_named
+from hpcstrat._process import settings
+from hpcstrat._replicas.group import Workers
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._iterator import DistributedIterator, Distribution
 from hpcstrat.data._node import Node
@@ -78,7 +78,7 @@ class DistributedDataset(ResumableDataset):
         """
         rounds, taken = self._next_start()
         distribution = self._distribution
-        every = _settings.is_on("HPCSTRAT_CHECK")
+        every = settings.is_on("HPCSTRAT_CHECK")
         # Arrays seldom change between epochs, so their samples are compared once: that reads from disk, or from memory.
         arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
         with call_named(f"iterating over {distribution.call}"):

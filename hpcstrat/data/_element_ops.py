@@ -7,7 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 from hpcstrat.data import _elements
 from hpcstrat.data._index_ops import Choosing
 from hpcstrat.data._node import (
@@ -104,7 +104,7 @@ class Map(Transformation):
                 return np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()]
             return self._dataset_of(Generated(lambda: [self._example(leaf.element_spec)], (), None, None))
 
-        return _nest.map_leaves(example, spec)
+        return nests.map_leaves(example, spec)
 
     def _apply(self, element: Any) -> Any:
         result = call_on(self._function, element, "Dataset.map", "map_func")
@@ -201,7 +201,7 @@ def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
     Raises:
         ValueError: its structure is not that of `state`.
     """
-    (_, before), (_, after) = _nest.flatten(state), _nest.flatten(following)
+    (_, before), (_, after) = nests.flatten(state), nests.flatten(following)
     if before != after:
         raise ValueError(
             f"{call}: {argument} returned a state that is {after}; it must be a nest like the initial state, {before}"
@@ -312,8 +312,8 @@ def call_with(function: Callable[..., Any], args: tuple[Any, ...], call: str, ar
 
 def _resized(example: Any, spec: Any) -> Any:
     """`example` with every size that `spec` does not know changed; `None` if it knows all sizes."""
-    leaves, structure = _nest.flatten(example)
-    specs, _ = _nest.flatten(spec)
+    leaves, structure = nests.flatten(example)
+    specs, _ = nests.flatten(spec)
     if all(None not in leaf.shape for leaf in specs):
         return None
     resized = []

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _nest
-from hpcstrat._arrays import as_array
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.arrays import as_array
+from hpcstrat._core.types import TensorSpec
 
 
 class DatasetLeaf(abc.ABC):
@@ -38,7 +38,7 @@ class DatasetSpec(TensorSpec):
         self.element_spec: Any = element_spec
 
     def _key(self) -> tuple[Any, ...]:
-        leaves, structure = _nest.flatten(self.element_spec)
+        leaves, structure = nests.flatten(self.element_spec)
         return (type(self), structure, *leaves)
 
     def __repr__(self) -> str:
@@ -106,7 +106,7 @@ def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
     Raises:
         TypeError: A leaf does not become an array.
     """
-    return _nest.map_leaves(convert, _without_lists(value))
+    return nests.map_leaves(convert, _without_lists(value))
 
 
 def _without_lists(value: Any) -> Any:
@@ -149,12 +149,12 @@ def stack(elements: Sequence[Any]) -> Any:
         ValueError: there are no elements, or they differ in structure, shape or dtype.
     """
     columns = []
-    leaves, structure = _nest.flatten(elements[0])
+    leaves, structure = nests.flatten(elements[0])
     rows = [leaves]
     for element in elements[1:]:
-        leaves, other = _nest.flatten(element)
+        leaves, other = nests.flatten(element)
         if other != structure:
-            raise _unlike_structures(_nest.describe(structure), _nest.describe(other))
+            raise _unlike_structures(nests.describe(structure), nests.describe(other))
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
         if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
@@ -176,8 +176,8 @@ _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
 def kinds_of_rows(batch: Any) -> tuple[str, tuple[_Kind, ...]]:
     """What must be equal in all parts of a batch: the structure of a row as text, and the kinds of its arrays."""
-    leaves, structure = _nest.flatten(batch)
-    return _nest.describe(structure), tuple([_kind(leaf, leaf.shape[1:]) for leaf in leaves])
+    leaves, structure = nests.flatten(batch)
+    return nests.describe(structure), tuple([_kind(leaf, leaf.shape[1:]) for leaf in leaves])
 
 
 def unlike(parts: Iterable[tuple[str, tuple[_Kind, ...]]]) -> ValueError:
@@ -217,7 +217,7 @@ def unstack(batch: Any) -> Iterator[Any]:
     Raises:
         ValueError: as `leading_size`.
     """
-    leaves, structure = _nest.flatten(batch)
+    leaves, structure = nests.flatten(batch)
     size = leading_size(leaves)
     if len(leaves) == 1 and leaves[0] is batch:
         yield from batch
@@ -228,12 +228,12 @@ def unstack(batch: Any) -> Iterator[Any]:
 
 def rows(batch: Any, start: int, stop: int) -> Any:
     """A copy of the rows `start` to `stop` of every leaf."""
-    return _nest.map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
+    return nests.map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
 
 
 def copied(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return _nest.map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
+    return nests.map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
@@ -254,7 +254,7 @@ def leading_size(leaves: Sequence[Any]) -> int:
 
 def spec_of(element: Any) -> Any:
     """The nest of `TensorSpec` that describes `element`."""
-    return _nest.map_leaves(
+    return nests.map_leaves(
         lambda leaf: (
             DatasetSpec(leaf.element_spec) if isinstance(leaf, DatasetLeaf) else TensorSpec(leaf.shape, leaf.dtype)
         ),
@@ -268,8 +268,8 @@ def common_spec(first: Any, second: Any) -> Any:
     Raises:
         TypeError: they differ in structure, dtype or number of dimensions.
     """
-    ours, structure = _nest.flatten(first)
-    theirs, other = _nest.flatten(second)
+    ours, structure = nests.flatten(first)
+    theirs, other = nests.flatten(second)
     if structure != other or any(
         not are_alike(a.dtype, b.dtype) or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
     ):

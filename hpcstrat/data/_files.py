@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, final
 
 import numpy as np
 
-from hpcstrat import _nest
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, Node
 from hpcstrat.data._sources import Indexed, Slices
@@ -99,7 +99,7 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
     structure, skeleton, count = None, None, 0
     for element in elements:
         count += 1
-        leaves, found = _nest.flatten(element)
+        leaves, found = nests.flatten(element)
         if structure is None:
             structure, skeleton = found, _skeleton(element, iter(range(len(leaves))))
             columns = [_Column(folder, i, files) for i in range(len(leaves))]
@@ -122,7 +122,7 @@ def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
         return {type(nest).__name__: [_skeleton(member, numbers) for member in nest]}
     if type(nest) is dict and all(type(key) is str for key in nest):
         return {"dict": {key: _skeleton(nest[key], numbers) for key in sorted(nest)}}
-    leaves, _ = _nest.flatten(nest)
+    leaves, _ = nests.flatten(nest)
     if len(leaves) != 1 or leaves[0] is not nest:
         raise TypeError(
             f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, lists and dicts with "

@@ -8,13 +8,15 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _context, _nest, _settings
-from hpcstrat._context import InReplica
-from hpcstrat._edge import names_call, warn_together
-from hpcstrat._group import Workers
-from hpcstrat._spans import INPUT, span
-from hpcstrat._types import PerReplicaSpec, ReplicaMismatchError
-from hpcstrat._values import PerReplica
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import names_call, warn_together
+from hpcstrat._core.span import INPUT, span
+from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
+from hpcstrat._core.values import PerReplica
+from hpcstrat._process import settings
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import Checksum
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
@@ -64,7 +66,7 @@ class Distribution:
                 return PerReplicaSpec((None, *leaf.shape[1:]), leaf.dtype)
             return PerReplicaSpec((rows // size, *leaf.shape[1:]), leaf.dtype)
 
-        return _nest.map_leaves(component, spec)
+        return nests.map_leaves(component, spec)
 
     def cardinality(self) -> int:
         """See `DistributedDataset.cardinality`."""
@@ -74,7 +76,7 @@ class Distribution:
         if self.split is not assign_elements or size == 1 or count < 0:
             return count
         steps, rest = divmod(count, size)
-        return steps + (rest > 0 and all(leaf.shape for leaf in _nest.flatten(self.node.spec())[0]))
+        return steps + (rest > 0 and all(leaf.shape for leaf in nests.flatten(self.node.spec())[0]))
 
 
 @final
@@ -95,7 +97,7 @@ class DistributedIterator(ResumableIterator):
         # Without user code all ranks of a worker walk the same keys and need no exchange. Workers have separate
         # pipelines, which may end at different steps.
         self._compares = communicator.size > 1 and (self._node.user_code or distribution.workers.count > 1)
-        epoch.checksum = Checksum(self._compares, every=_settings.is_on("HPCSTRAT_CHECK"))
+        epoch.checksum = Checksum(self._compares, every=settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
         steps = distribution.split(after(self._node, taken), epoch, peers.index(communicator.rank), len(peers))
         prefetcher = distribution.prefetcher
@@ -122,7 +124,7 @@ class DistributedIterator(ResumableIterator):
             ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or different elements.
             Exception: whatever a function of the pipeline raised on any rank. The next call returns the next step.
         """
-        if type(_context.current.get()) is InReplica:
+        if type(contexts.current.get()) is InReplica:
             raise ValueError(
                 f"{self._call}: next was called inside a replica function, but a step is for all replicas; call it "
                 "outside, and pass the result: strategy.run(fn, args=(next(iterator),))"
@@ -156,7 +158,7 @@ class DistributedIterator(ResumableIterator):
                 parts.append(PerReplica(one, rank, size))
             else:
                 return tuple(parts)
-        leaves, structure = _nest.flatten(value)
+        leaves, structure = nests.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
     def _end(self) -> None:
@@ -246,13 +248,13 @@ class DistributedIterator(ResumableIterator):
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended while those of another go on."""
         spec = self._node.spec()
-        if any(not leaf.shape for leaf in _nest.flatten(spec)[0]):
+        if any(not leaf.shape for leaf in nests.flatten(spec)[0]):
             self._end()
             raise ValueError(
                 f"{self._call}: one worker's elements end before another's, and elements without dimensions have no "
                 "empty form; batch the dataset"
             )
-        value = _nest.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
+        value = nests.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
         prefetcher = self._distribution.prefetcher
         step = Step(0, value)
         return step if prefetcher is None else next(prefetcher(iter([step])))

@@ -12,7 +12,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _nest, _world
+from hpcstrat._core import nests
+from hpcstrat._process import worlds
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import Checksum
 
@@ -246,7 +247,7 @@ class Node(abc.ABC):
 
     def _rows_ahead(self, chunk: Keys) -> int:
         """How many elements make about a megabyte, to fetch at once."""
-        leaves, _ = _nest.flatten(self.fetch(chunk[:0]))
+        leaves, _ = nests.flatten(self.fetch(chunk[:0]))
         size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
 
@@ -327,7 +328,7 @@ def unwrapped(item: Any) -> Any:
 
 def first(batch: Any) -> Any:
     """The only row of a batch of one."""
-    return _nest.map_leaves(lambda leaf: leaf[0], batch)
+    return nests.map_leaves(lambda leaf: leaf[0], batch)
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
@@ -353,7 +354,7 @@ def _fresh_seed() -> int:
     All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds, and no rank has to
     communicate inside a lazy pipeline.
     """
-    world = _world.started()
+    world = worlds.started()
     if world is None or world.size == 1:
         return int.from_bytes(os.urandom(7), "little")
     return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])

@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 
 
-def shapes_for(shapes: Any, structure: _nest.Structure, actual: Sequence[Any]) -> list[tuple[Any, ...] | None]:
+def shapes_for(shapes: Any, structure: nests.Structure, actual: Sequence[Any]) -> list[tuple[Any, ...] | None]:
     """The shape that each leaf of an element is padded to; `None` for that of the largest.
 
     Raises:
@@ -43,10 +43,10 @@ def known_sizes(shape: Sequence[int | None]) -> tuple[int | None, ...]:
 
 def pad_together(elements: Sequence[Any], shapes: Any, values: Any) -> Any:
     """The elements, padded and stacked. See `Dataset.padded_batch`."""
-    first, structure = _nest.flatten(elements[0])
+    first, structure = nests.flatten(elements[0])
     rows = []
     for element in elements:
-        leaves, other = _nest.flatten(element)
+        leaves, other = nests.flatten(element)
         if other != structure:
             raise ValueError(
                 "Dataset.padded_batch: the elements of a batch must be nests of the same structure; "
@@ -84,7 +84,7 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
     return column if shape else np.array(leaves, dtype)
 
 
-def _values_for(values: Any, structure: _nest.Structure, leaves: Sequence[Any]) -> list[Any]:
+def _values_for(values: Any, structure: nests.Structure, leaves: Sequence[Any]) -> list[Any]:
     """What each leaf of an element is padded with; `None` for zeros, or empty strings.
 
     Raises:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, final
 
-from hpcstrat._edge import current_call
-from hpcstrat._group import Workers
-from hpcstrat._types import ReplicaMismatchError
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import ReplicaMismatchError
+from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._index_ops import Prefetch, Skip, WithOptions
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState

@@ -8,8 +8,8 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat import _nest
-from hpcstrat._types import TensorSpec
+from hpcstrat._core import nests
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
@@ -77,10 +77,10 @@ class Tensors(Indexed):
         return 1
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        return [(repr(self), of_arrays([np.atleast_1d(leaf) for leaf in _nest.flatten(self._element)[0]], every))]
+        return [(repr(self), of_arrays([np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]], every))]
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _nest.map_leaves(lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element)
+        return nests.map_leaves(lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element)
 
 
 @final
@@ -89,7 +89,7 @@ class Slices(Indexed):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._leaves, self._structure = _nest.flatten(_elements.as_element(tensors, as_rows))
+        self._leaves, self._structure = nests.flatten(_elements.as_element(tensors, as_rows))
         # To read a file may fail on one rank only, so steps are compared as if it ran user code.
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
@@ -180,10 +180,10 @@ class Generated(_Produced):
     def _produce(self) -> Iterator[Any]:
         if self._signature is not None:
             convert = _converter(
-                [(spec.dtype, spec.shape) for spec in _nest.flatten(self._signature)[0]], self._signature
+                [(spec.dtype, spec.shape) for spec in nests.flatten(self._signature)[0]], self._signature
             )
         elif self._types is not None:
-            convert = _converter([(dtype, None) for dtype in _nest.flatten(self._types)[0]], self._types)
+            convert = _converter([(dtype, None) for dtype in nests.flatten(self._types)[0]], self._types)
         else:
             convert = _own_element
         for value in self._generator(*self._args):
@@ -196,7 +196,7 @@ def _own_element(value: Any) -> Any:
 
 def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any) -> Callable[[Any], Any]:
     """A function that converts to these dtypes, checks these shapes (`None`: any), and nests like `like`."""
-    _, structure = _nest.flatten(like)
+    _, structure = nests.flatten(like)
 
     def convert(value: Any) -> Any:
         arrays = []
@@ -231,7 +231,7 @@ class Batches(_Produced):
 
     def spec(self) -> Any:
         for element in self.elements(EpochPass(frozen=True)):
-            return _nest.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
+            return nests.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
         raise ValueError(
             f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are unknown; "
             "give it at least one batch"
@@ -240,7 +240,7 @@ class Batches(_Produced):
     def _produce(self) -> Iterator[Any]:
         batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()
         for batch in batches:
-            yield _nest.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch))
+            yield nests.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch))
 
 
 def name_of(function: Any) -> str:

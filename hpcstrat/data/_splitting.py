@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, EpochPass, Failure, Node, load_rows, with_failures
 from hpcstrat.data._threads import map_in_threads
@@ -135,7 +135,7 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
                 value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
-                total = _elements.leading_size(_nest.flatten(batch)[0])
+                total = _elements.leading_size(nests.flatten(batch)[0])
                 value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
         except Exception as error:  # every rank must come to the exchange of this step, where all raise
             failed = error
@@ -200,7 +200,7 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             yield Step(len(step), None, epoch.checksum.value, error)
             continue
         if len(step) < size:
-            if any(np.ndim(leaf) == 0 for leaf in _nest.flatten(value)[0]):
+            if any(np.ndim(leaf) == 0 for leaf in nests.flatten(value)[0]):
                 warnings.warn(
                     f"{FROM_FUNCTION}: the last step has elements for only {len(step)} of {size} replicas. It is left "
                     "out, because elements without dimensions have no empty form for the other replicas; "

@@ -7,7 +7,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._arrays import as_array, is_stored
+from hpcstrat._core.arrays import as_array, is_stored
 from hpcstrat.data import _elements
 
 

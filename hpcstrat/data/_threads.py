@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from hpcstrat import _driver
+from hpcstrat._process import driver
 from hpcstrat.data._node import EpochPass, Failure, unwrapped, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
@@ -126,9 +126,9 @@ def _current_place() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """Makes the GPU and the stream current that are so now, in another thread."""
     cupy = sys.modules.get("cupy")
     try:
-        if cupy is None or not _driver.visible_gpus():
+        if cupy is None or not driver.visible_gpus():
             return contextlib.nullcontext
-    except _driver.DriverError:  # a strategy on CPUs, which may have been named because of it
+    except driver.DriverError:  # a strategy on CPUs, which may have been named because of it
         return contextlib.nullcontext
     device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
 

@@ -1,5 +1,6 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
+from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.metrics._accuracies import Accuracy as Accuracy
 from hpcstrat.metrics._accuracies import BinaryAccuracy as BinaryAccuracy
 from hpcstrat.metrics._accuracies import CategoricalAccuracy as CategoricalAccuracy
@@ -22,3 +23,5 @@ from hpcstrat.metrics._thresholds import Precision as Precision
 from hpcstrat.metrics._thresholds import Recall as Recall
 from hpcstrat.metrics._thresholds import TrueNegatives as TrueNegatives
 from hpcstrat.metrics._thresholds import TruePositives as TruePositives
+
+_set_module(globals())

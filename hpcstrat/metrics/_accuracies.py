@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._types import Array
+from hpcstrat._core.types import Array
 from hpcstrat.metrics._means import PairMean
 from hpcstrat.metrics._metric import as_numbers, as_pair
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _gpu
-from hpcstrat._types import Array
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 from hpcstrat.metrics._metric import Metric, as_pair, as_weights
 
 
@@ -42,11 +42,11 @@ class CountMetric(Metric):
         call = f"{type(self).__name__}.update_state"
         true, predicted = as_pair(call, y_true, y_pred)
         weights = None if sample_weight is None else as_weights(call, sample_weight, true.shape)
-        if self._runs_on_gpu() and (_gpu.is_on_gpu(true) or _gpu.is_on_gpu(predicted)):
+        if self._runs_on_gpu() and (gpu.is_on_gpu(true) or gpu.is_on_gpu(predicted)):
             self._add_on_gpu(self._launch, true, predicted, weights)
             return
-        bins = self._bins(_gpu.to_host(true), _gpu.to_host(predicted)).ravel()
-        counts = np.bincount(bins, None if weights is None else _gpu.to_host(weights).ravel(), self.totals.size)
+        bins = self._bins(gpu.to_host(true), gpu.to_host(predicted)).ravel()
+        counts = np.bincount(bins, None if weights is None else gpu.to_host(weights).ravel(), self.totals.size)
         if (bins == self.totals.size - 1).any():
             raise ValueError(f"{call}: {self._INVALID}")
         self._add(counts.astype(np.float64, copy=False))
@@ -178,7 +178,7 @@ def _classes(values: Any) -> np.ndarray[Any, Any]:
 
 @functools.cache
 def _count_classes() -> Any:
-    return _gpu.load_cupy("a metric").ElementwiseKernel(
+    return gpu.load_cupy("a metric").ElementwiseKernel(
         "T label, U predicted, float64 weight, int64 classes, bool ignores, int64 ignored",
         "raw float64 totals",
         """

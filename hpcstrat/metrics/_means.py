@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _gpu
-from hpcstrat._types import Array
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 from hpcstrat.metrics._metric import Metric, as_numbers, as_pair, as_weights
 
 
@@ -21,7 +21,7 @@ class _WeightedMean(Metric):
 
     def _add_values(self, values: Any, sample_weight: Any = None) -> None:
         total, count = _weighted(f"{type(self).__name__}.update_state", values, sample_weight)
-        if not _gpu.is_on_gpu(total):
+        if not gpu.is_on_gpu(total):
             self._add(np.array((total, count)))
         elif self._runs_on_gpu():
             self._add_on_gpu(lambda total, totals: _add_both()(total, count, totals), total)
@@ -134,13 +134,13 @@ class PairMean(_WeightedMean):
         """
         call = f"{type(self).__name__}.update_state"
         true, predicted, shape = self._checked(call, y_true, y_pred)
-        if not (_gpu.is_on_gpu(true) or _gpu.is_on_gpu(predicted)):
+        if not (gpu.is_on_gpu(true) or gpu.is_on_gpu(predicted)):
             self._add_values(self._values(true, predicted), sample_weight)
         elif self._runs_on_gpu():
             weights = None if sample_weight is None else as_weights(call, sample_weight, shape)
             self._add_on_gpu(functools.partial(self._launch, math.prod(shape)), true, predicted, weights)
         else:
-            self._add_values(self._values(_gpu.to_host(true), _gpu.to_host(predicted)), sample_weight)
+            self._add_values(self._values(gpu.to_host(true), gpu.to_host(predicted)), sample_weight)
 
     def _checked(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
         """Labels, predictions, and the shape of the values."""
@@ -173,14 +173,14 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
         if type(values) is np.ndarray and values.dtype.kind == "b":
             return np.count_nonzero(values), values.size
     values = as_numbers(call, "values", values)
-    if sample_weight is None and _gpu.is_on_gpu(values):
+    if sample_weight is None and gpu.is_on_gpu(values):
         if values.ndim == 0 and values.dtype.kind in "fiu":
             return values, 1
         return values.sum(dtype=np.float64), values.size  # one kernel that casts and sums, instead of two
     if sample_weight is None:
         return np.asarray(values, np.float64).sum(), values.size
     weights = as_weights(call, sample_weight, values.shape)
-    xp = _gpu.array_module(values, weights)
+    xp = gpu.array_module(values, weights)
     array, weights = xp.asarray(values, np.float64), xp.asarray(weights)
     return (array * weights).sum(), weights.sum()
 
@@ -195,7 +195,7 @@ _THREADS = 1 << 13
 @functools.cache
 def _add_both() -> Any:
     """A kernel that adds a total and a count to the sums. Both may be on the GPU: the host need not wait for them."""
-    return _gpu.load_cupy("a metric").ElementwiseKernel(
+    return gpu.load_cupy("a metric").ElementwiseKernel(
         *("T total, float64 count", "float64 sums", "sums += i ? count : (double)total;", "hpcstrat_metric"),
         no_return=True,
     )
@@ -205,7 +205,7 @@ def _add_both() -> Any:
 def _add_values_of(values: str, is_weighted: bool) -> Any:
     """A kernel that adds values and their weights to a metric's totals."""
     weight = "weights[j]" if is_weighted else "1.0"
-    return _gpu.load_cupy("a metric").ElementwiseKernel(
+    return gpu.load_cupy("a metric").ElementwiseKernel(
         f"raw T label, raw U predicted, {'raw float64 weights, ' if is_weighted else ''}"
         "int64 size, int64 classes, float64 option, int64 threads",
         "raw float64 totals",

@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _arrays, _context, _edge, _gpu, _variables
-from hpcstrat._storage.rule import UpdateRule
-from hpcstrat._types import Array, ReduceOp
-from hpcstrat._variable_options import VariableAggregation, VariableSynchronization
-from hpcstrat._variable_state import in_replica_of
-from hpcstrat._variable_writing import RULES
-from hpcstrat._variables import Variable
+from hpcstrat._core import arrays, call_name, gpu
+from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._replicas import contexts
+from hpcstrat._update.rule import UpdateRule
+from hpcstrat._variable import variable
+from hpcstrat._variable.options import VariableAggregation, VariableSynchronization
+from hpcstrat._variable.state import in_replica_of
+from hpcstrat._variable.variable import Variable
+from hpcstrat._variable.writing import RULES
 
 
 class Metric(abc.ABC):
@@ -54,14 +56,14 @@ class Metric(abc.ABC):
 
     def result(self) -> Any:
         """The metric over all replicas, on the host. Collective: all ranks call this."""
-        context = _context.context()
-        if isinstance(context, _context.InUpdate) and context.group.communicator.size > 1:
+        context = contexts.context()
+        if isinstance(context, contexts.InUpdate) and context.group.communicator.size > 1:
             # Where the totals would be this replica's own.
-            _context.require_cross_replica(context.group, f"{type(self).__name__}.result")
-        if isinstance(context, _context.InReplica) and context.group.communicator.size > 1:
+            contexts.require_cross_replica(context.group, f"{type(self).__name__}.result")
+        if isinstance(context, contexts.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
-            with _edge.call_named(f"{type(self).__name__}.result"):
-                totals = _gpu.to_host(communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0])
+            with call_name.call_named(f"{type(self).__name__}.result"):
+                totals = gpu.to_host(communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0])
         else:
             totals = self.totals.numpy()
         with np.errstate(all="ignore"):  # an overflow is inf on all ranks, and no exception on the one that asks for it
@@ -80,14 +82,14 @@ class Metric(abc.ABC):
             TypeError: a metric is of another class.
             ValueError: its totals have another shape, or it belongs to another strategy. Nothing has changed.
         """
-        call, state, metrics = f"{type(self).__name__}.merge_state", _variables.state_of(self.totals), list(metrics)
+        call, state, metrics = f"{type(self).__name__}.merge_state", variable.state_of(self.totals), list(metrics)
         for other in metrics:
             if type(other) is not type(self):
                 raise TypeError(f"{call}: {other!r} is a {type(other).__name__}; pass metrics of the same class")
-            if other.totals.shape != self.totals.shape or _variables.state_of(other.totals).group is not state.group:
+            if other.totals.shape != self.totals.shape or variable.state_of(other.totals).group is not state.group:
                 raise ValueError(f"{call}: {other!r} differs in its options or its strategy; they must be the same")
         for other in metrics:
-            state.storage.write(state.block, _variables.state_of(other.totals).block.array, RULES["assign_add"])
+            state.storage.write(state.block, variable.state_of(other.totals).block.array, RULES["assign_add"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"
@@ -100,7 +102,7 @@ class Metric(abc.ABC):
 
     def _add(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""
-        state = _variables.state_of(self.totals)
+        state = variable.state_of(self.totals)
         if state.group.stream is None and in_replica_of(state.group):
             # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
             state.storage.write(state.block, new, RULES["assign_add"])
@@ -114,12 +116,12 @@ class Metric(abc.ABC):
 
     def _runs_on_gpu(self) -> bool:
         """Whether a kernel may add to the totals: they are on a GPU, and this is a replica function."""
-        group = _variables.state_of(self.totals).group
+        group = variable.state_of(self.totals).group
         return group.stream is not None and in_replica_of(group)
 
     def _add_on_gpu(self, launch: Callable[..., None], *arrays: Array) -> None:
         """Calls `launch(*arrays, totals)`, which launches a kernel, with all arrays on the totals' GPU."""
-        state = _variables.state_of(self.totals)
+        state = variable.state_of(self.totals)
         stream = state.group.stream
         assert stream is not None
 
@@ -139,8 +141,8 @@ def as_numbers(call: str, argument: str, value: Any) -> Any:
     Raises:
         TypeError: it is none.
     """
-    array = _arrays.as_array(call, value, on_gpu=True)
-    if _arrays.is_numeric(array.dtype):
+    array = arrays.as_array(call, value, on_gpu=True)
+    if arrays.is_numeric(array.dtype):
         return array
     # Python objects, such as fractions. NumPy would make a number of text, and nan of `None`.
     if array.dtype != object or not all(hasattr(one, "__float__") for one in array.flat):
@@ -174,7 +176,7 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
     weights = as_numbers(call, "sample_weight", sample_weight).astype(np.float64, copy=False)
     if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
-    xp = _gpu.array_module(weights)
+    xp = gpu.array_module(weights)
     try:
         return xp.broadcast_to(weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape)
     except ValueError as error:

@@ -10,8 +10,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat import _gpu
-from hpcstrat._types import Array
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array
 from hpcstrat.metrics._accuracies import rounded
 from hpcstrat.metrics._counts import CountMetric
 
@@ -58,7 +58,7 @@ class ThresholdMetric(CountMetric):
     def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
         dtype = predicted.dtype
         if dtype not in self._ascending_on_gpu:
-            self._ascending_on_gpu[dtype] = _gpu.array_module(totals).asarray(self._ascending_for(dtype))
+            self._ascending_on_gpu[dtype] = gpu.array_module(totals).asarray(self._ascending_for(dtype))
         thresholds, weight = self._ascending_on_gpu[dtype], 1.0 if weights is None else weights
         options = self._from_logits, self._needs_probabilities
         _count_exceeded()(true, predicted, weight, thresholds, thresholds.size, *options, totals)
@@ -269,7 +269,7 @@ def _interpolated_precision(counts: _Counts) -> Any:
 
 @functools.cache
 def _count_exceeded() -> Any:
-    return _gpu.load_cupy("a metric").ElementwiseKernel(
+    return gpu.load_cupy("a metric").ElementwiseKernel(
         "T label, U predicted, float64 weight, raw float64 thresholds, int64 count, bool are_logits, bool are_limited",
         "raw float64 totals",
         """

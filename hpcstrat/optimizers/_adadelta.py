@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat._arrays import as_number
-from hpcstrat.optimizers.base import Optimizer
+from hpcstrat._core.arrays import as_number
+from hpcstrat.optimizers._optimizer import Optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers.base import Optimizer
+from hpcstrat.optimizers._optimizer import Optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from hpcstrat import _context
-from hpcstrat._communicators.collective import collective
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._context import InReplica
-from hpcstrat._edge import current_call
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._calls.collective import collective
+from hpcstrat._calls.records import signature_of
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import IndexedSlices
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.marks import places_of
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import IndexedSlices
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of
 
 
@@ -92,7 +92,7 @@ class GradientBuffers(list[Any]):
             RuntimeError: it is not, though there are several replicas.
         """
         group_of(self._variables[0], "of")
-        if not isinstance(_context.context(), InReplica) and self._group.communicator.size > 1:
+        if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of a replica function; call it in the function that strategy.run "
                 "runs, before apply_gradients"
@@ -170,7 +170,7 @@ class GradientBuffers(list[Any]):
                     f"{current_call()}: some gradient buffers are marked ready in this step, so it takes all of them, "
                     "with their variables in their order: zip(buffers, variables)"
                 )
-            if self._group.communicator.size > 1 and (are_summed or not isinstance(_context.context(), InReplica)):
+            if self._group.communicator.size > 1 and (are_summed or not isinstance(contexts.context(), InReplica)):
                 raise ValueError(
                     f"{current_call()}: gradient buffers that are marked ready are summed over the replicas; call it "
                     "in the replica function, without skip_gradients_aggregation"

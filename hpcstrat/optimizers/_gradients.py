@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._arrays import as_read_only
 from hpcstrat._communicators.reduction import accumulator
-from hpcstrat._edge import call_named, current_call
-from hpcstrat._group import ReplicaGroup
-from hpcstrat._storage.rows import combine_rows
-from hpcstrat._types import Array, IndexedSlices
-from hpcstrat._values import DistributedValues
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._core.arrays import as_read_only
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import Array, IndexedSlices
+from hpcstrat._core.values import DistributedValues
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._update.rows import combine_rows
+from hpcstrat._variable.variable import Variable, state_of
 
 
 def clipped(

@@ -7,16 +7,16 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat import _context
-from hpcstrat._communicators.protocol import signature_of
-from hpcstrat._context import InReplica
-from hpcstrat._edge import current_call, enter_call, leave_call, names_call
+from hpcstrat._calls.records import signature_of
+from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
+from hpcstrat._core.types import FIRST_REPLICA, IndexedSlices, ReduceOp
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._types import FIRST_REPLICA, IndexedSlices, ReduceOp
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._update.formula import Formulas
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _options
 from hpcstrat.optimizers._buffers import GradientBuffers, agreed_group
-from hpcstrat.optimizers._formula import Formulas
 from hpcstrat.optimizers._gradients import (
     Accumulator,
     accumulated,
@@ -242,7 +242,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def _apply(self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
         if not pairs:
-            _context.group().communicator.exchange(signature_of(current_call(), "no variable"))
+            contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
         for pair in pairs:
             check_pair(pair)
@@ -259,7 +259,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             if sparse or key(group, dense) not in self._state.plans:
                 check_variables(group, [*dense, *(v for _, v in sparse)])
             rule = self._current_rule(sparse)
-        summed = skip_gradients_aggregation or not isinstance(_context.context(), InReplica)
+        summed = skip_gradients_aggregation or not isinstance(contexts.context(), InReplica)
         op = FIRST_REPLICA if summed else ReduceOp.SUM
         if summed:
             communicator.require_equal(gradients)
@@ -301,7 +301,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
         Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome is known.
         """
-        context = _context.current.get()
+        context = contexts.current.get()
         if type(context) is not InReplica or self._constant_rate is None or self._clips_norms():
             return False
         group = context.group

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
-from hpcstrat._arrays import as_number
-from hpcstrat._edge import constructor_signature
+from hpcstrat._core.arrays import as_number
+from hpcstrat._core.call_name import constructor_signature
 from hpcstrat.optimizers import schedules
 
 EMA = "ema"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from hpcstrat._arrays import as_number
-from hpcstrat.optimizers.base import Optimizer
+from hpcstrat._core.arrays import as_number
+from hpcstrat.optimizers._optimizer import Optimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

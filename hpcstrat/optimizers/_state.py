@@ -8,13 +8,13 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._edge import call_named
-from hpcstrat._group import ReplicaGroup
+from hpcstrat._core.call_name import call_named
+from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._types import Bytes
-from hpcstrat._variables import Variable, state_of
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._buffers import MarkedStep
 from hpcstrat.optimizers._gradients import Accumulator
 

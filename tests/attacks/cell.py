@@ -12,7 +12,7 @@ import time
 import uuid
 
 import pytest
-from internals import _launcher
+from internals import launchers
 
 _INIT = pathlib.Path(__file__).with_name("init.py")
 _MARK = "CELL"  # a variable that tells a cell's processes from all others
@@ -159,7 +159,7 @@ class Attacked:
 
     def rank(self, number):
         """The process of a rank: the one with its variable whose parent has none."""
-        names = _launcher.RANK_NAMES
+        names = launchers.RANK_NAMES
 
         def find():
             there = self._cell.processes().items()

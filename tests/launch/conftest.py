@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import simulated_gpu
-from internals import _driver, _gpu
+from internals import driver, gpu
 from launcher import Launcher
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
@@ -50,7 +50,7 @@ def gpus(request):
         return False, _RANKS
     if simulated_gpu.is_wanted():
         return True, _RANKS
-    count = len(_driver.visible_gpus()) if _gpu.has_cupy() else 0
+    count = len(driver.visible_gpus()) if gpu.has_cupy() else 0
     if count == 0:
         missing = "there is no GPU, or no CuPy"
         if os.environ.get("HPCSTRAT_TEST_GPU") == "1":

@@ -50,8 +50,8 @@ def mpirun():
 """
 # What all ranks raise is rank 0's to print: on a busy machine too, though it comes later.
 RANK_0_FIRST = """
-import hpcstrat._failure
-hpcstrat._failure._LEAD_DELAY = 30
+import hpcstrat._process.failure
+hpcstrat._process.failure._LEAD_DELAY = 30
 """
 # The watchdog reads them when the ranks have connected; until then a busy machine may keep one of them for long.
 LIMITS = """

@@ -7,11 +7,11 @@ import pytest
 HOSTS = """
     import sys
     from hpcstrat.cluster_resolver import MPIClusterResolver
-    from hpcstrat import _world
+    from hpcstrat._process import worlds
 
     resolver = MPIClusterResolver()
     found = resolver.task_id, resolver.master(), resolver.num_accelerators(), resolver.cluster_spec().as_dict()
-    everyones = _world.start().comm.gather(found)
+    everyones = worlds.start().comm.gather(found)
     sys.stdout.write("".join(f"{found}\\n" for found in everyones or []))
 """
 FAILING = """

@@ -8,14 +8,14 @@ import sys
 import textwrap
 
 import pytest
-from internals import _mpi
+from internals import mpi
 from slow import slow_but
 
 START = """
     import os, signal, sys, threading, time
-    from hpcstrat import _failure, _world
+    from hpcstrat._process import failure, worlds
 
-    world = _world.start()
+    world = worlds.start()
     last = world.rank == world.size - 1
 """
 WAIT = """
@@ -39,7 +39,7 @@ def test_an_uncaught_exception_ends_all_ranks(launch, ranks, thread):
         START
         + """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        _failure._FORWARD_DELAY = 2  # its mpirun says "MPI_ABORT" itself, and on a busy machine reads late
+        failure._FORWARD_DELAY = 2  # its mpirun says "MPI_ABORT" itself, and on a busy machine reads late
 
     def fail():
         raise ValueError("the cause\\nin two lines")
@@ -68,7 +68,7 @@ def test_an_error_of_all_ranks_reads_as_one(launch, ranks):
     result = launch(
         START
         + """
-    _failure._LEAD_DELAY = 30
+    failure._LEAD_DELAY = 30
     sys.stdout.write("an unfinished line")
     raise ValueError("everywhere")
     """,
@@ -85,13 +85,13 @@ def test_the_cause_is_reported_before_its_consequence(launch, ranks):
     result = launch(
         START
         + """
-    _failure._CONSEQUENCE_DELAY = 30
+    failure._CONSEQUENCE_DELAY = 30
     world.comm.Barrier()
     if last:
         time.sleep(0.3)
         raise ValueError("the cause")
     error = RuntimeError("a peer has gone")
-    _failure.mark_as_consequence(error)
+    failure.mark_as_consequence(error)
     raise error
     """,
         ranks,
@@ -114,7 +114,7 @@ def test_end_job(launch, thread):
         START
         + """
     def end():
-        _world.end_job("rank 0 waits for rank 1\\nsince a minute", 7)
+        worlds.end_job("rank 0 waits for rank 1\\nsince a minute", 7)
 
     world.comm.Barrier()
     if last and sys.argv[1] == "main":
@@ -133,7 +133,9 @@ def test_end_job(launch, thread):
 
 @pytest.mark.parametrize("ranks", slow_but([1], [None, 1]))
 def test_end_job_of_one_rank(launch, ranks):
-    result = launch("from hpcstrat import _world\n_world.start()\nprint('before')\n_world.end_job('it ends', 0)", ranks)
+    result = launch(
+        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it ends', 0)", ranks
+    )
     assert result.status == 1  # never 0
     assert result.stdout == "before\n"
     assert result.stderr.startswith("it ends\n")
@@ -142,7 +144,7 @@ def test_end_job_of_one_rank(launch, ranks):
 
 @pytest.mark.slow
 def test_end_job_before_the_start(launch):
-    result = launch("from hpcstrat import _world\n_world.end_job('it ends', 3)")
+    result = launch("from hpcstrat._process import worlds\nworlds.end_job('it ends', 3)")
     assert (result.status, result.stderr) == (3, "it ends\n")
 
 
@@ -235,7 +237,7 @@ def launch_on_tmpfs(launch, tmp_path):
 @pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
 def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
     """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
-    if options == "ro" and _mpi.load().get_vendor() < ("MPICH", (5,)):
+    if options == "ro" and mpi.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
     result = launch_on_tmpfs("import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options)
     if options == "ro" and launch.open_mpi:
@@ -282,11 +284,11 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
     program = """
         import os, sys, time
         import hpcstrat as hs
-        from hpcstrat import _guard
+        from hpcstrat._process import guard
 
         if hs.rank() == 1:
             time.sleep(1)
-            _guard.has_started_one = lambda launcher: False  # as where the system shows no other process
+            guard.has_started_one = lambda launcher: False  # as where the system shows no other process
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")

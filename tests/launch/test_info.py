@@ -5,7 +5,7 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
-from internals import _driver, _gpu, check, compiled, info, inventory
+from internals import check, compiled, driver, gpu, info, inventory
 from slow import slow_but
 
 import hpcstrat
@@ -57,7 +57,7 @@ def test_info_under_another_mpis_launcher(launch):
 def test_check(launch, ranks, mebibytes):
     program = f"""
     import runpy
-    from hpcstrat._cli import check
+    from hpcstrat._tools import check
     check._SIZES = (*check._SIZES[:2], {mebibytes} << 20)
     runpy.run_module("hpcstrat", run_name="__main__")
     """
@@ -230,9 +230,9 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
         return Array()
 
     cuda = SimpleNamespace(Device=lambda i: SimpleNamespace(use=lambda: used.append(i)))
-    monkeypatch.setattr(_gpu, "has_cupy", lambda: True)
-    monkeypatch.setattr(_driver, "visible_gpus", lambda: ("a", "b"))
-    monkeypatch.setattr(_gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
+    monkeypatch.setattr(gpu, "has_cupy", lambda: True)
+    monkeypatch.setattr(driver, "visible_gpus", lambda: ("a", "b"))
+    monkeypatch.setattr(gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
     error = "RuntimeError: Failed to find CUDA headers. Please install"
     assert inventory._gpu_error(local_rank=3) == (error if fails else "")
     assert used == [1]

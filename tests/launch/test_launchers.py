@@ -8,9 +8,9 @@ from slow import slow_but
 
 WORLD = """
     import sys
-    from hpcstrat import _world
+    from hpcstrat._process import worlds
 
-    world = _world.start()
+    world = worlds.start()
     if world.comm is not None:
         sys.stdout.write("".join(world.comm.gather(
             f"{world.rank}/{world.size} {world.local_rank}/{world.local_size} {world.hosts} {world.seed}\\n"

@@ -9,14 +9,14 @@ from slow import slow_but
 
 PROGRAM = """
     import sys, threading
-    from hpcstrat import _output
-    _output.install()
+    from hpcstrat._process import output
+    output.install()
     print("first")
-    from hpcstrat import _world
-    world = _world.start()
+    from hpcstrat._process import worlds
+    world = worlds.start()
     inside = False
     main = threading.current_thread()
-    _output.replica_context = lambda: inside if threading.current_thread() is main else None
+    output.replica_context = lambda: inside if threading.current_thread() is main else None
     print("cross-replica", "context")
     inside = True
     print(f"replica {world.rank}")
@@ -134,9 +134,9 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
 def test_an_error_of_all_ranks_is_said_once(launch, ranks):
     program = """
     import argparse
-    from hpcstrat import _failure, _output
+    from hpcstrat._process import failure, output
 
-    _failure._LEAD_DELAY = _output._LEAD_DELAY = 10  # not that of a machine that does nothing else
+    failure._LEAD_DELAY = output._LEAD_DELAY = 10  # not that of a machine that does nothing else
     argparse.ArgumentParser().parse_args(["--wrong"])
     """
     result = launch(program, ranks)
@@ -172,11 +172,11 @@ def test_lines_arrive_whole(launch, ranks):
     if "Open MPI) 4" in launch.version:
         pytest.skip("mpirun of Open MPI 4 cuts what comes at once every 4 KiB, lines or not")
     program = """
-    from hpcstrat import _output
-    _output.install()
-    from hpcstrat import _world
-    world = _world.start()
-    _output.replica_context = lambda: True
+    from hpcstrat._process import output
+    output.install()
+    from hpcstrat._process import worlds
+    world = worlds.start()
+    output.replica_context = lambda: True
     for number in range(300):
         print("rank", world.rank, "line", number, "x" * 100)
     """

@@ -305,9 +305,9 @@ def test_below_mpirun_it_is_said_once(run, launch):
     run.write(
         f"""
         from hpcstrat import __main__
-        from hpcstrat._cli import run
+        from hpcstrat._tools.launch import command
 
-        run._HEAD_START_S = {seconds}
+        command._HEAD_START_S = {seconds}
         __main__.main()
         """
     )

@@ -40,22 +40,22 @@ def test_the_package_as_it_is(simulated, ranks):
 NOT_ORDERED = " is not ordered with the"
 BUGS = {
     "the strategy's stream does not wait for the caller's": (
-        [("_gpu.py", "            self.raw.wait_event(self._entered)\n", "            pass\n")],
+        [("_core/gpu.py", "            self.raw.wait_event(self._entered)\n", "            pass\n")],
         NOT_ORDERED,
     ),
     "the caller's stream does not wait for the strategy's": (
-        [("_gpu.py", "            outer.wait_event(self._left)\n", "            pass\n")],
+        [("_core/gpu.py", "            outer.wait_event(self._left)\n", "            pass\n")],
         NOT_ORDERED,
     ),
     "use() instead of a push": (
         [
-            ("_gpu.py", "stream.raw.__enter__()", "stream.raw.use()"),
-            ("_gpu.py", "stream.raw.__exit__(None, None, None)", "self._outer.use()"),
+            ("_core/gpu.py", "stream.raw.__enter__()", "stream.raw.use()"),
+            ("_core/gpu.py", "stream.raw.__exit__(None, None, None)", "self._outer.use()"),
         ],
         "Stream.use() at ",
     ),
     "a stream on another GPU": (
-        [("_gpu.py", "self.cuda.Device(ordinal).use()", "self.cuda.Device(0).use()")],
+        [("_core/gpu.py", "self.cuda.Device(ordinal).use()", "self.cuda.Device(0).use()")],
         "The device that the stream is created on (0) does not match with the current device (1)",
     ),
     "updates on whatever stream is current": (
@@ -129,16 +129,16 @@ BUGS = {
     "addresses of arrays that are gone": (
         [
             (
-                "_communicators/packing.py",
+                "_memory/layout.py",
                 "array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch\n",
                 "(array if array.flags.c_contiguous else self._ascontiguous(array)).data.ptr\n",
             ),
-            ("_communicators/packing.py", "[source.data.ptr for source in sources]", "sources"),
+            ("_memory/layout.py", "[source.data.ptr for source in sources]", "sources"),
         ],
         "memory that was given back",
     ),
     "gradients are packed off their alignment": (
-        [("_communicators/packing.py", "start = end = _up(end, max(alignment, _ALIGNMENT))", "start = end")],
+        [("_memory/layout.py", "start = end = _up(end, max(alignment, ALIGNMENT))", "start = end")],
         "at an address that is not a multiple of",
     ),
     "a part of the gradients goes over what is sent": (
@@ -623,7 +623,7 @@ def test_the_conformance_kit(simulated, ranks):
 
 CALLS = """
 import runpy
-from hpcstrat._cli import check
+from hpcstrat._tools import check
 
 check._SIZES = (1 << 10, 1 << 20)  # bytes
 runpy.run_module("hpcstrat", run_name="__main__")

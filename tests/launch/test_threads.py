@@ -9,9 +9,9 @@ PROGRAM = """
     import os, sys
     import numpy as np
     from threadpoolctl import threadpool_info
-    from hpcstrat import _world
+    from hpcstrat._process import worlds
 
-    world = _world.start()
+    world = worlds.start()
     blas = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
     own = os.sched_getaffinity(0)
     rows = world.comm.gather((blas, own))

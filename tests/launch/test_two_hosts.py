@@ -14,18 +14,18 @@ START = """
     import dataclasses, sys, warnings
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat import _world
+    from hpcstrat._process import worlds
 
     warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     division = tuple(int(host) for host in sys.argv[1])
     if division:
-        world = _world.start()
+        world = worlds.start()
         host_comm = world.comm.Split(division[world.rank])
         local = dict(hosts=division, host_comm=host_comm, local_rank=host_comm.rank, local_size=host_comm.size)
-        _world._world = dataclasses.replace(world, **local)
+        worlds._world = dataclasses.replace(world, **local)
     strategy = hs.MultiWorkerMirroredStrategy()
     N, rank = strategy.num_replicas_in_sync, hs.rank()
-    hosts = _world.start().hosts
+    hosts = worlds.start().hosts
     mine = [other for other in range(N) if hosts[other] == hosts[rank]]
 """
 REPORT = """
@@ -220,7 +220,7 @@ def test_one_host_without_memory_stops_all_once(launch):
 
 
 READY = """
-    from hpcstrat.optimizers.base import state_of_optimizer
+    from hpcstrat.optimizers._optimizer import state_of_optimizer
 
     with strategy.scope():
         variables = [hs.Variable(np.zeros(400_000, np.float32)) for _ in range(3)]

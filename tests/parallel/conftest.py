@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import _driver, _failure, _gpu
+from internals import driver, failure, gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -101,16 +101,16 @@ def place(request):
         yield Place("CPU", np, ["CPU:0"] * size)
         return
     # A launcher may show each rank a GPU of its own.
-    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(_driver.visible_gpus()) for gpu in gpus})
+    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(driver.visible_gpus()) for gpu in gpus})
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if count == 0:
         missing = "there is no GPU"
-    elif not _gpu.has_cupy():
+    elif not gpu.has_cupy():
         missing = "CuPy is not installed"
     elif count < size and not is_shared:
         missing = f"{size} ranks and {count} GPUs; launch/share-gpu lets ranks share one"
     else:
-        found = Place("GPU", _gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
+        found = Place("GPU", gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
         with found.make(hs.MirroredStrategy):  # keeps the GPUs connected from test to test
             yield found
         return
@@ -161,7 +161,7 @@ class _Ranks:
             self.folder = self.comm.bcast(tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None)
             os.makedirs(self.folder, exist_ok=True)
             config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
-        _failure.before_the_end.append(self.print_captured)
+        failure.before_the_end.append(self.print_captured)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self):

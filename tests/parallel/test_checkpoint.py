@@ -19,9 +19,9 @@ from internals import (
     NewFile,
     ReplicaGroup,
     UpdatesOn,
-    _devices,
     _safetensors,
     connect_devices,
+    device_names,
     replica_storage,
 )
 from mpi4py import MPI
@@ -44,12 +44,14 @@ def apart(place):
     if place.kind == "GPU":
         return place.make(hs.CentralStorageStrategy, "CPU:0")
     communicator = connect_devices(("",) * N, None, STAGING)
-    devices = [_devices.CPU] * N
+    devices = [device_names.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
     updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
     local = replica_storage(communicator)
     return hs.Strategy(
-        ReplicaGroup("apart", communicator, devices, _devices.CPU, storage, local, root=N - 1, updates_on=updates_on)
+        ReplicaGroup(
+            "apart", communicator, devices, device_names.CPU, storage, local, root=N - 1, updates_on=updates_on
+        )
     )
 
 

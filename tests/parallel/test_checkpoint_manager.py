@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from internals import State, _job_memory
+from internals import State, job_files
 from mpi4py import MPI
 from strategies import STRATEGIES
 
@@ -31,7 +31,7 @@ def path(tmp_path):
 @pytest.fixture
 def memory(monkeypatch):
     """A launcher's memory: rank 0 has it, and all ranks have its variable."""
-    own = _job_memory.create(N, 1 << 26) if RANK == 0 else None
+    own = job_files.create(N, 1 << 26) if RANK == 0 else None
     environment = MPI.COMM_WORLD.bcast(None if own is None else own.environment)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

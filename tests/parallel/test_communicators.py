@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import MpiCommunicator, SharedMemoryCommunicator, SoloCommunicator, _world, call_named, connect, slice_of
+from internals import MpiCommunicator, SharedMemoryCommunicator, SoloCommunicator, call_named, connect, slice_of, worlds
 from slow import slow_but
 from transports import (
     COMM,
@@ -406,7 +406,7 @@ def test_an_object_that_cannot_travel(communicator, place):
 
 
 def test_mailboxes_grow_and_stay(monkeypatch):
-    world = _world.start()
+    world = worlds.start()
     assert world.comm is not None
     communicator = SharedMemoryCommunicator(world.comm.Dup())
     for size in [*range(20, 30), 30, 3000, 25, 6000, 100_000, 7]:

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from internals import _world, call_named, host
+from internals import call_named, host, worlds
 from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
 
 from hpcstrat import ReplicaMismatchError
@@ -267,9 +267,9 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
 @several_ranks
 def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communicator, place, monkeypatch):
     """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
-    world = _world.start()
+    world = worlds.start()
     here = dataclasses.replace(world, local_size=communicator.rank + 1)
-    monkeypatch.setattr(_world, "started", lambda: here)
+    monkeypatch.setattr(worlds, "started", lambda: here)
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     for nbytes in (1 << 14, 1 << 13, 1 << 12, 1 << 10):
         (total,) = communicator.all_reduce([place.xp.full(nbytes // 4, communicator.rank, np.float32)], SUM)

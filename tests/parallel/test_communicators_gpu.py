@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import NcclCommunicator, SharedMemoryCommunicator, StagedCommunicator, _world, call_named
+from internals import NcclCommunicator, SharedMemoryCommunicator, StagedCommunicator, call_named, worlds
 from strategies import STRATEGIES
 from transports import (
     COMM,
@@ -227,7 +227,7 @@ def test_flat_arrays_are_broadcast_in_place(communicator, place, name, size):
 @several
 @on_gpu
 def test_a_closed_communicator(place):
-    comm: Any = _world.start().comm
+    comm: Any = worlds.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)
     for _ in range(2):
@@ -246,7 +246,7 @@ def test_a_closed_communicator(place):
 @pytest.mark.parametrize("result", [2, 8])  # CuPy has no name for NCCL's timeout, and raises KeyError(8)
 def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, result):
     """The ranks have agreed on the call, so another one may wait in it for good."""
-    comm: Any = _world.start().comm
+    comm: Any = worlds.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)
     real = communicator._comm
@@ -260,7 +260,7 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
     def end_job(text):
         raise Ended(text)
 
-    monkeypatch.setattr(_world, "end_job", end_job)
+    monkeypatch.setattr(worlds, "end_job", end_job)
     communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
     for call in (

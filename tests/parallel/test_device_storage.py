@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import _context, _gpu, gpu_memory
+from internals import contexts, gpu, gpu_memory
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -62,10 +62,10 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    context = _context.current.set(_context.InReplica(v._state.group, None))
+    context = contexts.current.set(contexts.InReplica(v._state.group, None))
     with v._state.group.on_stream():
         read = v.read_value()
-    _context.current.reset(context)
+    contexts.current.reset(context)
     assert type(read) is v._state.group.xp.ndarray
     assert hs.asnumpy(read).tobytes() == v.numpy().tobytes()
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
@@ -211,7 +211,7 @@ class Pool:
 
 def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
     cuda = place.xp.cuda
-    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
     memory, pool = gpu_memory(stream), Pool(cuda, 100 << 20)
 
     def refuse(nbytes):

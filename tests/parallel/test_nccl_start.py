@@ -4,7 +4,7 @@ import threading
 import types
 
 import pytest
-from internals import MpiCommunicator, NcclCommunicator, _gpu, call_named, nccl_start
+from internals import MpiCommunicator, NcclCommunicator, call_named, gpu, nccl_start
 from mpi4py import MPI
 
 from hpcstrat import ReduceOp
@@ -55,7 +55,7 @@ def nccl(monkeypatch):
 def start(place):
     """Starts what is loaded, on this rank's GPU."""
     control = MpiCommunicator(COMM.Dup())
-    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
     return lambda: nccl_start.start(control, stream)
 
 
@@ -103,7 +103,7 @@ def test_later_calls_find_the_ranks_connected(place, monkeypatch, at_start):
     if not hasattr(xp, "_faults"):
         pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", at_start)
-    stream = _gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
+    stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
     communicator = NcclCommunicator(MpiCommunicator(COMM.Dup()), stream)
     before = xp._faults.counted["nccl connects"]
     with call_named("some_call"):

@@ -10,12 +10,12 @@ from internals import (
     HierarchicalCommunicator,
     MpiCommunicator,
     Strategy,
-    _devices,
-    _world,
     call_named,
+    device_names,
     mirrored_group,
     state_of_optimizer,
     storage,
+    worlds,
 )
 from mpi4py import MPI
 from slow import slow_but
@@ -31,7 +31,7 @@ several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 @functools.cache
 def connected(name):
     """Ranks as if they were on several hosts: the last alone on one, or in turns on two; or of no host known."""
-    comm = _world.start().comm
+    comm = worlds.start().comm
     assert comm is not None
     if name == "MPI":
         return MpiCommunicator(comm.Dup())
@@ -43,7 +43,7 @@ class OnHosts(hs.MirroredStrategy):
 
     def __init__(self, name, shard_updates):
         with call_named("OnHosts"):
-            Strategy.__init__(self, mirrored_group([_devices.CPU] * N, connected(name), (), shard_updates))
+            Strategy.__init__(self, mirrored_group([device_names.CPU] * N, connected(name), (), shard_updates))
 
 
 class ShardedCentral(hs.CentralStorageStrategy):

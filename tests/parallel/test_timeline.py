@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from internals import GpuSpans, Span, _gpu, connect, start
+from internals import GpuSpans, Span, connect, gpu, start
 
 pytestmark = pytest.mark.core
 
@@ -35,7 +35,7 @@ def test_the_begins_of_several_hosts_are_one_moment():
 
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_spans_of_a_gpu_have_times_of_the_host(place):
-    stream = _gpu.Stream(int(place.devices[connect().rank].removeprefix("GPU:")))
+    stream = gpu.Stream(int(place.devices[connect().rank].removeprefix("GPU:")))
     other = place.xp.cuda.Stream(non_blocking=True)
     spans, begun = GpuSpans(stream.ordinal), time.perf_counter_ns()
     found = []

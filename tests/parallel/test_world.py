@@ -2,7 +2,7 @@ import os
 
 import numpy as np
 import pytest
-from internals import _world
+from internals import worlds
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -13,21 +13,21 @@ COMM = MPI.COMM_WORLD
 
 
 def test_the_world_is_mpis():
-    world = _world.start()
-    assert _world.start() is world
+    world = worlds.start()
+    assert worlds.start() is world
     assert (world.rank, world.size) == (COMM.rank, COMM.size)
     assert world.launcher is None or (world.launcher.rank, world.launcher.size) == (COMM.rank, COMM.size)
 
 
 def test_communicators_are_private_duplicates():
-    world = _world.start()
+    world = worlds.start()
     assert world.comm is not None and world.host_comm is not None
     assert MPI.Comm.Compare(world.comm, COMM) == MPI.CONGRUENT
     assert (world.host_comm.rank, world.host_comm.size) == (world.local_rank, world.local_size)
 
 
 def test_hosts_are_indices_in_order_of_first_appearance():
-    world = _world.start()
+    world = worlds.start()
     hosts = COMM.allgather(world.hosts)
     assert set(hosts) == {world.hosts}
     assert list(dict.fromkeys(world.hosts)) == list(range(max(world.hosts) + 1))
@@ -37,11 +37,11 @@ def test_hosts_are_indices_in_order_of_first_appearance():
 
 
 def test_the_seed_is_shared():
-    assert len(set(COMM.allgather(_world.start().seed))) == 1
+    assert len(set(COMM.allgather(worlds.start().seed))) == 1
 
 
 def test_nothing_of_mpichs_is_left_to_be_left_behind():
-    _world.start()
+    worlds.start()
     COMM.Barrier()
     with open("/proc/self/maps") as maps:
         segments = [line.split()[5:] for line in maps if " /dev/shm/mpich_shm_" in line]

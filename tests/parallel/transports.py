@@ -13,9 +13,9 @@ from internals import (
     SharedMemoryCommunicator,
     SoloCommunicator,
     StagedCommunicator,
-    _gpu,
-    _world,
+    gpu,
     nccl_start,
+    worlds,
 )
 from mpi4py import MPI
 
@@ -54,7 +54,7 @@ def transport(name, monkeypatch, place=None):
         return SoloCommunicator()
     kind = "MPI" if name == "MPI in pieces" else name
     if kind not in _made:
-        comm: Any = _world.start().comm
+        comm: Any = worlds.start().comm
         if kind == "hierarchical":  # as if the last rank were on a host of its own
             made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
         else:
@@ -66,7 +66,7 @@ def transport(name, monkeypatch, place=None):
 def on_gpus(name, control, place) -> Any:
     """A communicator of arrays on each rank's GPU."""
 
-    stream = _gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
+    stream = gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
     if name == "staged":
         return StagedCommunicator(control, stream)
     if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import _gpu
+from internals import gpu
 
 import hpcstrat as hs
 
 pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda13]'")
-cupy: Any = _gpu.load_cupy("a test")
+cupy: Any = gpu.load_cupy("a test")
 
 
 def array(shape, dtype: Any = np.float32) -> Any:

@@ -11,7 +11,7 @@ from internals import (
     _count_classes,
     _count_exceeded,
     accumulator,
-    packing,
+    layout,
     rows,
     rule,
 )
@@ -91,8 +91,8 @@ def sources():
         texts.append(text(_count_classes(), f"kernel_{len(texts)}", [*pair, 1.0, 3, True, 1, totals]))
         given = [*pair, array((3, 2), np.float64), totals, 3, True, False, totals]
         texts.append(text(_count_exceeded(), f"kernel_{len(texts)}", given))
-    for itemsize in packing._WORDS:
-        texts.append(packing._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
+    for itemsize in layout._WORDS:
+        texts.append(layout._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
     lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(spaces).splitlines()
     return "\n".join(sorted(lines, key=lambda line: not line.lstrip().startswith("#include")))

@@ -6,7 +6,7 @@ import types
 import weakref
 
 import numpy as np
-from internals import _gpu
+from internals import gpu
 from on_host import cupy
 
 
@@ -36,7 +36,7 @@ class Owner:
 
 def stream():
     """One on the GPU 0, without CUDA."""
-    made = _gpu.Stream.__new__(_gpu.Stream)
+    made = gpu.Stream.__new__(gpu.Stream)
     made.ordinal, made.raw, made.cuda = 0, None, types.SimpleNamespace(Event=Event)
     made.reads = collections.deque()
     return made
@@ -47,7 +47,7 @@ def held():
     owner = Owner()
     memory = cupy.cuda.UnownedMemory(owner.host.ctypes.data, owner.host.nbytes, owner, 0)
     array = cupy.ndarray(3, np.float64, cupy.cuda.MemoryPointer(memory, 0))
-    _gpu.keep_alive(array)
+    gpu.keep_alive(array)
     return array, weakref.ref(owner)
 
 

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Slices, Step, _nest, check_sharding, distribute_dataset, distribute_from_function, select
+from internals import Slices, Step, check_sharding, distribute_dataset, distribute_from_function, nests, select
 from thread_ranks import Rank, on_ranks, parts
 
 from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
@@ -680,9 +680,9 @@ def test_values_are_per_replica_where_there_are_several():
     def program(rank):
         return next(iter(distribute_dataset([{"x": np.arange(4), "y": [np.arange(4)]}], rank, None)))
 
-    assert all(isinstance(leaf, np.ndarray) for leaf in _nest.flatten(on_ranks(1, program))[0])
+    assert all(isinstance(leaf, np.ndarray) for leaf in nests.flatten(on_ranks(1, program))[0])
     for nest in on_ranks(2, program):
-        assert all(isinstance(leaf, PerReplica) for leaf in _nest.flatten(nest)[0])
+        assert all(isinstance(leaf, PerReplica) for leaf in nests.flatten(nest)[0])
 
 
 def test_steps_pass_through_the_stage():

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, _edge, _failure, distribute_dataset, distribute_from_function
+from internals import Workers, call_name, distribute_dataset, distribute_from_function, failure
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -116,9 +116,9 @@ def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
             warnings.filterwarnings(**filter)
             if raises:
                 with pytest.raises(UserWarning, match="of all ranks"):
-                    _edge.warn_together("of all ranks", UserWarning, is_lead)
+                    call_name.warn_together("of all ranks", UserWarning, is_lead)
             else:
-                _edge.warn_together("of all ranks", UserWarning, is_lead)
+                call_name.warn_together("of all ranks", UserWarning, is_lead)
         assert len(caught) == (is_lead and not raises and filter["action"] != "ignore")
 
 
@@ -136,13 +136,13 @@ def test_even_batches_is_deprecated(even, last):
 @pytest.mark.parametrize("has_notes", [True, False])
 def test_notes_show_with_the_error_that_ends_the_job(monkeypatch, has_notes):
     """Python 3.10 has no notes, and shows none."""
-    if has_notes and not _failure._HAS_NOTES:
+    if has_notes and not failure._HAS_NOTES:
         pytest.skip("Python 3.10 has no notes")
-    monkeypatch.setattr(_failure, "_HAS_NOTES", has_notes)
+    monkeypatch.setattr(failure, "_HAS_NOTES", has_notes)
     error = ValueError("wrong")
-    _failure.add_note(error, "the first")
-    _failure.add_note(error, "the second")
+    failure.add_note(error, "the first")
+    failure.add_note(error, "the second")
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = _failure._shown(lambda: None, error)
+    shown = failure._shown(lambda: None, error)
     for note in ("the first\n", "the second\n"):
         assert shown.count(note) == 1

@@ -2,7 +2,7 @@ import importlib.util
 
 import numpy as np
 import pytest
-from internals import _devices, call_named
+from internals import call_named, device_names
 
 
 @pytest.fixture(autouse=True)
@@ -16,9 +16,9 @@ def in_a_call():
 def test_every_form_of_a_device(kind, number):
     canonical = f"/job:localhost/replica:0/task:0/device:{kind.upper()}:{number}"
     for form in ("{}:{}", "/{}:{}", "/device:{}:{}", "/job:localhost/replica:0/task:0/device:{}:{}"):
-        device = _devices.parse(form.format(kind, number))
+        device = device_names.parse(form.format(kind, number))
         assert str(device) == canonical
-        assert device == _devices.Device(kind.upper(), number)
+        assert device == device_names.Device(kind.upper(), number)
 
 
 @pytest.mark.parametrize(
@@ -32,69 +32,69 @@ def test_every_form_of_a_device(kind, number):
 )
 def test_what_is_no_device(wrong):
     with pytest.raises(ValueError, match=r"^call: .* is not a device; write 'CPU:0', 'GPU:1'"):
-        _devices.parse(wrong)
+        device_names.parse(wrong)
 
 
 def test_devices_that_are_named():
-    assert _devices.named(None, 3) is None
-    assert _devices.named(["CPU:0", "/gpu:1"], 2) == [_devices.CPU, gpu(1)]
+    assert device_names.named(None, 3) is None
+    assert device_names.named(["CPU:0", "/gpu:1"], 2) == [device_names.CPU, gpu(1)]
     with pytest.raises(ValueError, match="call: 1 compute devices were named and 2 ranks run; .*`mpirun -n 1`"):
-        _devices.named(["CPU:0"], 2)
+        device_names.named(["CPU:0"], 2)
     with pytest.raises(TypeError, match=r"call: compute_devices is the string 'CPU:0'; pass a list .*\['CPU:0'\]"):
-        _devices.named("CPU:0", 5)
+        device_names.named("CPU:0", 5)
     with pytest.raises(ValueError, match="'X:0' is not a device"):
-        _devices.named(["CPU:0", "X:0"], 2)
+        device_names.named(["CPU:0", "X:0"], 2)
 
 
 def gpu(number):
-    return _devices.Device("GPU", number)
+    return device_names.Device("GPU", number)
 
 
 NODE = ["a", "b", "c", "d"]  # the unique ids of a node's four GPUs
 
 
 def test_each_rank_gets_a_gpu_of_the_host():
-    assert _devices.place(None, [[]] * 3, False) == [_devices.CPU] * 3
-    assert _devices.place(None, [NODE] * 4, False) == [gpu(0), gpu(1), gpu(2), gpu(3)]
-    assert _devices.place(None, [NODE] * 2, False) == [gpu(0), gpu(1)]
-    assert _devices.place([gpu(3), _devices.CPU], [NODE] * 2, False) == [gpu(3), _devices.CPU]
+    assert device_names.place(None, [[]] * 3, False) == [device_names.CPU] * 3
+    assert device_names.place(None, [NODE] * 4, False) == [gpu(0), gpu(1), gpu(2), gpu(3)]
+    assert device_names.place(None, [NODE] * 2, False) == [gpu(0), gpu(1)]
+    assert device_names.place([gpu(3), device_names.CPU], [NODE] * 2, False) == [gpu(3), device_names.CPU]
 
 
 def test_a_launcher_may_show_each_rank_one_gpu():
     seen = [[one] for one in NODE]
-    placed = _devices.place(None, seen, False)
+    placed = device_names.place(None, seen, False)
     assert placed == [gpu(0), gpu(1), gpu(2), gpu(3)]  # by different names
     if importlib.util.find_spec("cupy") is not None:
-        assert [_devices.ordinal(one, rank, seen) for rank, one in enumerate(placed)] == [0] * 4
+        assert [device_names.ordinal(one, rank, seen) for rank, one in enumerate(placed)] == [0] * 4
 
 
 def test_more_ranks_than_gpus():
     with pytest.raises(
         RuntimeError, match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*run --share-gpu -n 3"
     ):
-        _devices.place(None, [["a", "b"]] * 3, False)
+        device_names.place(None, [["a", "b"]] * 3, False)
     with pytest.raises(RuntimeError, match=r"^call: 2 ranks run on a host with 1 GPU, .*start 1 rank, or"):
-        _devices.place(None, [["a"]] * 2, False)
-    assert _devices.place(None, [["a", "b"]] * 3, True) == [gpu(0), gpu(1), gpu(0)]
+        device_names.place(None, [["a"]] * 2, False)
+    assert device_names.place(None, [["a", "b"]] * 3, True) == [gpu(0), gpu(1), gpu(0)]
 
 
 def test_two_ranks_on_one_gpu():
-    _devices.check_shared(["a", "b", ""], False)
-    _devices.check_shared(["a", "b", "a"], True)
+    device_names.check_shared(["a", "b", ""], False)
+    device_names.check_shared(["a", "b", "a"], True)
     with pytest.raises(RuntimeError, match="^call: ranks 0, 2 would compute on one GPU, 2 for 3 ranks; .*share-gpu"):
-        _devices.check_shared(["a", "b", "a"], False)
+        device_names.check_shared(["a", "b", "a"], False)
 
 
 def test_there_is_one_cpu():
-    assert _devices.ordinal(_devices.CPU, 0, [[]]) is None
-    assert _devices.CPU.xp is np
+    assert device_names.ordinal(device_names.CPU, 0, [[]]) is None
+    assert device_names.CPU.xp is np
     with pytest.raises(ValueError, match="call: there is no CPU:1"):
-        _devices.ordinal(_devices.Device("CPU", 1), 0, [[]])
+        device_names.ordinal(device_names.Device("CPU", 1), 0, [[]])
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_a_gpu_without_cupy():
-    for wrong in (lambda: _devices.ordinal(gpu(0), 0, [["a"]]), lambda: gpu(0).xp):
+    for wrong in (lambda: device_names.ordinal(gpu(0), 0, [["a"]]), lambda: gpu(0).xp):
         with pytest.raises(RuntimeError, match=r"GPU:0 needs CuPy, .*\.\[cuda12\]"):
             wrong()
 
@@ -102,6 +102,6 @@ def test_a_gpu_without_cupy():
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_a_gpu_that_is_not_there():
     with pytest.raises(RuntimeError, match="^call: there is no GPU:1; this process sees 1 GPU. CUDA_VISIBLE_DEVICES"):
-        _devices.ordinal(gpu(1), 0, [["a"]])
+        device_names.ordinal(gpu(1), 0, [["a"]])
     with pytest.raises(RuntimeError, match="^call: there is no GPU:0; this process sees no GPUs"):
-        _devices.ordinal(gpu(0), 0, [[]])
+        device_names.ordinal(gpu(0), 0, [[]])

@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import pytest
-from internals import _settings
+from internals import settings
 from public_api import PUBLIC_MODULES, public_names
 
 import hpcstrat as hs
@@ -21,7 +21,7 @@ import hpcstrat as hs
 ROOT = pathlib.Path(__file__).parents[2]
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
 NAMES = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-MODULES = [name for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.") if not name.endswith("__main__")]
+MODULES = ["hpcstrat", *(name for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.") if "__main__" not in name)]
 
 
 def documented_arguments(docstring):
@@ -135,13 +135,13 @@ def names_of_variables(page):
 
 def test_the_environment_variables_are_those_that_are_known():
     page = names_of_variables(ROOT / "docs" / "environment.md")
-    assert {name for name in page if name.startswith("HPCSTRAT_")} == set(_settings._KNOWN)
+    assert {name for name in page if name.startswith("HPCSTRAT_")} == set(settings._KNOWN)
 
 
 def names_that_are_read(path):
     """The strings of a Python file that look like environment variables, where it reads any."""
     text = path.read_text()
-    if "environ" not in text and "_settings." not in text:
+    if "environ" not in text and "settings." not in text:
         return set()
     constants = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
     return {name for name in constants if isinstance(name, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", name)}

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import _add_both, _gpu, accumulator, layout_of, packing, rows, rule
+from internals import _add_both, accumulator, gpu, layout, layout_of, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
 from slow import slow_but
@@ -67,9 +67,9 @@ def cupy():
         **{name: getattr(np, name) for name in names},
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gpu, "load_cupy", lambda wanted_by: module)
-        patch.setattr(_gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rule._compiled_norms, rows._kernel, packing._kernel, _add_both)
+        patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
+        patch.setattr(gpu, "array_module", lambda *arrays: module)
+        caches = (rule._compiled, rule._compiled_norms, rows._kernel, layout._kernel, _add_both)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -164,8 +164,8 @@ SHAPES = {
     "one": [(3, 5)],
     "none has elements": [(0,), (2, 0)],
     "of all sizes": [(), (0,), (3, 5), (70_001,), (1,), (2, 3, 4)],
-    "as many as one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES)],
-    "more than one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES + 5)],
+    "as many as one launch takes": [(1 + i % 7,) for i in range(layout.ENTRIES)],
+    "more than one launch takes": [(1 + i % 7,) for i in range(layout.ENTRIES + 5)],
 }
 
 
@@ -188,7 +188,7 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
     form.write(expected, arrays)
     for group in form.groups:
-        kernel = packing.PackKernel(form, group, message)
+        kernel = layout.PackKernel(form, group, message)
         for _ in range(2):  # the second time over what the first wrote
             kernel(arrays)
     assert message.tobytes() == expected.tobytes()  # what lies between two arrays has not changed

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(library_cache.compiler() is None, reason="there 
 SOURCE = "int answer(void) {{ return {}; }}"
 PROGRAM = """
 import sys
-from hpcstrat._storage import library_cache
+from hpcstrat._update import library_cache
 library_cache._SECONDS = float(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -202,7 +202,7 @@ def test_a_folder_that_takes_the_place_of_the_one_checked_is_not_used(home, star
     foreign(home.with_name("other") / name)
     program = f"""
 import os, sys
-import hpcstrat._storage.library_cache
+import hpcstrat._update.library_cache
 os.chdir({os.fspath(home.parent)!r})
 def hook(event, arguments):
     if event == {event!r} and str(arguments[0]).endswith({name!r}) and os.path.exists("other"):
@@ -217,7 +217,7 @@ sys.addaudithook(hook)
 def test_libraries_are_told_apart_though_descriptors_are_closed(start):
     program = """
 import os
-from hpcstrat._storage.library_cache import load_library
+from hpcstrat._update.library_cache import load_library
 for number in range(3):
     assert load_library(f"int answer(void) {{ return {number}; }}").answer() == number
     os.closerange(3, 256)

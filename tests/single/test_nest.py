@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import _nest
+from internals import nests
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -37,10 +37,10 @@ def pair(first, second):
 
 def test_leaves_in_a_fixed_order():
     nest = {"b": 1, "a": [2, (3, None)], "c": Point({"y": 4, "x": 5}, "text")}
-    leaves, structure = _nest.flatten(nest)
+    leaves, structure = nests.flatten(nest)
     assert leaves == [2, 3, None, 1, 5, 4, "text"]
-    assert _nest.unflatten(structure, leaves) == nest
-    assert _nest.flatten({"c": nest["c"], "a": nest["a"], "b": 1})[1] == structure
+    assert nests.unflatten(structure, leaves) == nest
+    assert nests.flatten({"c": nest["c"], "a": nest["a"], "b": 1})[1] == structure
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_leaves_in_a_fixed_order():
     ids=lambda leaf: type(leaf).__name__,
 )
 def test_what_is_no_nest_is_a_leaf(leaf):
-    leaves, structure = _nest.flatten(leaf)
+    leaves, structure = nests.flatten(leaf)
     assert len(leaves) == 1 and leaves[0] is leaf
-    assert _nest.unflatten(structure, ["new"]) == "new"
+    assert nests.unflatten(structure, ["new"]) == "new"
 
 
 @pytest.mark.parametrize("empty", [[], {}, (), [[], {}], {"a": ()}], ids=str)
 def test_empty_nests(empty):
-    leaves, structure = _nest.flatten(empty)
+    leaves, structure = nests.flatten(empty)
     assert leaves == []
-    assert _nest.unflatten(structure, []) == empty
+    assert nests.unflatten(structure, []) == empty
 
 
 def test_types_of_containers_are_kept():
@@ -68,19 +68,19 @@ def test_types_of_containers_are_kept():
         collections.defaultdict(list, k=5),
         collections.deque([6]),
     ]
-    found = _nest.map_leaves(lambda x: x * 10, nest)
+    found = nests.map_leaves(lambda x: x * 10, nest)
     assert found == [collections.OrderedDict(z=10, a=20), Point(30, [40]), {"k": 50}, collections.deque([60])]
     assert [type(one) for one in found] == [type(one) for one in nest]
 
 
 def test_dataclasses_are_nests_and_not_made_through_their_init():
     nest = {"p": pair(1, [2, Frozen(3)]), "q": Plain(4, [5])}
-    leaves, structure = _nest.flatten(nest)
+    leaves, structure = nests.flatten(nest)
     assert leaves == [1, 2, 3, 4, 5]
-    found = _nest.unflatten(structure, ["a", "b", "c", "d", "e"])
+    found = nests.unflatten(structure, ["a", "b", "c", "d", "e"])
     assert (found["p"].first, found["p"].second[1], found["q"]) == ("a", Frozen("c"), Plain("d", ["e"]))
     assert type(found["p"]) is Pair
-    assert _nest.flatten(nest)[1] == structure
+    assert nests.flatten(nest)[1] == structure
 
 
 def test_arrays_that_are_dataclasses_are_leaves():
@@ -106,13 +106,13 @@ def test_arrays_that_are_dataclasses_are_leaves():
         dtype: Any
 
     for array in (Exported([1]), Indexed([1])):
-        leaves, _ = _nest.flatten({"x": array, "y": 1})
+        leaves, _ = nests.flatten({"x": array, "y": 1})
         assert leaves[0] is array and len(leaves) == 2
-    assert _nest.flatten(Description((2,), int))[0] == [2, int]
+    assert nests.flatten(Description((2,), int))[0] == [2, int]
 
 
 def test_a_dataclass_class_is_a_leaf():
-    assert _nest.flatten([Plain])[0] == [Plain]
+    assert nests.flatten([Plain])[0] == [Plain]
 
 
 def test_a_dataclass_first_met_inside_another():
@@ -124,15 +124,15 @@ def test_a_dataclass_first_met_inside_another():
     class Outer:
         inner: Any
 
-    assert _nest.flatten(Outer([Inner(1), Inner(2)]))[0] == [1, 2]
+    assert nests.flatten(Outer([Inner(1), Inner(2)]))[0] == [1, 2]
 
 
 def test_structures_differ():
     structures = [
-        _nest.flatten(nest)[1] for nest in (1, [1], (1,), {"a": 1}, {"b": 1}, [1, 1], [[1]], Point(1, 2), [None])
+        nests.flatten(nest)[1] for nest in (1, [1], (1,), {"a": 1}, {"b": 1}, [1, 1], [[1]], Point(1, 2), [None])
     ]
     assert len(set(structures)) == len(structures) - 1  # None is a leaf as another
-    assert _nest.flatten([None])[1] == _nest.flatten([1])[1]
+    assert nests.flatten([None])[1] == nests.flatten([1])[1]
 
 
 class Keys(dict):
@@ -202,23 +202,23 @@ def strict(items):
     ids=lambda nest: type(nest).__name__,
 )
 def test_subclasses_of_dict_are_nests(nest):
-    leaves, structure = _nest.flatten([nest])
+    leaves, structure = nests.flatten([nest])
     in_order = isinstance(nest, collections.OrderedDict)
     assert leaves == ([1, 2] if in_order else [2, 1])
     marks = [object(), object()]
-    (found,) = _nest.unflatten(structure, marks)
+    (found,) = nests.unflatten(structure, marks)
     assert type(found) is type(nest) and dict(found) == dict(zip("ba" if in_order else "ab", marks, strict=True))
     assert list(found) == (["b", "a"] if in_order else ["a", "b"])
-    assert _nest.describe(_nest.flatten(nest)[1]).startswith(f"{type(nest).__name__}({{")
+    assert nests.describe(nests.flatten(nest)[1]).startswith(f"{type(nest).__name__}({{")
     if isinstance(nest, Attributes):
         assert found.a is marks[0] and found.b is marks[1]
 
 
 def test_structures_of_subclasses_of_dict():
-    assert _nest.flatten(Keys(a=1, b=2))[1] == _nest.flatten(Keys(b=3, a=4))[1] != _nest.flatten(Keys(a=1, c=2))[1]
-    assert _nest.flatten(Ordered(a=1, b=2))[1] != _nest.flatten(Ordered(b=3, a=4))[1]
-    assert _nest.flatten(Keys(a=1))[1] != _nest.flatten({"a": 1})[1]
-    assert _nest.map_leaves(lambda x: x + 1, Keys({1: Keys(x=2), "a": [3]})) == {1: {"x": 3}, "a": [4]}
+    assert nests.flatten(Keys(a=1, b=2))[1] == nests.flatten(Keys(b=3, a=4))[1] != nests.flatten(Keys(a=1, c=2))[1]
+    assert nests.flatten(Ordered(a=1, b=2))[1] != nests.flatten(Ordered(b=3, a=4))[1]
+    assert nests.flatten(Keys(a=1))[1] != nests.flatten({"a": 1})[1]
+    assert nests.map_leaves(lambda x: x + 1, Keys({1: Keys(x=2), "a": [3]})) == {1: {"x": 3}, "a": [4]}
 
 
 @pytest.mark.parametrize(
@@ -241,21 +241,21 @@ def test_structures_of_subclasses_of_dict():
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_structures_in_words(nest, text):
-    assert _nest.describe(_nest.flatten(nest)[1]) == text
+    assert nests.describe(nests.flatten(nest)[1]) == text
 
 
 def test_deep_nests():
     nest = 7
     for _ in range(1000):
         nest = [nest]
-    leaves, structure = _nest.flatten(nest)
+    leaves, structure = nests.flatten(nest)
     assert leaves == [7]
-    assert _nest.describe(structure) == "[" * 1000 + "*" + "]" * 1000
+    assert nests.describe(structure) == "[" * 1000 + "*" + "]" * 1000
     itself = []
     itself.append(itself)
     for refused in ([nest], itself):
         with pytest.raises(ValueError, match="the list is nested more than 1000 levels deep, or contains itself"):
-            _nest.flatten(refused)
+            nests.flatten(refused)
 
 
 def test_no_two_structures_have_one_description():
@@ -264,7 +264,7 @@ def test_no_two_structures_have_one_description():
         *({"a, NoneIsLeaf": 1, "c": 2}, {"'a": 1}, {"a'": 1}, {"a': *, 'b": 1}, {"a": 1, "b": 2}, {1: 2}, {"1": 2}),
         *([1, 2], (1, 2), Point(1, 2), Keys(a=1), Ordered(a=1), collections.OrderedDict(a=1)),
     ]
-    assert len({_nest.describe(_nest.flatten(nest)[1]) for nest in values}) == len(values)
+    assert len({nests.describe(nests.flatten(nest)[1]) for nest in values}) == len(values)
 
 
 class Key:
@@ -280,11 +280,11 @@ class Key:
 def test_keys_of_one_repr_are_told_apart():
     """By a description that no other rank has: nobody knows which of its keys is which of this rank's."""
     alike = [{Key(): 1, Key(): 2}, [{Key(): 1, Key(): 2}], {Key(): 1, Key(): 2}, Keys({Key(): 1, Key(): 2})]
-    structures = [_nest.flatten(nest)[1] for nest in alike]
-    descriptions = [_nest.describe(structure) for structure in structures]
+    structures = [nests.flatten(nest)[1] for nest in alike]
+    descriptions = [nests.describe(structure) for structure in structures]
     assert len(set(descriptions)) == len(descriptions)
     assert all("keys of equal reprs" in text for text in descriptions)
-    assert [_nest.describe(structure) for structure in structures] == descriptions
+    assert [nests.describe(structure) for structure in structures] == descriptions
     one, other = Key("one"), Key("other")
-    assert _nest.describe(_nest.flatten({one: 1, other: 2})[1]) == "{one: *, other: *}"
-    assert _nest.describe(_nest.flatten({other: 1, one: 2})[1]) == "{other: *, one: *}"
+    assert nests.describe(nests.flatten({one: 1, other: 2})[1]) == "{one: *, other: *}"
+    assert nests.describe(nests.flatten({other: 1, one: 2})[1]) == "{other: *, one: *}"

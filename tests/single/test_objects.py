@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
-from internals import protocol
+from internals import records
 
 
 def travelled(obj, room=0):
-    message = protocol.ObjectMessage(obj)
+    message = records.ObjectMessage(obj)
     target = np.full(message.nbytes + room, 255, np.uint8)
     message.write(target)
     assert (target[message.nbytes :] == 255).all()
-    found = protocol.load_object(target)
+    found = records.load_object(target)
     target[:] = 0  # what came must not lie in it
     return found
 
@@ -31,7 +31,7 @@ def test_arrays(dtype, shape):
 
 
 def test_arrays_are_not_copied_into_the_pickle():
-    message = protocol.ObjectMessage([np.zeros(1_000_000), np.zeros((1000, 1000)).T])
+    message = records.ObjectMessage([np.zeros(1_000_000), np.zeros((1000, 1000)).T])
     assert message.nbytes < 16_000_000 + 2000
     assert sum(part.nbytes > 1_000_000 for part in message._parts) == 2
 

@@ -6,7 +6,7 @@ from internals import (
     Listed,
     VariableId,
     mismatch,
-    protocol,
+    records,
     signature_of,
 )
 
@@ -15,17 +15,17 @@ from hpcstrat import ReduceOp
 
 def test_a_record_holds_what_was_put_in():
     digest = bytes(range(16))
-    packed = protocol.pack_record(2**40, 2**50 + 1, protocol.LEAVING, digest, 2**33)
-    buffer = np.zeros(protocol.RECORD, np.uint8)
+    packed = records.pack_record(2**40, 2**50 + 1, records.LEAVING, digest, 2**33)
+    buffer = np.zeros(records.RECORD, np.uint8)
     buffer[: len(packed)] = np.frombuffer(packed, np.uint8)
     for form in (packed, memoryview(buffer)):  # pyright: ignore[reportArgumentType]
-        assert protocol.message_sizes([form]) == [2**33]
-        assert protocol.read_record(form) == (2**40, 2**50 + 1, protocol.LEAVING, digest)
+        assert records.message_sizes([form]) == [2**33]
+        assert records.read_record(form) == (2**40, 2**50 + 1, records.LEAVING, digest)
 
 
 def test_the_size_is_no_part_of_what_must_agree():
-    one, other = (protocol.pack_record(1, 0, protocol.OK, bytes(16), nbytes) for nbytes in (3, 4))
-    assert one[: protocol.COMMON] == other[: protocol.COMMON] and one != other
+    one, other = (records.pack_record(1, 0, records.OK, bytes(16), nbytes) for nbytes in (3, 4))
+    assert one[: records.COMMON] == other[: records.COMMON] and one != other
 
 
 def test_equal_arguments_have_equal_signatures():

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from internals import Contents, SnapshotMemory, State, _guard, _job_memory, leftovers, policy, restarts
+from internals import Contents, SnapshotMemory, State, guard, job_files, leftovers, policy, restarts
 
 KILLED, SEGFAULT = 9, 139
 SECONDS = 60  # until what never comes is a failure
@@ -17,7 +17,7 @@ SECONDS = 60  # until what never comes is a failure
 @pytest.fixture(autouse=True)
 def no_segments_of_others(monkeypatch, tmp_path):
     """Whoever restarts unlinks what nobody uses: here not the files of tests that run at the same time."""
-    monkeypatch.setattr(_guard, "_FOLDER", os.fspath(tmp_path))
+    monkeypatch.setattr(guard, "_FOLDER", os.fspath(tmp_path))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ class Starter:
 
     def start(self, ranks, environment):
         assert environment["KEPT"] == str(ranks)
-        memory = _job_memory.find(environment)
+        memory = job_files.find(environment)
         assert memory is not None and memory.steps()[1] == 0
         self.ranks.append(ranks)
         note, status = self.starts.pop(0)
@@ -308,9 +308,9 @@ def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
     """Rank 1, which dies when the watch has seen all; the others end when it has seen them alive after that."""
     program = """if True:
     import os, sys
-    from hpcstrat import _job_memory
+    from hpcstrat._process import job_files
     rank = int(sys.argv[1])
-    memory = _job_memory.find()
+    memory = job_files.find()
     memory.note_rank(rank)
     sys.stdin.read()
     if rank == 1:

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from internals import LaunchError, _mpi, mpiexec
+from internals import LaunchError, mpi, mpiexec
 
 VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.8",
@@ -32,7 +32,7 @@ def host(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
         monkeypatch.setattr(mpiexec, "_loaded_libraries", lambda: [])
         fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
-        monkeypatch.setattr(_mpi, "load", lambda: fake)
+        monkeypatch.setattr(mpi, "load", lambda: fake)
         return folders
 
     return make
@@ -98,7 +98,7 @@ def test_no_mpi(host, monkeypatch, error, missing):
     def load():
         raise error
 
-    monkeypatch.setattr(_mpi, "load", load)
+    monkeypatch.setattr(mpi, "load", load)
     with pytest.raises(LaunchError, match=f"^{missing} is missing. `pip install .*The error was: {error}"):
         mpiexec.find()
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from internals import _nest
+from internals import nests
 
 from hpcstrat.optimizers import schedules
 
@@ -91,5 +91,5 @@ def test_schedules_of_different_kinds_differ():
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
 def test_a_schedule_is_one_leaf(schedule):
-    assert _nest.flatten({"rate": schedule})[0] == [schedule]
-    assert _nest.flatten(schedule)[0] == [schedule]
+    assert nests.flatten({"rate": schedule})[0] == [schedule]
+    assert nests.flatten(schedule)[0] == [schedule]

@@ -7,14 +7,14 @@ import sys
 
 import numpy as np
 import pytest
-from internals import PART, CheckpointFile, Checksum, Contents, Entry, SnapshotMemory, State, _job_memory, host_parts
+from internals import PART, CheckpointFile, Checksum, Contents, Entry, SnapshotMemory, State, host_parts, job_files
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def memory():
-    return _job_memory.create(4, 64 * MIB)
+    return job_files.create(4, 64 * MIB)
 
 
 def contents(value, size=100_000):
@@ -42,7 +42,7 @@ def generation_of_newest(memory):
 
 
 def found(environment):
-    memory = _job_memory.find(environment)
+    memory = job_files.find(environment)
     assert memory is not None
     return memory
 
@@ -142,7 +142,7 @@ def test_the_checksum_sees_what_is_old_or_in_another_place():
 
 
 def test_too_large_a_snapshot_is_a_memory_error():
-    memory = _job_memory.create(4, MIB)
+    memory = job_files.create(4, MIB)
     snapshots = SnapshotMemory(memory, "here")
     snapshots.write(contents(1, size=1000), 1)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_too_large_a_snapshot_is_a_memory_error():
 
 def test_only_the_launchers_memory_is_found(memory, tmp_path):
     ((name, place),) = memory.environment.items()
-    assert _job_memory.find({}) is None and not _job_memory.expects_snapshots({})
+    assert job_files.find({}) is None and not job_files.expects_snapshots({})
     assert found(memory.environment).files == memory.files
     process, *files, token = place.split(":")
     with open(tmp_path / "file", "w+b") as file:
@@ -167,8 +167,8 @@ def test_only_the_launchers_memory_is_found(memory, tmp_path):
             [""],
         ]
         for words in wrong:
-            assert _job_memory.find({name: ":".join(words)}) is None
-            assert _job_memory.expects_snapshots({name: ":".join(words)}) == (len(words) == 5)
+            assert job_files.find({name: ":".join(words)}) is None
+            assert job_files.expects_snapshots({name: ":".join(words)}) == (len(words) == 5)
 
 
 def test_what_ranks_note_is_read(memory, monkeypatch):
@@ -202,15 +202,15 @@ def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
 
 
 def test_memory_without_snapshots():
-    memory = _job_memory.create(2, 0)
-    assert found(memory.environment).files == () and not _job_memory.expects_snapshots(memory.environment)
+    memory = job_files.create(2, 0)
+    assert found(memory.environment).files == () and not job_files.expects_snapshots(memory.environment)
 
 
 def test_the_memory_goes_with_its_process(tmp_path):
     program = """if True:
     import sys
-    from hpcstrat import _job_memory
-    print(_job_memory.create(4, 1 << 20).place, flush=True)
+    from hpcstrat._process import job_files
+    print(job_files.create(4, 1 << 20).place, flush=True)
     sys.stdin.read()
     """
     process = subprocess.Popen(
@@ -227,4 +227,4 @@ def test_the_memory_goes_with_its_process(tmp_path):
     assert sum("memfd:" in file for file in files) >= 3 and not any("/dev/shm" in text for text in [maps, *files])
     process.kill()
     process.communicate()
-    assert _job_memory.find({"_HPCSTRAT_JOB": place}) is None
+    assert job_files.find({"_HPCSTRAT_JOB": place}) is None

@@ -26,8 +26,8 @@ from internals import (
     StallDetector,
     StatusChannel,
     Watchdog,
-    _failure,
     _program,
+    failure,
     user_frame_of,
 )
 from internals import channels as tcp
@@ -233,8 +233,8 @@ class Alone(StatusChannel):
 
 def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     said, ended = [], []
-    monkeypatch.setattr(_failure, "say", said.append)
-    monkeypatch.setattr(_failure, "end_job", ended.append)
+    monkeypatch.setattr(failure, "say", said.append)
+    monkeypatch.setattr(failure, "end_job", ended.append)
     monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
     channel = Alone(OSError("Stale file handle"))
     one = watch(channel)

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, _failure, _guard, _launcher, _mpi, _world
+from internals import Launcher, failure, guard, launchers, mpi, worlds
 from slow import slow_but
 
 
@@ -22,19 +22,19 @@ def fake(monkeypatch):
         COMM_WORLD=types.SimpleNamespace(size=1, rank=0),
         get_vendor=lambda: ("MPICH", (5, 0, 2)),
     )
-    monkeypatch.setattr(_world, "_load_mpi", lambda launcher: module)
+    monkeypatch.setattr(worlds, "_load_mpi", lambda launcher: module)
     return module
 
 
 def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
     launcher = Launcher(name, rank, size, None, None)
-    monkeypatch.setattr(_launcher, "find", lambda: launcher)
+    monkeypatch.setattr(launchers, "find", lambda: launcher)
 
 
 def test_a_world_is_started_once():
-    world = _world.start()
-    assert _world.start() is world
-    assert _world.started() is world
+    world = worlds.start()
+    assert worlds.start() is world
+    assert worlds.started() is world
     assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (0, 1, 0, 1, (0,))
     assert 0 <= world.seed < 1 << 64
 
@@ -42,7 +42,7 @@ def test_a_world_is_started_once():
 def test_the_users_setting_of_open_mpi_stays(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
     monkeypatch.delenv("OMPI_MCA_osc", raising=False)
-    _world._load_mpi(None)
+    worlds._load_mpi(None)
     assert os.environ["OMPI_MCA_btl"] == "self,sm"
     assert os.environ["OMPI_MCA_osc"] == "^ucx"
 
@@ -50,13 +50,13 @@ def test_the_users_setting_of_open_mpi_stays(monkeypatch):
 def test_another_mpis_launcher_is_refused(fake, monkeypatch):
     launched(monkeypatch, 4)
     with pytest.raises(RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"):
-        _world._connect()
+        worlds._connect()
 
 
 def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monkeypatch):
     launched(monkeypatch, None, rank=1, name="a PMIx launcher")
     with pytest.raises(RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"):
-        _world._connect()
+        worlds._connect()
 
 
 @pytest.mark.parametrize(
@@ -78,21 +78,21 @@ def test_another_mpis_launcher_is_known_before_mpi_starts(fake, monkeypatch, lau
     started = []
     fake.Is_initialized = lambda: False
     fake.THREAD_MULTIPLE, fake.Init_thread, fake.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
-    monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
+    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"):
-            _mpi.start(fake)
+            mpi.start(fake)
     else:
-        _mpi.start(fake)
+        mpi.start(fake)
     assert started == ([] if refused else [3])
 
 
 def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
     fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, lambda level: None
     launched(monkeypatch, 2)
-    monkeypatch.setattr(_mpi, "_speaks_pmix", lambda: True)
-    _mpi.start(fake)
+    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: True)
+    mpi.start(fake)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, ref
     started = []
     fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, started.append
     fake.get_vendor = lambda: (vendor, version)
-    monkeypatch.setattr(_mpi, "_SHARED_MEMORY", str(tmp_path / "shm"))
-    monkeypatch.setattr(_launcher, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
+    monkeypatch.setattr(mpi, "_SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(launchers, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
     if refused:
         with pytest.raises(
             RuntimeError, match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size"
         ):
-            _mpi.start(fake)
+            mpi.start(fake)
     else:
-        _mpi.start(fake)
+        mpi.start(fake)
     assert started == ([] if refused else [3])
 
 
@@ -123,28 +123,28 @@ def test_the_users_thread_level_of_mpi4py_stays(fake, monkeypatch):
     fake.Is_initialized = lambda: False
     fake.Init, fake.Init_thread = (lambda: started.append("alone")), started.append
     fake.THREAD_SERIALIZED, fake.THREAD_MULTIPLE = "serialized", "multiple"
-    monkeypatch.setattr(_launcher, "find", lambda: None)
+    monkeypatch.setattr(launchers, "find", lambda: None)
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
     monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
-    _mpi.start(fake)
+    mpi.start(fake)
     monkeypatch.setattr(mpi4py.rc, "threads", False)
-    _mpi.start(fake)
+    mpi.start(fake)
     assert started == ["serialized", "alone"]
 
 
 def test_srun_has_a_remedy_of_its_own(fake, monkeypatch):
     launched(monkeypatch, 4, name="srun")
     with pytest.raises(RuntimeError, match="srun --mpi=pmi2"):
-        _world._connect()
+        worlds._connect()
 
 
 def test_mpi_finalised_already(fake, monkeypatch):
     fake.Is_finalized = lambda: True
     launched(monkeypatch, 2)
     with pytest.raises(RuntimeError, match=r"MPI was finalised already .* before MPI\.Finalize"):
-        _world._connect()
+        worlds._connect()
     launched(monkeypatch, 1)
-    world = _world._connect()
+    world = worlds._connect()
     assert (world.size, world.comm, world.host_comm) == (1, None, None)
 
 
@@ -169,22 +169,22 @@ def test_without_mpi(monkeypatch, error, missing, capfd):
     monkeypatch.setattr(builtins, "__import__", importing)
     for size, rank in ((1, 0), (None, 0)):
         launched(monkeypatch, size, rank)
-        assert _world._connect().size == 1
-    monkeypatch.setattr(_launcher, "find", lambda: None)
-    world = _world._connect()
+        assert worlds._connect().size == 1
+    monkeypatch.setattr(launchers, "find", lambda: None)
+    world = worlds._connect()
     assert (world.size, world.comm) == (1, None)
     assert capfd.readouterr() == ("", "")
     for size, rank in ((2, 0), (None, 1)):
         launched(monkeypatch, size, rank)
         with pytest.raises(RuntimeError, match=missing):
-            _world._connect()
+            worlds._connect()
 
 
 @pytest.fixture
 def shared_memory(monkeypatch):
     """A folder in place of /dev/shm: what other tests and jobs unlink there, or make, does not count."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
-        monkeypatch.setattr(_guard, "_FOLDER", folder)
+        monkeypatch.setattr(guard, "_FOLDER", folder)
         yield folder
 
 
@@ -206,11 +206,11 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
         f"7f-80 rw-s 00000000 00:1b {inode}      {shared_memory}/ucx_shm_posix_1",
     ):
         maps.write_text(line + "\n")
-        _guard.unlink_segments(os.getpid())
-        _guard.unlink_segments(os.getpid(), _guard.OPEN_MPI)
+        guard.unlink_segments(os.getpid())
+        guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
         assert os.path.exists(path)
     maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
-    _guard.unlink_segments(os.getpid())
+    guard.unlink_segments(os.getpid())
     assert not os.path.exists(path)
 
 
@@ -229,15 +229,15 @@ def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     for file in files:
         if file is not held:
             file.close()
-    _guard.unlink_orphans(before + 3600)
+    guard.unlink_orphans(before + 3600)
     assert [os.path.exists(path) for path in paths] == [True] * 4
     os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
     paths[-1] = name
-    _guard.unlink_orphans(before)
+    guard.unlink_orphans(before)
     assert [os.path.exists(path) for path in paths] == [True, True, False, True]
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
     held.close()
-    _guard.unlink_orphans(before)
+    guard.unlink_orphans(before)
     assert [os.path.exists(path) for path in paths] == [False, False, False, True]
 
 
@@ -246,9 +246,9 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
     """Sooner than its guard looks next."""
     program = """if True:
     import fcntl, mmap, os, signal, sys, termios, time
-    from hpcstrat import _guard
+    from hpcstrat._process import guard
 
-    block = _guard.guarded([_guard.Step(600.0, "", False)])
+    block = guard.guarded([guard.Step(600.0, "", False)])
     with block:
         pipe = block.gen.gi_frame.f_locals["guard"].stdin
         while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do
@@ -271,10 +271,10 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
 
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
-    _failure._print_tagged("one\ntwo")
-    monkeypatch.setattr(_failure, "_process", os.getpid())
-    monkeypatch.setattr(_failure, "_rank", 3)
-    _failure._print_tagged("one\ntwo\n")
+    failure._print_tagged("one\ntwo")
+    monkeypatch.setattr(failure, "_process", os.getpid())
+    monkeypatch.setattr(failure, "_rank", 3)
+    failure._print_tagged("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
 
 
@@ -284,13 +284,13 @@ def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
             threading.Event().wait()
 
     monkeypatch.setattr(sys, "stderr", Full())
-    monkeypatch.setattr(_failure, "_PRINT_SECONDS", 0.1, raising=False)
-    printing = threading.Thread(target=_failure.say, args=("it ends",), daemon=True)
+    monkeypatch.setattr(failure, "_PRINT_SECONDS", 0.1, raising=False)
+    printing = threading.Thread(target=failure.say, args=("it ends",), daemon=True)
     printing.start()
     printing.join(20)
     assert not printing.is_alive()
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    assert "ValueError: lost?" in _failure._shown(lambda: None, ValueError("lost?"))
+    assert "ValueError: lost?" in failure._shown(lambda: None, ValueError("lost?"))
     assert capsys.readouterr().err == ""

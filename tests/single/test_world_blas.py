@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from internals import _world
+from internals import worlds
 from threadpoolctl import threadpool_info, threadpool_limits
 
 SHARES = {  # the cores that each rank may run on, and how many of them it takes
@@ -19,11 +19,11 @@ SHARES = {  # the cores that each rank may run on, and how many of them it takes
 @pytest.mark.parametrize("case", SHARES)
 def test_share(case):
     masks, shares = SHARES[case]
-    assert [_world.share_of_cores(masks, rank) for rank in range(len(masks))] == shares
+    assert [worlds.share_of_cores(masks, rank) for rank in range(len(masks))] == shares
 
 
 def test_cores_are_those_this_process_may_run_on():
-    assert _world.own_cores() > 0
+    assert worlds.own_cores() > 0
 
 
 @pytest.fixture
@@ -40,13 +40,13 @@ def blas_threads():
 def test_limit_lowers_only(no_variables):
     with threadpool_limits(2, "blas"):
         before = blas_threads()
-        _world.limit_blas_threads(3)
+        worlds.limit_blas_threads(3)
         assert blas_threads() == before
 
 
 def test_limit_lowers(no_variables):
     with threadpool_limits(2, "blas"):
-        _world.limit_blas_threads(1)
+        worlds.limit_blas_threads(1)
         assert blas_threads() and set(blas_threads()) == {1}
 
 
@@ -54,5 +54,5 @@ def test_the_users_variable_wins(no_variables, monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     with threadpool_limits(2, "blas"):
         before = blas_threads()
-        _world.limit_blas_threads(1)
+        worlds.limit_blas_threads(1)
         assert blas_threads() == before

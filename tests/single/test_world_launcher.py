@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 import pytest
-from internals import Launcher, _world, find
+from internals import Launcher, find, worlds
 
 import hpcstrat as hs
 
@@ -136,7 +136,7 @@ def test_an_mpirun_comes_before_the_srun_that_started_its_daemons(environment, v
 
 def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment, monkeypatch):
     """`get_replica_context().all_reduce` is this rank's own value where there is no other."""
-    monkeypatch.setattr(_world, "_world", None)
+    monkeypatch.setattr(worlds, "_world", None)
     context: Any = hs.get_replica_context()
     environment(OPEN_MPI)
     with pytest.raises(RuntimeError, match=r"^ReplicaContext.all_reduce .* outside of Strategy.run, .* the 4 ranks is"):
@@ -145,4 +145,4 @@ def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment
     for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}):
         environment(alone)
         assert context.all_reduce("SUM", 1.5) == 1.5
-    assert _world.started() is None
+    assert worlds.started() is None

@@ -3,7 +3,7 @@ import sys
 import threading
 
 import pytest
-from internals import _output
+from internals import output
 
 
 @pytest.fixture
@@ -19,13 +19,13 @@ def as_rank(monkeypatch):
         monkeypatch.setenv("PMI_RANK", str(rank))
         if mode is not None:
             monkeypatch.setenv("HPCSTRAT_OUTPUT", mode)
-        monkeypatch.setattr(_output, "_installed", False)
-        monkeypatch.setattr(_output, "_hides", False)
-        monkeypatch.setattr(_output, "_lead_only", False)
-        monkeypatch.setattr(_output, "replica_context", lambda: None)
+        monkeypatch.setattr(output, "_installed", False)
+        monkeypatch.setattr(output, "_hides", False)
+        monkeypatch.setattr(output, "_lead_only", False)
+        monkeypatch.setattr(output, "replica_context", lambda: None)
         monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)
         monkeypatch.setattr(sys, "stdout", stream)
-        _output.install()
+        output.install()
         return stream
 
     return install
@@ -45,10 +45,10 @@ def test_rank_0_shows_everything(as_rank):
 def test_other_ranks_show_in_a_replica_context_only(as_rank, monkeypatch):
     stream = as_rank(1)
     print("hidden")
-    monkeypatch.setattr(_output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "replica_context", lambda: True)
     print("shown")
     sys.stdout.writelines(["x\n", "y\n"])
-    monkeypatch.setattr(_output, "replica_context", lambda: False)
+    monkeypatch.setattr(output, "replica_context", lambda: False)
     print("hidden")
     sys.stdout.writelines(["hidden\n"])
     assert shown(stream) == "shown\nx\ny\n"
@@ -56,9 +56,9 @@ def test_other_ranks_show_in_a_replica_context_only(as_rank, monkeypatch):
 
 def test_part_of_a_line_is_not_lost_when_the_context_ends(as_rank, monkeypatch):
     stream = as_rank(1)
-    monkeypatch.setattr(_output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "replica_context", lambda: True)
     print("no end of line", end="")
-    monkeypatch.setattr(_output, "replica_context", lambda: False)
+    monkeypatch.setattr(output, "replica_context", lambda: False)
     assert shown(stream) == "no end of line"
 
 
@@ -66,7 +66,7 @@ def test_bytes(as_rank, monkeypatch):
     stream = as_rank(1)
     assert sys.stdout.buffer.write(b"hidden") == 6
     assert sys.stdout.buffer.write(memoryview(b"hidden")) == 6
-    monkeypatch.setattr(_output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "replica_context", lambda: True)
     sys.stdout.buffer.write(b"shown")
     assert shown(stream) == "shown"
 
@@ -118,7 +118,7 @@ def test_the_value_and_the_errors_of_write_stay(as_rank):
 
 def test_lead(as_rank, monkeypatch):
     stream = as_rank(1, "lead")
-    monkeypatch.setattr(_output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "replica_context", lambda: True)
     print("hidden")
     assert shown(stream) == ""
 
@@ -135,11 +135,11 @@ def test_another_value_is_an_error(as_rank):
 
 
 def test_no_launcher_no_gate(monkeypatch):
-    monkeypatch.setattr(_output, "_installed", False)
-    monkeypatch.setattr(_output._launcher, "find", lambda: None)
+    monkeypatch.setattr(output, "_installed", False)
+    monkeypatch.setattr(output.launchers, "find", lambda: None)
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    _output.install()
-    assert not _output._installed
+    output.install()
+    assert not output._installed
     assert "write" not in vars(sys.stdout)
 
 
@@ -147,7 +147,7 @@ def test_no_launcher_no_gate(monkeypatch):
 def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
     stream = as_rank(1)
     main = threading.current_thread()
-    monkeypatch.setattr(_output, "replica_context", lambda: context if threading.current_thread() is main else None)
+    monkeypatch.setattr(output, "replica_context", lambda: context if threading.current_thread() is main else None)
 
     def grandchild():
         print("grandchild")
@@ -160,7 +160,7 @@ def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
 
     thread = threading.Thread(target=child)
     thread.start()
-    monkeypatch.setattr(_output, "replica_context", lambda: None)  # the creator goes on; what it was counts
+    monkeypatch.setattr(output, "replica_context", lambda: None)  # the creator goes on; what it was counts
     thread.join()
     assert shown(stream) == ("child\ngrandchild\n" if context else "")
 
@@ -168,7 +168,7 @@ def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
 def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
     stream = as_rank(1)
     monkeypatch.setattr(
-        _output, "replica_context", lambda: True if threading.current_thread().name == "replica" else None
+        output, "replica_context", lambda: True if threading.current_thread().name == "replica" else None
     )
     thread = threading.Thread(target=print, args=("shown",), name="replica")
     thread.start()
@@ -194,8 +194,8 @@ class Plain:
 
 def test_no_standard_output(as_rank, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(_output, "_installed", False)
-    _output.install()
+    monkeypatch.setattr(output, "_installed", False)
+    output.install()
     print("nowhere")
 
 

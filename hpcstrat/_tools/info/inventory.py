@@ -16,9 +16,10 @@ from typing import Any, TypedDict
 import numpy as np
 
 import hpcstrat
-from hpcstrat import _driver, _gpu, _launcher, _mpi, _settings
-from hpcstrat._run import mpiexec
-from hpcstrat._storage import compiled
+from hpcstrat._core import gpu
+from hpcstrat._process import driver, launchers, mpi, settings
+from hpcstrat._tools.launch import mpiexec
+from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD
 
 
@@ -56,7 +57,7 @@ class RankInventory(TypedDict):
 
 def own_inventory() -> RankInventory:
     """This process's inventory. Loads MPI to ask for its version, but starts no communication."""
-    launcher = _launcher.find()
+    launcher = launchers.find()
     gpus, driver_error = _gpu_names()
     return {
         "rank": 0 if launcher is None else launcher.rank,
@@ -69,7 +70,7 @@ def own_inventory() -> RankInventory:
         "driver_error": driver_error,
         "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0) if gpus else "",
         "shared_memory": _shared_memory(),
-        "unknown": _settings.unknown(),
+        "unknown": settings.unknown(),
         "updates": _updates(),
     }
 
@@ -91,14 +92,14 @@ def _versions() -> dict[str, str]:
         "MPI": _mpi_version(),
         "CuPy": "not installed",
     }
-    if _gpu.has_cupy():
+    if gpu.has_cupy():
         found |= _gpu_versions()
     return found
 
 
 def _updates() -> str:
     try:
-        if not _settings.compiles():
+        if not settings.compiles():
             return "by NumPy: HPCSTRAT_COMPILE is 0"
         rule = SGD(1.0).update_rule(1.0, 1)
         assert rule.kernel is not None
@@ -117,7 +118,7 @@ def _installed(name: str) -> str:
 
 def _mpi_version() -> str:
     try:
-        vendor, version = _mpi.load().get_vendor()
+        vendor, version = mpi.load().get_vendor()
     except (ImportError, RuntimeError) as error:
         return f"not usable: {str(error).splitlines()[0]}"
     return f"{vendor} {'.'.join(map(str, version))}"
@@ -126,7 +127,7 @@ def _mpi_version() -> str:
 def _gpu_versions() -> dict[str, str]:
     from hpcstrat._communicators.nccl_start import load_nccl, version_text
 
-    cupy = _gpu.load_cupy("info")
+    cupy = gpu.load_cupy("info")
     found = {"CuPy": str(cupy.__version__)}
     with contextlib.suppress(Exception):  # no driver
         runtime = cupy.cuda.runtime
@@ -153,24 +154,24 @@ def _maps() -> list[str]:
 
 def _gpu_names() -> tuple[list[str], str]:
     try:
-        visible = _driver.visible_gpus()
-    except _driver.DriverError as error:
+        visible = driver.visible_gpus()
+    except driver.DriverError as error:
         return [], str(error)
     names = ["GPU"] * len(visible)
-    if visible and _gpu.has_cupy():
+    if visible and gpu.has_cupy():
         # A driver that is too old for this CuPy is a fault of its own.
         with contextlib.suppress(Exception):
-            runtime = _gpu.load_cupy("info").cuda.runtime
+            runtime = gpu.load_cupy("info").cuda.runtime
             names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
     return names, ""
 
 
 def _gpu_error(local_rank: int) -> str:
-    if not _gpu.has_cupy():
+    if not gpu.has_cupy():
         return ""
     try:
-        cupy = _gpu.load_cupy("info")
-        cupy.cuda.Device(local_rank % len(_driver.visible_gpus())).use()
+        cupy = gpu.load_cupy("info")
+        cupy.cuda.Device(local_rank % len(driver.visible_gpus())).use()
         square = cupy.arange(4.0).reshape(2, 2)  # a kernel, which CuPy compiles for this GPU
         float((square @ square).sum())  # by cuBLAS
     except Exception as error:
@@ -193,7 +194,7 @@ def own_python() -> str:
 
 def describe_launcher() -> str:
     """What started this process."""
-    launcher = _launcher.find()
+    launcher = launchers.find()
     if launcher is None:
         return "none: started by hand"
     return launcher.name + ("" if launcher.size is None else f", {launcher.size} ranks")

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpcstrat._cli import inventory
-from hpcstrat._cli.inventory import RankInventory
 from hpcstrat._communicators.connection import connect
-from hpcstrat._edge import names_call
+from hpcstrat._core.call_name import names_call
+from hpcstrat._tools.info import inventory
+from hpcstrat._tools.info.inventory import RankInventory
 
 _SHARED_MIB = 64
 """In /dev/shm, for the ranks of a host. The default of containers, and too little for many ranks or NCCL."""

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hpcstrat import _driver, _launcher, _world
-from hpcstrat._run import mpiexec, restarts
-from hpcstrat._run.job import Job
-from hpcstrat._run.mpiexec import LaunchError
-from hpcstrat._run.policy import Policy
+from hpcstrat._process import driver, launchers, worlds
+from hpcstrat._tools.launch import mpiexec, restarts
+from hpcstrat._tools.launch.job import Job
+from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.policy import Policy
 
 _HEAD_START_S = 10.0  # for rank 0's message, on a machine where the start of a rank is slow
 _EXAMPLES = """
@@ -142,7 +142,7 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
 
     return (
         Job(command, starter.vendor.end_signal, starter.vendor.kept, around),
-        lambda ranks: _world.thread_variables(_world.share_of_cores([_world.own_cores()] * ranks, 0)),
+        lambda ranks: worlds.thread_variables(worlds.share_of_cores([worlds.own_cores()] * ranks, 0)),
     )
 
 
@@ -167,8 +167,8 @@ def _default_ranks() -> int:
             raise LaunchError(f"{what}: give a number of tasks to sbatch or salloc, or here with -n")
         return int(tasks)
     try:
-        gpus = len(_driver.visible_gpus())
-    except _driver.DriverError as error:
+        gpus = len(driver.visible_gpus())
+    except driver.DriverError as error:
         raise LaunchError(f"{error}; -n N starts N ranks nevertheless") from None
     ranks = gpus or mpiexec.physical_cores()
     each = "GPU" if gpus else "core"
@@ -194,7 +194,7 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
         is_first = not re.fullmatch("0*[1-9][0-9]*", os.environ.get("RANK", ""))
         instead = f"hpcstrat run -n {size} {shlex.join(words)}"
     else:
-        launcher = _launcher.find()
+        launcher = launchers.find()
         if launcher is None:
             return
         name, is_first = launcher.name, launcher.rank == 0

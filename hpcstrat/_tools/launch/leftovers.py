@@ -7,8 +7,8 @@ import os
 import signal
 import time
 
-from hpcstrat import _guard, _launcher
-from hpcstrat._job_memory import JobMemory
+from hpcstrat._process import guard, launchers
+from hpcstrat._process.job_files import JobMemory
 
 _GRACE_SECONDS = 1.0  # that processes of the start before get to end by themselves
 _LOOK_SECONDS = 0.02
@@ -35,7 +35,7 @@ def end_all(memory: JobMemory, begin: float) -> None:
         _kill(process)
     while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
         time.sleep(_LOOK_SECONDS)
-    _guard.unlink_orphans(begin)
+    guard.unlink_orphans(begin)
 
 
 def end_what_ranks_started(memory: JobMemory) -> None:
@@ -52,7 +52,7 @@ def processes_of(memory: JobMemory) -> list[int]:
     return [process for process in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark in _variables_of(process)]
 
 
-_OF_RANKS = tuple(f"{name}=".encode() for name in _launcher.RANK_NAMES)
+_OF_RANKS = tuple(f"{name}=".encode() for name in launchers.RANK_NAMES)
 
 
 def _variables_of(process: int) -> list[bytes]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hpcstrat import _launcher, _mpi
+from hpcstrat._process import launchers, mpi
 
 _VERSION_SECONDS = 10
 _FOLDER = pathlib.Path(__file__).parent
@@ -115,7 +115,7 @@ def find(named: str | None = None) -> Mpiexec:
         LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to another MPI.
     """
     try:
-        MPI = _mpi.load()
+        MPI = mpi.load()
     except (ImportError, RuntimeError) as error:
         missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
         raise LaunchError(
@@ -176,7 +176,7 @@ def _loaded_libraries() -> list[str]:
 
 def in_allocation() -> bool:
     """Whether this process is in a Slurm job, but not started by `srun`: in the batch script, or salloc's shell."""
-    return bool(os.environ.get("SLURM_JOB_ID")) and _launcher.find() is None
+    return bool(os.environ.get("SLURM_JOB_ID")) and launchers.find() is None
 
 
 def allocation_command(program: Sequence[str]) -> list[str]:
@@ -236,7 +236,7 @@ def copied(program: Sequence[str], folder: str | None, marks: bool, goes_on: boo
         marks: whether each line that is shown begins with the rank.
         goes_on: whether the files go on, instead of beginning anew.
     """
-    options = [",".join(_launcher.RANK_NAMES), os.path.abspath(folder) if folder else ""]
+    options = [",".join(launchers.RANK_NAMES), os.path.abspath(folder) if folder else ""]
     options += ["marks" * marks, "goes on" * goes_on]
     return [sys.executable, "-I", "-S", str(_FOLDER / "output.py"), *options, *program]
 

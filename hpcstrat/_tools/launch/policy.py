@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._job_memory import Failure, State
+from hpcstrat._process.job_files import Failure, State
 
 _PAUSES_SECONDS = (2, 4, 8)  # before the restarts after failures before a step, which follow each other
 _SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)

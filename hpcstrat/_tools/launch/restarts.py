@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from hpcstrat import _guard, _job_memory
-from hpcstrat._job_memory import JobMemory, State
 from hpcstrat._memory.segment import physical_memory, reservable
-from hpcstrat._run import leftovers
-from hpcstrat._run.mpiexec import LaunchError
-from hpcstrat._run.policy import Ended, Policy
+from hpcstrat._process import guard, job_files
+from hpcstrat._process.job_files import JobMemory, State
+from hpcstrat._tools.launch import leftovers
+from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.policy import Ended, Policy
 from hpcstrat.checkpoint._snapshot import newest_step
 
 _LOOK_SECONDS = 0.02
@@ -57,7 +57,7 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
     """
     begin = time.time()
     try:
-        memory = _job_memory.create(policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0)
+        memory = job_files.create(policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0)
     except OSError as error:
         if policy.restarts:
             raise LaunchError(f"--restarts: there is no memory that outlives the ranks: {error}") from None
@@ -81,7 +81,7 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
         elif not ended.is_done and policy.restarts:
             leftovers.end_all(memory, begin)
         elif not ended.is_done:
-            _guard.unlink_orphans(begin)
+            guard.unlink_orphans(begin)
         if reason:
             first = f"; first, {policy.first_failure()}" if policy.done else ""
             _say(f"{ended.describe()}; no restart: {reason}{first}")

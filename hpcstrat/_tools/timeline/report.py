@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat._cli.timeline_shares import KINDS, Rank, Timeline, move_waiting, read, share_out, steps_of, stretches
+from hpcstrat._tools.timeline.shares import KINDS, Rank, Timeline, move_waiting, read, share_out, steps_of, stretches
 
 _DOMINATES = 0.2
 """The share of a step above which a kind of time deserves advice."""

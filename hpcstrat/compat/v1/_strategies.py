@@ -7,11 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
+from hpcstrat._core.types import ReduceOp
 from hpcstrat._strategies import central_storage, mirrored, one_device
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._types import ReduceOp
-from hpcstrat.data import Dataset, DistributedDataset, InputContext
-from hpcstrat.data import InputReplicationMode as InputReplicationMode
+from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplicationMode
 
 
 class DistributedInputIterator:
@@ -48,7 +47,7 @@ def _called(function: Callable[[], Any]) -> Iterator[Any]:
         yield element
 
 
-class _StrategyV1(Strategy):
+class _V1Methods(Strategy):
     """What the strategies of version 1 add."""
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedInputIterator:
@@ -110,17 +109,17 @@ class _StrategyV1(Strategy):
 
 
 @final
-class CentralStorageStrategy(_StrategyV1, central_storage.CentralStorageStrategy):
+class CentralStorageStrategyV1(_V1Methods, central_storage.CentralStorageStrategy):
     """`hpcstrat.CentralStorageStrategy` with the methods of version 1."""
 
 
 @final
-class MirroredStrategy(_StrategyV1, mirrored.MirroredStrategy):
+class MirroredStrategyV1(_V1Methods, mirrored.MirroredStrategy):
     """`hpcstrat.MirroredStrategy` with the methods of version 1."""
 
 
 @final
-class OneDeviceStrategy(_StrategyV1, one_device.OneDeviceStrategy):
+class OneDeviceStrategyV1(_V1Methods, one_device.OneDeviceStrategy):
     """`hpcstrat.OneDeviceStrategy` with the methods of version 1.
 
     Examples:

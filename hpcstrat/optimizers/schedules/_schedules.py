@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcstrat import _nest
+from hpcstrat._core import nests
 
 
-@_nest.leaf
+@nests.leaf
 @dataclass(frozen=True)
 class ExponentialDecay:
     """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down.
@@ -33,7 +33,7 @@ class ExponentialDecay:
         return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
 
 
-@_nest.leaf
+@nests.leaf
 @dataclass(frozen=True)
 class PiecewiseConstantDecay:
     """`values[i]` up to and including step `boundaries[i]`, the last of the values, one more, after that."""
@@ -46,7 +46,7 @@ class PiecewiseConstantDecay:
         return self.values[bisect.bisect_left(self.boundaries, step)]
 
 
-@_nest.leaf
+@nests.leaf
 @dataclass(frozen=True)
 class PolynomialDecay:
     """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
@@ -73,7 +73,7 @@ class PolynomialDecay:
         return (self.initial_learning_rate - self.end_learning_rate) * share + self.end_learning_rate
 
 
-@_nest.leaf
+@nests.leaf
 @dataclass(frozen=True)
 class InverseTimeDecay:
     """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part.
@@ -96,7 +96,7 @@ class InverseTimeDecay:
         return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(steps) if self.staircase else steps))
 
 
-@_nest.leaf
+@nests.leaf
 @dataclass(frozen=True)
 class CosineDecay:
     """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).

@@ -1,0 +1,1 @@
+"""`hpcstrat info`: what is here, and what is wrong with it."""

@@ -1,0 +1,1 @@
+"""`hpcstrat timeline`: what the steps of a timeline spend their time on."""

@@ -1,0 +1,1 @@
+"""`Variable`: an array that all replicas share."""
