@@ -18,7 +18,9 @@ _CHUNK = 16_384  # elements that are updated while they are in cache
 
 def _views(flat, arrays):
     ends = np.cumsum([0, *(array.size for array in arrays)])
-    return [flat[a:b].reshape(array.shape) for a, b, array in zip(ends, ends[1:], arrays, strict=False)]
+    return [
+        flat[a:b].reshape(array.shape) for a, b, array in zip(ends, ends[1:], arrays, strict=False)
+    ]
 
 
 def _update(weight, velocity, gradient):
@@ -49,8 +51,12 @@ class Window:
 
     def __init__(self, start, barrier=COMM.Barrier):
         size = sum(value.size for value in start)
-        self._window = MPI.Win.Allocate_shared((2 + COMM.size) * size * 4 if COMM.rank == 0 else 0, 4, comm=COMM)
-        memory = np.frombuffer(self._window.Shared_query(0)[0], np.float32).reshape(2 + COMM.size, size)
+        self._window = MPI.Win.Allocate_shared(
+            (2 + COMM.size) * size * 4 if COMM.rank == 0 else 0, 4, comm=COMM
+        )
+        memory = np.frombuffer(self._window.Shared_query(0)[0], np.float32).reshape(
+            2 + COMM.size, size
+        )
         self._places = _views(memory[2 + COMM.rank], start)
         self.weights = _views(memory[0], start)
         if COMM.rank == 0:
@@ -87,8 +93,12 @@ class WindowAdam:
 
     def __init__(self, start):
         size = sum(value.size for value in start)
-        self._window = MPI.Win.Allocate_shared((3 + COMM.size) * size * 4 if COMM.rank == 0 else 0, 4, comm=COMM)
-        memory = np.frombuffer(self._window.Shared_query(0)[0], np.float32).reshape(3 + COMM.size, size)
+        self._window = MPI.Win.Allocate_shared(
+            (3 + COMM.size) * size * 4 if COMM.rank == 0 else 0, 4, comm=COMM
+        )
+        memory = np.frombuffer(self._window.Shared_query(0)[0], np.float32).reshape(
+            3 + COMM.size, size
+        )
         self._places = _views(memory[3 + COMM.rank], start)
         self.weights = _views(memory[0], start)
         if COMM.rank == 0:
@@ -115,7 +125,9 @@ class AllReduceAdam:
 
     def __init__(self, start):
         size = sum(value.size for value in start)
-        memory = np.zeros((4, size), np.float32)  # weights, both slots, and the sum of the gradients
+        memory = np.zeros(
+            (4, size), np.float32
+        )  # weights, both slots, and the sum of the gradients
         self.weights, self._places = _views(memory[0], start), _views(memory[3], start)
         for weight, value in zip(self.weights, start, strict=True):
             weight[...] = value

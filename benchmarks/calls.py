@@ -48,7 +48,9 @@ def a_reduction(strategy):
     own, result = np.array(COMM.rank, np.float64), np.array(0.0)
     COMM.Allreduce(own, result)
     assert strategy.reduce("SUM", value, axis=None) == result
-    return repeated(lambda: strategy.reduce("SUM", value, axis=None)), repeated(lambda: COMM.Allreduce(own, result))
+    return repeated(lambda: strategy.reduce("SUM", value, axis=None)), repeated(
+        lambda: COMM.Allreduce(own, result)
+    )
 
 
 def a_read(strategy):
@@ -102,7 +104,9 @@ def time_an_update(strategy, rounds, calls):
     meet = own_barrier()
     hand, parts = Window(start, meet), Window(start, meet)
     ways = {
-        "ours": in_replica(strategy, lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))),
+        "ours": in_replica(
+            strategy, lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))
+        ),
         "beside": repeated(lambda: hand.step(gradients)),
         "- copying the gradients": repeated(lambda: parts.write(gradients)),
         "- the sum and the rule": repeated(parts.update),
@@ -117,7 +121,9 @@ def time_an_update(strategy, rounds, calls):
             row(name, "", f"{1e6 * seconds:,.2f}", "", "")
     counts = []
     strategy.run(
-        lambda: counts.append(python_calls(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))))
+        lambda: counts.append(
+            python_calls(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        )
     )
     return counts[0]
 
@@ -129,7 +135,9 @@ def show(name, medians, goal):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=30, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=30, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("--calls", type=int, default=500, help="calls a turn (%(default)s)")
     options = parser.parse_args()
     strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())

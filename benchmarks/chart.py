@@ -37,10 +37,15 @@ def draw(ranks, networks, path, text, ours, others):
             ways = [way for way in WAYS if way in seconds]
             times = [1e3 * seconds[way] for way in ways]
             bars = axis.barh(
-                range(len(ways)), times, color=[ours if way in ("ours", "in buffers") else others for way in ways]
+                range(len(ways)),
+                times,
+                color=[ours if way in ("ours", "in buffers") else others for way in ways],
             )
             axis.bar_label(bars, [f"{time:.3g}" for time in times], padding=3, color=text)
-            axis.set_yticks(range(len(ways)), [WAYS[way] for way in ways] if axis is axes[0] else [""] * len(ways))
+            axis.set_yticks(
+                range(len(ways)),
+                [WAYS[way] for way in ways] if axis is axes[0] else [""] * len(ways),
+            )
             axis.invert_yaxis()
             axis.set_xlim(0, 1.25 * max(times))
             axis.set_xticks([])
@@ -48,7 +53,9 @@ def draw(ranks, networks, path, text, ours, others):
             axis.spines[:].set_visible(False)
             layers, batch = network.split(", ")
             axis.set_title(f"{layers}\nbatch of {batch} a replica", fontsize=9)
-        figure.supxlabel(f"milliseconds a training step on {ranks} ranks, medians; shorter is better", fontsize=9)
+        figure.supxlabel(
+            f"milliseconds a training step on {ranks} ranks, medians; shorter is better", fontsize=9
+        )
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
 
@@ -56,7 +63,9 @@ def draw(ranks, networks, path, text, ours, others):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("figures", type=pathlib.Path, help="what host_step.py --json wrote")
-    parser.add_argument("--folder", type=pathlib.Path, default=DOCS, help="where to draw (%(default)s)")
+    parser.add_argument(
+        "--folder", type=pathlib.Path, default=DOCS, help="where to draw (%(default)s)"
+    )
     options = parser.parse_args()
     found = json.loads(options.figures.read_text())
     for name, colors in COLORS.items():

@@ -41,7 +41,12 @@ def trained(strategy, size):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=1 << 28, help="of float32, a third of them variables (1 GiB)")
+    parser.add_argument(
+        "--elements",
+        type=int,
+        default=1 << 28,
+        help="of float32, a third of them variables (1 GiB)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="of each way (%(default)s)")
     parser.add_argument("--folder", default=".", help="on the disk to measure (%(default)s)")
     options = parser.parse_args()
@@ -79,14 +84,26 @@ def main():
 
         names = ["by one rank", "by all", "by one, without disk", "by all, without disk", "stall"]
         strategies = {"CentralStorage": hs.CentralStorageStrategy(["CPU:0"] * hs.size())}
-        strategies["Mirrored, sharded"] = hs.MirroredStrategy(["CPU:0"] * hs.size(), shard_updates=True)
+        strategies["Mirrored, sharded"] = hs.MirroredStrategy(
+            ["CPU:0"] * hs.size(), shard_updates=True
+        )
         plain = interleaved({"one": disk(False), "all": disk(True)}, options.rounds, comm=COMM)
-        header("strategy, seconds", "the disk, by one", "by all", *names, "one / all", "without disk")
+        header(
+            "strategy, seconds", "the disk, by one", "by all", *names, "one / all", "without disk"
+        )
         for name, strategy in strategies.items():
             with strategy:
                 checkpoint = trained(strategy, options.elements // 3)
-                kinds = [(False, True), (True, True), (False, False), (True, False), (True, True, False)]
-                ways = {key: saved(checkpoint, *kind) for key, kind in zip(names, kinds, strict=True)}
+                kinds = [
+                    (False, True),
+                    (True, True),
+                    (False, False),
+                    (True, False),
+                    (True, True, False),
+                ]
+                ways = {
+                    key: saved(checkpoint, *kind) for key, kind in zip(names, kinds, strict=True)
+                }
                 took = interleaved(ways, options.rounds, comm=COMM)
             one, both, dry_one, dry_all, _ = took.values()
             cells = [f"{seconds:.3f}" for seconds in (*plain.values(), *took.values())]

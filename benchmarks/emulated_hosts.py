@@ -40,7 +40,9 @@ def ip(*words, namespace=None):
 def remove_left(name):
     """Deletes the namespace that a killed run has left; with processes in it, it is another's."""
     if pathlib.Path("/run/netns", name).exists():
-        output = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(
+            ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
+        ).stdout
         if output:
             sys.exit(f"{name}: another run of emulated_hosts.py is using this network namespace")
         ip("ip", "netns", "delete", name)
@@ -59,7 +61,20 @@ def network(hosts, gbit):
         ip("ip", "link", "set", "bridge", "up", namespace=SWITCH)
         for number, host in enumerate(addresses(hosts)):
             port = f"port{number}"
-            ip("ip", "link", "add", LINK, "netns", host, "type", "veth", "peer", port, "netns", SWITCH)
+            ip(
+                "ip",
+                "link",
+                "add",
+                LINK,
+                "netns",
+                host,
+                "type",
+                "veth",
+                "peer",
+                port,
+                "netns",
+                SWITCH,
+            )
             ip("ip", "addr", "add", f"{host}/24", "dev", LINK, namespace=host)
             ip("ip", "link", "set", port, "master", "bridge", namespace=SWITCH)
             for name, device in ((host, "lo"), (host, LINK), (SWITCH, port)):
@@ -81,8 +96,20 @@ def run(hosts, ranks, gbit, command):
         launcher.write_text(LAUNCHER)
         launcher.chmod(0o755)
         counts = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
-        where = ",".join(f"{host}:{count}" for host, count in zip(addresses(hosts), counts, strict=True))
-        mpirun = ["mpirun", "-launcher", "ssh", "-launcher-exec", launcher, "-iface", LINK, "-hosts", where]
+        where = ",".join(
+            f"{host}:{count}" for host, count in zip(addresses(hosts), counts, strict=True)
+        )
+        mpirun = [
+            "mpirun",
+            "-launcher",
+            "ssh",
+            "-launcher-exec",
+            launcher,
+            "-iface",
+            LINK,
+            "-hosts",
+            where,
+        ]
         # UCX would see that the hosts are one machine, and copy from process to process.
         # It moves 8 KiB with each system call unless told otherwise, which takes cores from what is computed meanwhile.
         segments = {f"UCX_TCP_{way}_SEG_SIZE": "128k" for way in ("TX", "RX")}
@@ -96,7 +123,10 @@ def main():
     parser.add_argument("--hosts", type=int, default=2, help="to emulate (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="on all of them (%(default)s)")
     parser.add_argument(
-        "--gbit", type=float, default=1.0, help="a second, of each link in each direction (%(default)s)"
+        "--gbit",
+        type=float,
+        default=1.0,
+        help="a second, of each link in each direction (%(default)s)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help="of each rank")
     options = parser.parse_args()

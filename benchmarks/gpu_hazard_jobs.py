@@ -22,13 +22,17 @@ class Job:
     """
 
     def __init__(self, command, log, limit, **variables):
-        ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes this process's child
+        ctypes.CDLL(None).prctl(
+            36, 1
+        )  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes this process's child
         self.lines, self._rest, self._begin = [], "", time.monotonic()
         variables |= {LIMIT: str(limit), "HPCSTRAT_OUTPUT": "all", "PYTHONUNBUFFERED": "1"}
         with open(log, "w") as output, open(log, errors="replace") as self._output:
             files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
             command = [*map(str, command)]
-            process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True, **files)
+            process = subprocess.Popen(
+                command, env=os.environ | variables, start_new_session=True, **files
+            )
             try:
                 self._follow(limit, lambda: process.poll() is not None)
                 self.status, self.seconds = process.poll(), time.monotonic() - self._begin
@@ -87,7 +91,12 @@ def inside(*words):
 def mpirun(ranks, *words):
     """The command that starts one of the programs on so many ranks."""
     launcher = shlex.split(os.environ.get("MPIRUN", "mpirun"))
-    if "Open MPI" in subprocess.run([*launcher, "--version"], capture_output=True, text=True, check=True).stdout:
+    if (
+        "Open MPI"
+        in subprocess.run(
+            [*launcher, "--version"], capture_output=True, text=True, check=True
+        ).stdout
+    ):
         wanted = ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
         launcher += [word for word in wanted if word not in launcher]
     return [*launcher, "-n", ranks, *inside(*words)]

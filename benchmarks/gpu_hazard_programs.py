@@ -17,7 +17,11 @@ from gpu_hazard_jobs import LIMIT, Job, inside, mpirun, since
 
 # The functions below import the rest: one of them starts ranks, and in it neither MPI nor CUDA may start.
 
-HAZARDS = {"hang": (1, 100, 5000), "kill": (2, 500, 600), "none": (-1, 0, 600)}  # a rank, its step, all steps
+HAZARDS = {
+    "hang": (1, 100, 5000),
+    "kill": (2, 500, 600),
+    "none": (-1, 0, 600),
+}  # a rank, its step, all steps
 ROW, BEGINS = "a row of the table: ", "the hazard begins"
 SPIN = r"""
 extern "C" __global__ void spin(const volatile int* flag, long long nanoseconds) {
@@ -70,7 +74,10 @@ def queue(most=20_000, released_after=1.0, ends_after=4.0):
     import cupy as cp
 
     spinner, device, stream = Spinner(), cp.cuda.Device(), cp.cuda.Stream(non_blocking=True)
-    event, driver = cp.cuda.Event(block=True, disable_timing=True), ctypes.CDLL("libcuda.so.1")  # CDLL drops the GIL
+    event, driver = (
+        cp.cuda.Event(block=True, disable_timing=True),
+        ctypes.CDLL("libcuda.so.1"),
+    )  # CDLL drops the GIL
     launched = ticks = 0
 
     def launch():
@@ -99,7 +106,10 @@ def queue(most=20_000, released_after=1.0, ends_after=4.0):
     }
     for case, call in tried.items():
         launched, before = 0, -1
-        thread, timer = threading.Thread(target=launch), threading.Timer(released_after, spinner.release)
+        thread, timer = (
+            threading.Thread(target=launch),
+            threading.Timer(released_after, spinner.release),
+        )
         thread.start()
         while thread.is_alive() and launched > before:  # until none has been added for a while
             before = launched
@@ -109,8 +119,18 @@ def queue(most=20_000, released_after=1.0, ends_after=4.0):
         begin, before = time.perf_counter(), ticks
         call()
         seconds, ticked = time.perf_counter() - begin, ticks - before
-        how = "at once" if seconds < 0.1 else "waits" if ticked > 100 * seconds else "waits WITH THE GIL"
-        show(case, f"{how}: {1e3 * seconds:,.3f} ms, {ticked:,} ticks of another thread; {queue}", seconds)
+        how = (
+            "at once"
+            if seconds < 0.1
+            else "waits"
+            if ticked > 100 * seconds
+            else "waits WITH THE GIL"
+        )
+        show(
+            case,
+            f"{how}: {1e3 * seconds:,.3f} ms, {ticked:,} ticks of another thread; {queue}",
+            seconds,
+        )
         timer.join()
         thread.join()
         device.synchronize()
@@ -145,11 +165,18 @@ def events(power, count=1000):
         begin, case, host = time.perf_counter(), "no event", ""
         event = None if block is None else cp.cuda.Event(block=block, disable_timing=True)
         if event is not None:
-            case, host = f"Event(block={block})", f"record {microseconds(event.record, stream):.2f} us, "
+            case, host = (
+                f"Event(block={block})",
+                f"record {microseconds(event.record, stream):.2f} us, ",
+            )
             stream.synchronize()
             host += f"synchronize() when done {microseconds(event.synchronize):.2f} us; a record after each of "
         seconds = min(kernels(event) for _ in range(4)) / 1e3
-        show(case, f"{host}{count:,} kernels: {1e3 * seconds:.2f} ms on the GPU", time.perf_counter() - begin)
+        show(
+            case,
+            f"{host}{count:,} kernels: {1e3 * seconds:.2f} ms on the GPU",
+            time.perf_counter() - begin,
+        )
 
 
 def calls(name):
@@ -158,8 +185,13 @@ def calls(name):
     from mpi4py import MPI
 
     comm, kind = MPI.COMM_WORLD, nccl.NCCL_FLOAT32
-    cp.cuda.Device(comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cp.cuda.runtime.getDeviceCount()).use()
-    arrays, stream = [cp.zeros(comm.size << 20, cp.float32) for _ in range(2)], cp.cuda.Stream(non_blocking=True)
+    cp.cuda.Device(
+        comm.Split_type(MPI.COMM_TYPE_SHARED).rank % cp.cuda.runtime.getDeviceCount()
+    ).use()
+    arrays, stream = (
+        [cp.zeros(comm.size << 20, cp.float32) for _ in range(2)],
+        cp.cuda.Stream(non_blocking=True),
+    )
     cp.cuda.Device().synchronize()
     a, b, s = *(array.data.ptr for array in arrays), stream.ptr
 
@@ -175,7 +207,9 @@ def calls(name):
         call(count)
         in_call = time.perf_counter() - begin
         stream.synchronize()
-        return [1e3 * comm.allreduce(one, MPI.MAX) for one in (in_call, time.perf_counter() - begin)]
+        return [
+            1e3 * comm.allreduce(one, MPI.MAX) for one in (in_call, time.perf_counter() - begin)
+        ]
 
     def send_and_receive(count):
         nccl.groupStart()
@@ -199,7 +233,9 @@ def calls(name):
         begin, texts = time.perf_counter(), []
         for size, count in ("4 B", 1), ("4 MB", 1 << 20):
             (in_call, first), (_, second) = timed(call, count), timed(call, count)
-            texts.append(f"{size}: first {first:.2f} ms, {in_call:.2f} of it in the call, second {second:.2f} ms")
+            texts.append(
+                f"{size}: first {first:.2f} ms, {in_call:.2f} of it in the call, second {second:.2f} ms"
+            )
         rows.append((f"{name}, {way}", "; ".join(texts), time.perf_counter() - begin))
     memory = f"{started - before:,.0f} MiB on rank 0's GPU, of all its ranks; {used() - before:,.0f} after the calls"
     if comm.rank == 0:
@@ -258,8 +294,15 @@ def kills(log, ranks):
     def look(when):
         begin, seen = time.monotonic(), ""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            seen = subprocess.run(inside("driver"), stdout=subprocess.PIPE, text=True, timeout=15).stdout.strip()
-        show(f"a new process, {when}", seen or "it says nothing", time.monotonic() - begin, bool(seen))
+            seen = subprocess.run(
+                inside("driver"), stdout=subprocess.PIPE, text=True, timeout=15
+            ).stdout.strip()
+        show(
+            f"a new process, {when}",
+            seen or "it says nothing",
+            time.monotonic() - begin,
+            bool(seen),
+        )
 
     look("before")
     job = train("first", "kill")

@@ -31,7 +31,13 @@ from gpu_hazard_programs import BEGINS, ROW
 
 # In this process, which starts the others, neither MPI nor CUDA may start.
 
-SECONDS = {"queue": 60, "events": 30, "calls": 80, "hangs": 150, "kills": 120}  # that each part may take
+SECONDS = {
+    "queue": 60,
+    "events": 30,
+    "calls": 80,
+    "hangs": 150,
+    "kills": 120,
+}  # that each part may take
 
 
 class Part:
@@ -62,7 +68,12 @@ class Part:
                 self.add(*json.loads(line.partition(ROW)[2]))
         if job.status != 0:
             said = [line for _, line in job.lines if line.strip() and ROW not in line]
-            self.add(case, f"{job.how()}: {said[-1][:150] if said else 'nothing was said'}", job.seconds, False)
+            self.add(
+                case,
+                f"{job.how()}: {said[-1][:150] if said else 'nothing was said'}",
+                job.seconds,
+                False,
+            )
 
 
 def calls(part):
@@ -76,19 +87,36 @@ def hangs(part):
     variables = {"HPCSTRAT_STALL_SECONDS": stall, "HPCSTRAT_TIMEOUT_SECONDS": timeout}
     if part.is_simulated:  # two calls a step, and some at the start
         variables["SIMULATED_GPU_FAULTS"] = "nccl-hangs@1:240"
-    for case, launches, reads in ("no reads", 0, 0), ("get() each step", 0, 1), ("1,500 launches a step", 1500, 0):
+    for case, launches, reads in (
+        ("no reads", 0, 0),
+        ("get() each step", 0, 1),
+        ("1,500 launches a step", 1500, 0),
+    ):
         ranks = mpirun(part.ranks, "train", "hang", tempfile.mkdtemp(dir=part.log), launches, reads)
         job = part.job(case, [*part.sharing(part.ranks), *ranks], **variables)
         begin = job.when(BEGINS)
-        report, end = (job.when(text, begin or 0) for text in ("(HPCSTRAT_STALL_SECONDS)", "hpcstrat: the job ends"))
+        report, end = (
+            job.when(text, begin or 0)
+            for text in ("(HPCSTRAT_STALL_SECONDS)", "hpcstrat: the job ends")
+        )
         seen = f"report {since(begin, report)}, end {since(begin, end)}; {job.how()}"
-        part.add(case, seen, job.seconds, None not in (begin, report, end, job.status) and not job.stayed)
+        part.add(
+            case, seen, job.seconds, None not in (begin, report, end, job.status) and not job.stayed
+        )
 
 
 def kills(part):
     ranks = 2 * part.ranks
     part.collect("in one daemon", [*part.sharing(ranks), *inside("kills", part.log, ranks)])
-    launcher = [sys.executable, "-m", "hpcstrat", "run", *part.sharing(ranks, "--share-gpu"), "--restarts", 2]
+    launcher = [
+        sys.executable,
+        "-m",
+        "hpcstrat",
+        "run",
+        *part.sharing(ranks, "--share-gpu"),
+        "--restarts",
+        2,
+    ]
     program = inside("train", "kill", tempfile.mkdtemp(dir=part.log))[1:]
     job = part.job("restarts", [*launcher, "-n", ranks, *program])
     killed, restarts = job.when(BEGINS), sum("; restart " in line for _, line in job.lines)
@@ -98,11 +126,22 @@ def kills(part):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", choices=SECONDS, default=[*SECONDS], help="which to run (all)")
-    parser.add_argument("--ranks", type=int, default=2, help="of calls and hangs; kills: twice as many (%(default)s)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=SECONDS, default=[*SECONDS], help="which to run (all)"
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=2,
+        help="of calls and hangs; kills: twice as many (%(default)s)",
+    )
     parser.add_argument("--seconds", type=float, help=f"the time limit of each part ({SECONDS})")
-    parser.add_argument("--nccl", metavar="FILE", help="the libnccl.so.2 for ranks that share a GPU")
-    parser.add_argument("--log", metavar="DIR", type=pathlib.Path, help="keeps what the parts print")
+    parser.add_argument(
+        "--nccl", metavar="FILE", help="the libnccl.so.2 for ranks that share a GPU"
+    )
+    parser.add_argument(
+        "--log", metavar="DIR", type=pathlib.Path, help="keeps what the parts print"
+    )
     options = parser.parse_args()
     if options.ranks < 2:
         parser.error("--ranks: a hang takes two")
@@ -111,9 +150,13 @@ def main():
         return f"gpu_hazards.py: no GPU can be used here: {found.stderr.strip().splitlines()[-1]}"
     device, rows = json.loads(found.stdout), []
     print(device["text"], flush=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_hazards.py: ended by SIGTERM"))  # after the table
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit("gpu_hazards.py: ended by SIGTERM")
+    )  # after the table
     with contextlib.ExitStack() as stack:
-        options.log = options.log or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        options.log = options.log or pathlib.Path(
+            stack.enter_context(tempfile.TemporaryDirectory())
+        )
         options.log.mkdir(parents=True, exist_ok=True)
         try:
             for name in options.parts:
@@ -124,7 +167,10 @@ def main():
                 elif name == "queue" and part.is_simulated:
                     part.add("all", "left out: a kernel that spins cannot be simulated", 0.0)
                 else:
-                    part.collect("all", inside(name, *([8 if part.is_simulated else 24] * (name == "events"))))
+                    part.collect(
+                        "all",
+                        inside(name, *([8 if part.is_simulated else 24] * (name == "events"))),
+                    )
         finally:
             print("\n| part | case | what was seen | s |\n| --- | --- | --- | --- |")
             for name, case, seen, seconds in rows:

@@ -56,7 +56,9 @@ def interleaved(ways, rounds, steps):
             cp.cuda.Device().synchronize()
             if turn > 1:  # the first ones compile and warm up
                 times[name].append((time.perf_counter() - begin) / steps)
-    return {name: COMM.allreduce(float(np.median(values)), MPI.MAX) for name, values in times.items()}
+    return {
+        name: COMM.allreduce(float(np.median(values)), MPI.MAX) for name, values in times.items()
+    }
 
 
 def show(title, medians):
@@ -98,7 +100,9 @@ def ours(strategy, layers, x, y):
         values = [weight.value() for weight in weights]
         optimizer.apply_gradients(zip(gradients(values, x, y), weights, strict=True))
 
-    return lambda: strategy.run(replica_step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
+    return lambda: strategy.run(replica_step, args=(x, y)), lambda: [
+        weight.numpy() for weight in weights
+    ]
 
 
 class ByHand:
@@ -117,14 +121,18 @@ class ByHand:
 
     def all_reduce(self, array):
         place = array.data.ptr
-        self.comm.allReduce(place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self.stream.ptr)
+        self.comm.allReduce(
+            place, place, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, self.stream.ptr
+        )
 
     def step(self, layers, x, y):
         start = list(initial(layers))
         flat = cp.asarray(np.concatenate([value.ravel() for value in start]))
         velocity, gradient = cp.zeros_like(flat), cp.empty_like(flat)
         ends = np.cumsum([0, *(value.size for value in start)]).tolist()
-        weights = [flat[a:b].reshape(v.shape) for a, b, v in zip(ends, ends[1:], start, strict=False)]
+        weights = [
+            flat[a:b].reshape(v.shape) for a, b, v in zip(ends, ends[1:], start, strict=False)
+        ]
         cp.cuda.Device().synchronize()
 
         def step():
@@ -193,7 +201,8 @@ def time_calls(strategy, by_hand, rounds):
         show(f"all_reduce of {kilobytes:,} KiB", interleaved(ways, rounds, 100))
     nest = {"a": 1, "b": [2, 3], "c": 4}
     show(
-        "run of an empty function, nest of four", interleaved({"ours": lambda: strategy.run(_id, (nest,))}, rounds, 500)
+        "run of an empty function, nest of four",
+        interleaved({"ours": lambda: strategy.run(_id, (nest,))}, rounds, 500),
     )
 
 
@@ -216,7 +225,9 @@ def time_input(strategy, rounds):
             x = cp.tanh(x @ weight)
 
     def epoch(options):
-        dataset = hs.data.Dataset.from_tensor_slices(rows).batch(COMM.size * 1024).repeat().take(batches)
+        dataset = (
+            hs.data.Dataset.from_tensor_slices(rows).batch(COMM.size * 1024).repeat().take(batches)
+        )
         distributed = strategy.experimental_distribute_dataset(dataset, options)
 
         def run():
@@ -234,7 +245,9 @@ def time_input(strategy, rounds):
     medians = {name: t / batches for name, t in interleaved(ways, rounds, 1).items()}
     show("8 MiB a replica", medians)
     staged, copied, alone = medians.values()
-    print(f"{'':42} hidden by staging: {100 * (copied - staged) / max(copied - alone, 1e-9):.0f} % of the copying")
+    print(
+        f"{'':42} hidden by staging: {100 * (copied - staged) / max(copied - alone, 1e-9):.0f} % of the copying"
+    )
 
 
 # ---- memory
@@ -270,14 +283,18 @@ def used():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="turns that each way takes (%(default)s)"
+    )
     rounds = parser.parse_args().rounds
     strategy = hs.CentralStorageStrategy()
     if strategy.xp is not cp:
         parser.error("there is no GPU here")
     by_hand = ByHand()
     properties = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)
-    print(f"{properties['name'].decode()}, CuPy {cp.__version__}, NCCL {nccl.get_version()}", end="")
+    print(
+        f"{properties['name'].decode()}, CuPy {cp.__version__}, NCCL {nccl.get_version()}", end=""
+    )
     print(", without PyTorch" if torch is None else f", PyTorch {torch.__version__}")
     with tempfile.TemporaryDirectory() as folder:
         if torch is not None:

@@ -58,7 +58,20 @@ class Products:
         shape = columns, rows, inner
         one, zero = ctypes.byref(self._one), ctypes.byref(self._zero)
         into = ctypes.c_void_p(out.data.ptr), columns
-        self._call("cublasSgemm_v2", self._handle, op_b, op_a, *shape, one, b_at, lead_b, a_at, lead_a, zero, *into)
+        self._call(
+            "cublasSgemm_v2",
+            self._handle,
+            op_b,
+            op_a,
+            *shape,
+            one,
+            b_at,
+            lead_b,
+            a_at,
+            lead_a,
+            zero,
+            *into,
+        )
 
     def close(self):
         """Gives cuBLAS's handle back."""
@@ -91,7 +104,10 @@ class Network:
         self.flat = cp.asarray(random.normal(0, 0.05, ends[-1]).astype(np.float32))
         self._sum = cp.empty_like(self.flat)
         self._weights, self._gradients = (
-            [flat[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes, strict=True)]
+            [
+                flat[end - size : end].reshape(shape)
+                for end, size, shape in zip(ends, sizes, shapes, strict=True)
+            ]
             for flat in (self.flat, self._sum)
         )
         own = np.random.default_rng(COMM.rank)
@@ -201,10 +217,14 @@ def probe(layers, batch, communicator, steps, rounds):
         del graph, step
         network.close()
     gc.collect()
-    eager, replayed = (COMM.allreduce(statistics.median(seconds[name]), MPI.MAX) for name in ("eager", "graph"))
+    eager, replayed = (
+        COMM.allreduce(statistics.median(seconds[name]), MPI.MAX) for name in ("eager", "graph")
+    )
     if COMM.rank == 0:
         name = "-".join(map(str, layers))
-        figures = f"eager {1e6 * eager:,.1f} us, graph {1e6 * replayed:,.1f} us ({replayed / eager:.2f})"
+        figures = (
+            f"eager {1e6 * eager:,.1f} us, graph {1e6 * replayed:,.1f} us ({replayed / eager:.2f})"
+        )
         print(f"{name} on {COMM.size} ranks: {figures}, {agreement}", flush=True)
 
 

@@ -23,7 +23,15 @@ KINDS = ("parameters", "variables", "ranks")
 
 def measured(mpirun, rounds, ranks, models):
     """The seconds of each alternative, for each model: (parameters, variables)."""
-    command = [*shlex.split(mpirun), "-n", str(ranks), sys.executable, HERE / "growth_step.py", "--rounds", str(rounds)]
+    command = [
+        *shlex.split(mpirun),
+        "-n",
+        str(ranks),
+        sys.executable,
+        HERE / "growth_step.py",
+        "--rounds",
+        str(rounds),
+    ]
     command += [f"{parameters}x{variables}" for parameters, variables in models]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
 
@@ -40,7 +48,10 @@ def sweeps(options):
     yield cases[len(sizes) :]
     counts = [count for count in (1, 2, 3, 4, 6, 8) if count <= options.most_ranks]
     model = (middle, 10)
-    yield [((*model, count), measured(options.mpirun, options.rounds, count, [model])[0]) for count in counts]
+    yield [
+        ((*model, count), measured(options.mpirun, options.rounds, count, [model])[0])
+        for count in counts
+    ]
 
 
 def draw(panels, path):
@@ -53,9 +64,13 @@ def draw(panels, path):
     for place, (axis, cases, kind) in enumerate(zip(axes, panels, KINDS, strict=True)):
         across = [case[place] for case, _ in cases]
         for number, (way, marker) in enumerate(zip(WAYS, "os", strict=True)):
-            axis.plot(across, [1e3 * seconds[number] for _, seconds in cases], marker=marker, label=way)
+            axis.plot(
+                across, [1e3 * seconds[number] for _, seconds in cases], marker=marker, label=way
+            )
         fixed = [
-            f"{n:,} {name if n > 1 else name[:-1]}" for name, n in zip(KINDS, cases[0][0], strict=True) if name != kind
+            f"{n:,} {name if n > 1 else name[:-1]}"
+            for name, n in zip(KINDS, cases[0][0], strict=True)
+            if name != kind
         ]
         axis.set(xscale="log", yscale="log", xlabel=kind)
         axis.set_title(", ".join(fixed), fontsize=10)
@@ -69,18 +84,31 @@ def draw(panels, path):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="where they do not vary (%(default)s)")
     parser.add_argument("--most-ranks", type=int, default=8, help="where they do (%(default)s)")
-    parser.add_argument("--largest", type=int, default=10**7, help="number of parameters (%(default)s)")
-    parser.add_argument("--mpirun", default="mpirun", help="with the options that it needs (%(default)s)")
-    parser.add_argument("--plot", default=HERE / "growth.png", help="where to draw it (%(default)s)")
+    parser.add_argument(
+        "--largest", type=int, default=10**7, help="number of parameters (%(default)s)"
+    )
+    parser.add_argument(
+        "--mpirun", default="mpirun", help="with the options that it needs (%(default)s)"
+    )
+    parser.add_argument(
+        "--plot", default=HERE / "growth.png", help="where to draw it (%(default)s)"
+    )
     options = parser.parse_args()
     header(*KINDS, *(f"{way}, us" for way in WAYS), "ours / by hand")
     panels = []
     for cases in sweeps(options):
         for case, (ours, hand) in cases:
-            row(*(f"{count:,}" for count in case), f"{1e6 * ours:,.0f}", f"{1e6 * hand:,.0f}", f"{ours / hand:.2f}")
+            row(
+                *(f"{count:,}" for count in case),
+                f"{1e6 * ours:,.0f}",
+                f"{1e6 * hand:,.0f}",
+                f"{ours / hand:.2f}",
+            )
         panels.append(cases)
     draw(panels, options.plot)
 

@@ -41,11 +41,15 @@ def measure(strategy, parameters, variables, rounds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("sizes", nargs="+", metavar="PARAMETERSxVARIABLES", help="of a model")
     options = parser.parse_args()
     strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
-    results = [measure(strategy, *map(int, size.split("x")), options.rounds) for size in options.sizes]
+    results = [
+        measure(strategy, *map(int, size.split("x")), options.rounds) for size in options.sizes
+    ]
     print(json.dumps(results))
 
 

@@ -65,7 +65,15 @@ ADAM_GOALS = {"window": 1.05}
 # ---- the alternatives: each returns a step, and a function that returns the weights
 
 
-def ours(layers, x, y, in_buffers=False, make=lambda: hs.optimizers.SGD(RATE, MOMENTUM), strategy=None, marks=False):
+def ours(
+    layers,
+    x,
+    y,
+    in_buffers=False,
+    make=lambda: hs.optimizers.SGD(RATE, MOMENTUM),
+    strategy=None,
+    marks=False,
+):
     strategy = strategy or hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
@@ -75,9 +83,13 @@ def ours(layers, x, y, in_buffers=False, make=lambda: hs.optimizers.SGD(RATE, MO
 
     def replica_step(x, y):
         values = [weight.value() for weight in weights]
-        optimizer.apply_gradients(zip(gradients(values, x, y, buffers, **more), weights, strict=True))
+        optimizer.apply_gradients(
+            zip(gradients(values, x, y, buffers, **more), weights, strict=True)
+        )
 
-    return lambda: strategy.run(replica_step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
+    return lambda: strategy.run(replica_step, args=(x, y)), lambda: [
+        weight.numpy() for weight in weights
+    ]
 
 
 def by_hand(kind, layers, x, y):
@@ -103,7 +115,9 @@ def pytorch(layers, x, y, with_ddp, make=torch_sgd):
 
     def step():
         optimizer.zero_grad()
-        (COMM.size * (model(x) - y).square().sum() / (2 * len(x))).backward()  # of which both take the mean over ranks
+        (
+            COMM.size * (model(x) - y).square().sum() / (2 * len(x))
+        ).backward()  # of which both take the mean over ranks
         if not with_ddp:
             hs.torch.all_reduce_gradients("MEAN", module)
         optimizer.step()
@@ -123,7 +137,9 @@ def process_group():
     with tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(1)
         meeting = f"file://{COMM.bcast(folder)}/ranks"
-        torch.distributed.init_process_group("gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size)
+        torch.distributed.init_process_group(
+            "gloo", init_method=meeting, rank=COMM.rank, world_size=COMM.size
+        )
         try:
             yield
         finally:
@@ -141,8 +157,12 @@ class OneProcess:
             program = pathlib.Path(__file__).with_name(script)
             command = [python, program, str(COMM.size)]
             own = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, cores)  # before it starts: JAX has a thread for each core that it sees then
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            os.sched_setaffinity(
+                0, cores
+            )  # before it starts: JAX has a thread for each core that it sees then
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
             os.sched_setaffinity(0, own)
 
     def ask(self, **command):
@@ -191,7 +211,10 @@ def timed(made, rounds, steps, expected=None, others=None):
     ways |= {name: other.turn for name, other in others.items()}
     medians = interleaved(ways, rounds, steps, COMM)
     expected = expected or next(iter(made.values()))[1]()
-    for weights in (*[weights for _, weights in made.values()], *[other.weights for other in others.values()]):
+    for weights in (
+        *[weights for _, weights in made.values()],
+        *[other.weights for other in others.values()],
+    ):
         for one, another in zip(weights() or expected, expected, strict=True):
             np.testing.assert_allclose(one, another, rtol=1e-2, atol=1e-3)
     return medians, expected
@@ -256,9 +279,15 @@ def pytorch_adams(layers, batch):
     x, y = data(layers, batch, COMM.rank)
     options = {"lr": ADAM_RATE, "eps": 1e-7, "fused": True}
     return {
-        "DDP": pytorch(layers, x, y, True, lambda parameters: torch.optim.Adam(parameters, **options)),
+        "DDP": pytorch(
+            layers, x, y, True, lambda parameters: torch.optim.Adam(parameters, **options)
+        ),
         "ZeRO": pytorch(
-            layers, x, y, True, lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options)
+            layers,
+            x,
+            y,
+            True,
+            lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options),
         ),
     }
 
@@ -269,23 +298,38 @@ def named(layers):
 
 def show(name, medians, goals):
     for way, seconds in medians.items():
-        row(name, way, f"{1e6 * seconds:,.0f}", f"{medians['ours'] / seconds:.2f}", goals.get(way) or "")
+        row(
+            name,
+            way,
+            f"{1e6 * seconds:,.0f}",
+            f"{medians['ours'] / seconds:.2f}",
+            goals.get(way) or "",
+        )
         name = ""
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=20, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("--tensorflow", metavar="PYTHON", help="a Python that has TensorFlow")
     parser.add_argument("--jax", metavar="PYTHON", help="a Python that has JAX")
     parser.add_argument("--json", metavar="FILE", help="where to write the figures")
     options = parser.parse_args()
     pythons = {"TensorFlow": options.tensorflow, "JAX": options.jax}
-    others = {name: OneProcess(python, f"{name.lower()}_step.py") for name, python in pythons.items() if python}
+    others = {
+        name: OneProcess(python, f"{name.lower()}_step.py")
+        for name, python in pythons.items()
+        if python
+    }
     figures, weights = {}, {}
     for layers in NETWORKS:
         figures[named(layers)], weights[layers] = measure(layers, others, options.rounds)
-    with_adam, sharded = measure_adam(layers, options.rounds), measure_sharded(layers, options.rounds)
+    with_adam, sharded = (
+        measure_adam(layers, options.rounds),
+        measure_sharded(layers, options.rounds),
+    )
     if torch is not None:
         with process_group():
             for each in NETWORKS:
@@ -301,7 +345,9 @@ def main():
     for other in others.values():
         other.close()
     if options.json and COMM.rank == 0:
-        pathlib.Path(options.json).write_text(json.dumps({"ranks": COMM.size, "seconds": figures}, indent=1) + "\n")
+        pathlib.Path(options.json).write_text(
+            json.dumps({"ranks": COMM.size, "seconds": figures}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

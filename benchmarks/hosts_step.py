@@ -71,8 +71,12 @@ def measure(made, rounds, link):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="turns that each way takes (%(default)s)")
-    parser.add_argument("--batch", type=int, default=NETWORKS[LAYERS][0], help="of a replica (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns that each way takes (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=NETWORKS[LAYERS][0], help="of a replica (%(default)s)"
+    )
     parser.add_argument("--link", default="eth0", help="of this host to the others (%(default)s)")
     options = parser.parse_args()
     found = measure(alternatives(options.batch), options.rounds, options.link)
@@ -80,10 +84,17 @@ def main():
         with process_group():
             found |= measure(pytorch_adams(LAYERS, options.batch), options.rounds, options.link)
     hosts = COMM.Split_type(MPI.COMM_TYPE_SHARED).rank == 0
-    print(f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, {options.rounds} rounds\n")
+    print(
+        f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, {options.rounds} rounds\n"
+    )
     header("way", "ms", "sharded / that", "MB over the busiest link")
     for name, (seconds, nbytes) in found.items():
-        row(name, f"{1e3 * seconds:,.0f}", f"{found['sharded'][0] / seconds:.2f}", f"{nbytes / 1e6:,.1f}")
+        row(
+            name,
+            f"{1e3 * seconds:,.0f}",
+            f"{found['sharded'][0] / seconds:.2f}",
+            f"{nbytes / 1e6:,.1f}",
+        )
     COMM.Barrier()
 
 

@@ -26,7 +26,9 @@ COMM = MPI.COMM_WORLD
 
 
 def distributed(strategy, arrays, batch):
-    dataset = hs.data.Dataset.from_tensor_slices(arrays).shuffle(len(arrays[0]), seed=0).batch(batch)
+    dataset = (
+        hs.data.Dataset.from_tensor_slices(arrays).shuffle(len(arrays[0]), seed=0).batch(batch)
+    )
     return strategy.experimental_distribute_dataset(dataset)
 
 
@@ -109,7 +111,9 @@ def touched(strategy, count, batch):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("--rows", type=int, default=60_000, help="of the dataset (%(default)s)")
     options = parser.parse_args()
     strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
@@ -117,7 +121,10 @@ def main():
     print(f"An epoch on {COMM.size} ranks, milliseconds, medians of {options.rounds} rounds\n")
     header("batch", "ours", "by hand", "ours of its speed", "goal", "drawing", "ours of its speed")
     for batch in (128, 256):
-        ours, hand = distributed(strategy, (rows, labels), batch), by_hand(rows, labels, batch, options.rounds)
+        ours, hand = (
+            distributed(strategy, (rows, labels), batch),
+            by_hand(rows, labels, batch, options.rounds),
+        )
         draws = drawing(rows, labels, batch)
         check(strategy, ours, hand, options.rows)
         ways = {
@@ -127,8 +134,18 @@ def main():
         }
         medians = interleaved(ways, options.rounds, comm=COMM)
         took = {name: f"{1e3 * seconds:,.1f}" for name, seconds in medians.items()}
-        speed = {name: f"{100 * seconds / medians['ours']:.0f} %" for name, seconds in medians.items()}
-        row(batch, took["ours"], took["by hand"], speed["by hand"], "80 %", took["drawing"], speed["drawing"])
+        speed = {
+            name: f"{100 * seconds / medians['ours']:.0f} %" for name, seconds in medians.items()
+        }
+        row(
+            batch,
+            took["ours"],
+            took["by hand"],
+            speed["by hand"],
+            "80 %",
+            took["drawing"],
+            speed["drawing"],
+        )
     counts = ", ".join(f"{count:,}" for count in touched(strategy, options.rows, 256))
     print(f"\nRows that each rank touched in an epoch of {options.rows:,}: {counts}")
 

@@ -35,18 +35,28 @@ def make_step(layers, batch):
     def replica_step(weights, velocities, x, y):
         # Of what every replica has alike, the gradient is summed over the replicas: the `psum` is in it.
         found = jax.grad(loss)(weights, x, y)
-        velocities = [networks.MOMENTUM * v - networks.RATE * g for v, g in zip(velocities, found, strict=True)]
+        velocities = [
+            networks.MOMENTUM * v - networks.RATE * g
+            for v, g in zip(velocities, found, strict=True)
+        ]
         return [w + v for w, v in zip(weights, velocities, strict=True)], velocities
 
     step = jax.jit(
         jax.shard_map(
-            replica_step, mesh=MESH, in_specs=(EVERYWHERE, EVERYWHERE, SPLIT, SPLIT), out_specs=(EVERYWHERE, EVERYWHERE)
+            replica_step,
+            mesh=MESH,
+            in_specs=(EVERYWHERE, EVERYWHERE, SPLIT, SPLIT),
+            out_specs=(EVERYWHERE, EVERYWHERE),
         ),
         donate_argnums=(0, 1),
     )
-    weights = [jax.device_put(value, NamedSharding(MESH, EVERYWHERE)) for value in networks.initial(layers)]
+    weights = [
+        jax.device_put(value, NamedSharding(MESH, EVERYWHERE)) for value in networks.initial(layers)
+    ]
     state = [weights, [jax.numpy.zeros_like(value) for value in weights]]
-    parts = zip(*(networks.data(layers, batch, replica) for replica in range(REPLICAS)), strict=True)
+    parts = zip(
+        *(networks.data(layers, batch, replica) for replica in range(REPLICAS)), strict=True
+    )
     x, y = (jax.device_put(np.concatenate(part), NamedSharding(MESH, SPLIT)) for part in parts)
 
     def run():

@@ -31,7 +31,11 @@ def pss(processes):
     total = 0
     for process in processes:
         with open(f"/proc/{process}/smaps_rollup") as file:
-            total += sum(int(line.split()[1]) for line in file if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+            total += sum(
+                int(line.split()[1])
+                for line in file
+                if line.startswith(("Pss_Anon:", "Pss_Shmem:"))
+            )
     return total / 1024
 
 
@@ -62,8 +66,12 @@ class Peak:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parameters", type=int, default=64_000_000, help="of the model (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="during which the peak is sampled (%(default)s)")
+    parser.add_argument(
+        "--parameters", type=int, default=64_000_000, help="of the model (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=10, help="during which the peak is sampled (%(default)s)"
+    )
     options = parser.parse_args()
     size = -(-options.parameters // VARIABLES)
     mebibytes = 4 * size * VARIABLES / 2**20
@@ -77,12 +85,20 @@ def main():
         return found
 
     before = measured()
-    print(f"{size * VARIABLES:,} parameters of float32 are {mebibytes:,.1f} MiB; {COMM.size} ranks\n")
+    print(
+        f"{size * VARIABLES:,} parameters of float32 are {mebibytes:,.1f} MiB; {COMM.size} ranks\n"
+    )
     header("Pss of all ranks, MiB", "measured", "more than before", "expected", "unaccounted for")
 
     def show(stage, found, copies):
         expected = copies * mebibytes
-        row(stage, *(f"{one:,.1f}" for one in (found, found - before, expected, found - before - expected)))
+        row(
+            stage,
+            *(
+                f"{one:,.1f}"
+                for one in (found, found - before, expected, found - before - expected)
+            ),
+        )
 
     show("before", before, 0)
     ones = np.broadcast_to(np.float32(1), size)  # which takes no memory
@@ -92,7 +108,9 @@ def main():
     show("with the variables", measured(), 1)
 
     def step():
-        optimizer.apply_gradients([(gradient, v) for gradient, v in zip(gradients, variables, strict=True)])
+        optimizer.apply_gradients(
+            [(gradient, v) for gradient, v in zip(gradients, variables, strict=True)]
+        )
 
     gradients = [np.full(size, COMM.rank + 1, np.float32) for _ in range(VARIABLES)]
     strategy.run(step)
@@ -101,7 +119,9 @@ def main():
         for _ in range(options.steps):
             strategy.run(step)
         time.sleep(0.1)  # for at least one sample
-    show(f"peak of {options.steps} more steps, {peak.samples} samples", peak.size, 3 + 2 * COMM.size)
+    show(
+        f"peak of {options.steps} more steps, {peak.samples} samples", peak.size, 3 + 2 * COMM.size
+    )
     for v in variables:  # equal gradients move every parameter by the learning rate
         np.testing.assert_allclose(v.numpy()[[0, -1]], 1 - 1e-3 * (options.steps + 1), rtol=1e-4)
 

@@ -23,7 +23,9 @@ def initial(layers):
 def data(layers, batch, replica):
     """A replica's inputs and targets."""
     random = np.random.default_rng(replica)
-    return random.random((batch, layers[0]), np.float32), random.random((batch, layers[-1]), np.float32)
+    return random.random((batch, layers[0]), np.float32), random.random(
+        (batch, layers[-1]), np.float32
+    )
 
 
 def gradients(weights, x, y, out=None, ready=lambda *_: None):

@@ -89,13 +89,19 @@ def main():
     parser.add_argument("--rounds", type=int, default=10, help="turns of each way (%(default)s)")
     parser.add_argument("--batch", type=int, default=320, help="of each replica (%(default)s)")
     parser.add_argument(
-        "--layers", type=int, nargs="+", default=[*NETWORKS][-1], help="units of each layer (%(default)s)"
+        "--layers",
+        type=int,
+        nargs="+",
+        default=[*NETWORKS][-1],
+        help="units of each layer (%(default)s)",
     )
     options = parser.parse_args()
     medians = measure(options.layers, options.batch, options.rounds)
     if COMM.rank == 0:
         hidden = (medians["without"] - medians["with ready"]) / medians["exchange"]
-        print(f"{COMM.size} ranks, batch {options.batch}, milliseconds, medians of {options.rounds} rounds\n")
+        print(
+            f"{COMM.size} ranks, batch {options.batch}, milliseconds, medians of {options.rounds} rounds\n"
+        )
         header(*medians, "hidden")
         row(*[f"{1e3 * seconds:.1f}" for seconds in medians.values()], f"{100 * hidden:.0f} %")
 

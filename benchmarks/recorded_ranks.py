@@ -39,7 +39,9 @@ def bruck(n, nbytes):
     """All-gather of small parts: Bruck's algorithm. Recursive doubling has as many rounds and bytes."""
     distance = 1
     while distance < n:
-        yield [(rank, (rank - distance) % n, min(distance, n - distance) * nbytes) for rank in range(n)]
+        yield [
+            (rank, (rank - distance) % n, min(distance, n - distance) * nbytes) for rank in range(n)
+        ]
         distance *= 2
 
 
@@ -54,7 +56,9 @@ def pairwise(sizes):
     """All-to-all: in each turn a rank sends to one other. `sizes[source][destination]`; empty messages are not sent."""
     n = len(sizes)
     for distance in range(1, n):
-        yield [(rank, (rank + distance) % n, sizes[rank][(rank + distance) % n]) for rank in range(n)]
+        yield [
+            (rank, (rank + distance) % n, sizes[rank][(rank + distance) % n]) for rank in range(n)
+        ]
 
 
 def binomial(n, root, nbytes):
@@ -78,7 +82,9 @@ def wait_for_all(requests):
         comm.swaps += comm.on_their_way == 0  # windows of one swap overlap
 
 
-MPI = types.SimpleNamespace(IN_PLACE="in place", UNDEFINED=-1, Request=types.SimpleNamespace(Waitall=wait_for_all))
+MPI = types.SimpleNamespace(
+    IN_PLACE="in place", UNDEFINED=-1, Request=types.SimpleNamespace(Waitall=wait_for_all)
+)
 
 
 class Request(NamedTuple):
@@ -177,7 +183,9 @@ class RecordingComm:
         if self.rank == 0:
             ranks, found = self._meeting.ranks, []
             for messages in rounds:
-                sent = [(ranks[source], ranks[to], nbytes) for source, to, nbytes in messages if nbytes]
+                sent = [
+                    (ranks[source], ranks[to], nbytes) for source, to, nbytes in messages if nbytes
+                ]
                 found += [sent] if sent else []
             self._meeting.job.calls.append(Call(name, found))
 
@@ -193,7 +201,9 @@ class RecordingComm:
             for rank in sorted(range(self.size), key=lambda rank: (everyones[rank][1], rank)):
                 if everyones[rank][0] != MPI.UNDEFINED:
                     members[everyones[rank][0]].append(self._meeting.ranks[rank])
-            self._meeting.made = {color: self._meeting.job.meeting(ranks) for color, ranks in members.items()}
+            self._meeting.made = {
+                color: self._meeting.job.meeting(ranks) for color, ranks in members.items()
+            }
         self.Barrier()
         if color not in self._meeting.made:
             return None
@@ -246,7 +256,9 @@ class RecordingComm:
             if self.swaps not in meeting.swaps:
                 meeting.swaps[self.swaps] = []
                 meeting.job.calls.append(Call("Isend", [meeting.swaps[self.swaps]]))
-            meeting.swaps[self.swaps].append((meeting.ranks[self.rank], meeting.ranks[to], piece.nbytes))
+            meeting.swaps[self.swaps].append(
+                (meeting.ranks[self.rank], meeting.ranks[to], piece.nbytes)
+            )
             self.on_their_way += 1
             messages = meeting.queues[self.rank, to]
         messages.put(piece.copy())
@@ -260,4 +272,6 @@ class RecordingComm:
 
 def hosts_of(ranks_per_host):
     """The host of each rank, for hosts of so many ranks, one host after the other."""
-    return tuple(itertools.chain.from_iterable([host] * count for host, count in enumerate(ranks_per_host)))
+    return tuple(
+        itertools.chain.from_iterable([host] * count for host, count in enumerate(ranks_per_host))
+    )

@@ -10,7 +10,9 @@ import math
 from typing import NamedTuple
 
 RECORD = 256  # bytes of a rank, with which every collective call begins
-PIECE = 1 << 20  # bytes of all ranks' parts from which on each is sent to its rank in pieces of so many, all at a time
+PIECE = (
+    1 << 20
+)  # bytes of all ranks' parts from which on each is sent to its rank in pieces of so many, all at a time
 
 
 class Links(NamedTuple):
@@ -71,8 +73,12 @@ def records(groups, nbytes=RECORD):
             for place in range(group):
                 if place < distance and place + n - distance >= group:  # it leaves the host
                     messages += groups.count(group)
-                    sent[group, place] = sent.get((group, place), 0) + min(distance, n - distance) * nbytes
-    by_host = {group: sum(size for (of, _), size in sent.items() if of == group) for group in groups}
+                    sent[group, place] = (
+                        sent.get((group, place), 0) + min(distance, n - distance) * nbytes
+                    )
+    by_host = {
+        group: sum(size for (of, _), size in sent.items() if of == group) for group in groups
+    }
     total = sum(by_host[group] for group in groups)
     return Cost(len(distances), messages, total, max(by_host.values()), max(sent.values()))
 
@@ -100,7 +106,9 @@ def all_gather(groups, nbytes):
     n, hosts = sum(groups), len(groups)
     if hosts == 1 or n * nbytes > PIECE:
         return all_to_all(groups, nbytes)
-    return Cost(n - 1, hosts * (n - 1), hosts * (n - 1) * nbytes, (n - 1) * nbytes, (n - 1) * nbytes)
+    return Cost(
+        n - 1, hosts * (n - 1), hosts * (n - 1) * nbytes, (n - 1) * nbytes, (n - 1) * nbytes
+    )
 
 
 def rails(groups, nbytes):
@@ -114,7 +122,11 @@ def rails(groups, nbytes):
     first = [0, *itertools.accumulate(groups)]
     places = [(host, place) for host, group in enumerate(groups) for place in range(group)]
     senders = [
-        [(first[other] + place % groups[other], first[host] + place) for other in range(hosts) if other != host]
+        [
+            (first[other] + place % groups[other], first[host] + place)
+            for other in range(hosts)
+            if other != host
+        ]
         for host, place in places
     ]
     distances = {(rank - sender) % n for pairs in senders for sender, rank in pairs}
@@ -122,11 +134,16 @@ def rails(groups, nbytes):
     into = max(group * (hosts - 1) for group in groups)
     # The first rank of a host serves most: one place in `group` of every other host.
     of_first = max(
-        sum(math.ceil(other / group) for j, other in enumerate(groups) if j != i) for i, group in enumerate(groups)
+        sum(math.ceil(other / group) for j, other in enumerate(groups) if j != i)
+        for i, group in enumerate(groups)
     )
     messages = n * (hosts - 1)
     found = Cost(
-        len(distances), messages, messages * nbytes, max(out, into) * nbytes, max(of_first, hosts - 1) * nbytes
+        len(distances),
+        messages,
+        messages * nbytes,
+        max(out, into) * nbytes,
+        max(of_first, hosts - 1) * nbytes,
     )
     return in_pieces(found, n, nbytes)
 
@@ -154,7 +171,11 @@ def unsharded(groups, nbytes):
 def sharded(groups, nbytes):
     """Likewise, but what goes back are new values, in a call of its own."""
     part = nbytes // sum(groups)
-    return [] if len(groups) == 1 else [records(groups), rails(groups, part), records(groups), rails(groups, part)]
+    return (
+        []
+        if len(groups) == 1
+        else [records(groups), rails(groups, part), records(groups), rails(groups, part)]
+    )
 
 
 STEPS = {"flat": flat, "leaders": leaders, "unsharded": unsharded, "sharded": sharded}
@@ -187,8 +208,12 @@ class GpuHosts(NamedTuple):
 
 
 GPU_HOSTS = {
-    "DGX A100": GpuHosts(8, 8, 25e9, 300e9, "NVIDIA DGX A100 data sheet: 8 x 200 Gb/s, NVLink 600 GB/s both ways"),
-    "DGX H100": GpuHosts(8, 8, 50e9, 450e9, "NVIDIA DGX H100 data sheet: 8 x 400 Gb/s, NVLink 900 GB/s both ways"),
+    "DGX A100": GpuHosts(
+        8, 8, 25e9, 300e9, "NVIDIA DGX A100 data sheet: 8 x 200 Gb/s, NVLink 600 GB/s both ways"
+    ),
+    "DGX H100": GpuHosts(
+        8, 8, 50e9, 450e9, "NVIDIA DGX H100 data sheet: 8 x 400 Gb/s, NVLink 900 GB/s both ways"
+    ),
 }
 # Seconds of a ring with the protocol LL128, from NCCL's own cost model, `src/graph/tuning.cc`.
 NCCL_START, NVLINK_HOP, NETWORK_HOP = 10.0e-6, 1.9e-6, 4.0e-6

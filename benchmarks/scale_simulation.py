@@ -70,7 +70,9 @@ def step(name, hosts, gradients):
                 if comm.rank == 0:
                     job.calls.clear()
                 comm.Barrier()
-                storage.update(plan, [gradients[comm.rank]], ReduceOp.SUM, UpdateRule(descend, {"rate": 1.0}))
+                storage.update(
+                    plan, [gradients[comm.rank]], ReduceOp.SUM, UpdateRule(descend, {"rate": 1.0})
+                )
         return variable.array.copy()
 
     values = job.run(program)
@@ -90,7 +92,9 @@ def descend(value, gradient, slots, _):
 
 def cost(call, hosts):
     """What a call sends between hosts."""
-    rounds = [[one for one in messages if hosts[one[0]] != hosts[one[1]]] for messages in call.rounds]
+    rounds = [
+        [one for one in messages if hosts[one[0]] != hosts[one[1]]] for messages in call.rounds
+    ]
     sizes, through_host, through_rank = [], Counter(), Counter()
     for source, to, nbytes in (one for messages in rounds for one in messages):
         sizes.append(nbytes)
@@ -109,7 +113,9 @@ def seconds(call, hosts, links):
             inside["out", source] += nbytes
             inside["in", to] += nbytes
     rounds = len(call.rounds) - between.rounds  # those that stay inside
-    memory = rounds * links.memory_latency + max(inside.values(), default=0) / links.memory_bandwidth
+    memory = (
+        rounds * links.memory_latency + max(inside.values(), default=0) / links.memory_bandwidth
+    )
     return max(between.seconds(links), memory)
 
 
@@ -118,12 +124,27 @@ def seconds(call, hosts, links):
 
 def gradients_of(n, elements):
     """Each rank's: small whole numbers, whose sums are exact."""
-    return [((np.arange(elements) * (2 * rank + 1) + 3 * rank) % 11 - 5).astype(np.float32) for rank in range(n)]
+    return [
+        ((np.arange(elements) * (2 * rank + 1) + 3 * rank) % 11 - 5).astype(np.float32)
+        for rank in range(n)
+    ]
 
 
 def show_simulation(options, links):
-    print(f"\n## What the library sends in a step: {4 * options.elements / 1e6:.1f} MB of gradients\n")
-    header("step", "hosts", "ranks a host", "messages", "MB", "by formula", "MB, busiest link", "ms", "by formula")
+    print(
+        f"\n## What the library sends in a step: {4 * options.elements / 1e6:.1f} MB of gradients\n"
+    )
+    header(
+        "step",
+        "hosts",
+        "ranks a host",
+        "messages",
+        "MB",
+        "by formula",
+        "MB, busiest link",
+        "ms",
+        "by formula",
+    )
     for count in options.hosts:
         groups = (options.ranks,) * count
         hosts, elements = hosts_of(groups), even(options.elements, groups)
@@ -131,12 +152,21 @@ def show_simulation(options, links):
             calls, values = step(name, hosts, gradients_of(sum(groups), elements))
             if name == "flat":
                 plain = values[0]
-            assert all(np.array_equal(value, plain) for value in values), "the ways of a step differ"
+            assert all(np.array_equal(value, plain) for value in values), (
+                "the ways of a step differ"
+            )
             found = [cost(call, hosts) for call in calls]
             expected = formulas.STEPS[name](groups, 4 * elements)
-            megabytes = [f"{sum(one.nbytes for one in costs) / 1e6:,.2f}" for costs in (found, expected)]
-            busiest = sum(one.through_rank if links.of_each_rank else one.through_host for one in found)
-            times = sum(seconds(call, hosts, links) for call in calls), formulas.seconds(expected, links)
+            megabytes = [
+                f"{sum(one.nbytes for one in costs) / 1e6:,.2f}" for costs in (found, expected)
+            ]
+            busiest = sum(
+                one.through_rank if links.of_each_rank else one.through_host for one in found
+            )
+            times = (
+                sum(seconds(call, hosts, links) for call in calls),
+                formulas.seconds(expected, links),
+            )
             cells = *megabytes, f"{busiest / 1e6:,.2f}", *(f"{1e3 * time:,.2f}" for time in times)
             row(name, count, options.ranks, sum(one.messages for one in found), *cells)
 
@@ -147,19 +177,32 @@ def show_seconds(options, links):
     for megabytes in options.megabytes:
         for count in options.many_hosts:
             groups = (options.ranks,) * count
-            times = [formulas.seconds(of(groups, int(1e6 * megabytes)), links) for of in formulas.STEPS.values()]
-            row(f"{megabytes:g} MB", count, options.ranks, *(f"{1e3 * time:,.1f}" for time in times))
+            times = [
+                formulas.seconds(of(groups, int(1e6 * megabytes)), links)
+                for of in formulas.STEPS.values()
+            ]
+            row(
+                f"{megabytes:g} MB", count, options.ranks, *(f"{1e3 * time:,.1f}" for time in times)
+            )
 
 
 def show_gpus(options):
     print("\n## GPUs: milliseconds in NCCL, by its own cost model\n")
-    header("hosts of", "gradients", "hosts", "MB through a NIC", "all-reduce", "reduce-scatter and all-gather")
+    header(
+        "hosts of",
+        "gradients",
+        "hosts",
+        "MB through a NIC",
+        "all-reduce",
+        "reduce-scatter and all-gather",
+    )
     for kind, hosts in formulas.GPU_HOSTS.items():
         for megabytes in options.megabytes:
             for count in (1, *options.many_hosts):
                 through, reduced = formulas.nccl("allReduce", count, hosts, 1e6 * megabytes)
                 parts = [
-                    formulas.nccl(call, count, hosts, 1e6 * megabytes)[1] for call in ("reduceScatter", "allGather")
+                    formulas.nccl(call, count, hosts, 1e6 * megabytes)[1]
+                    for call in ("reduceScatter", "allGather")
                 ]
                 times = [f"{1e3 * time:,.3g}" for time in (reduced, sum(parts))]
                 row(kind, f"{megabytes:g} MB", count, f"{through / 1e6:,.1f}", *times)
@@ -173,17 +216,31 @@ def even(elements, groups):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="simulated (1 2 3 4 8)")
+    parser.add_argument(
+        "--hosts", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="simulated (1 2 3 4 8)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="of a host (4)")
-    parser.add_argument("--elements", type=int, default=1 << 20, help="of the simulated gradients, float32 (2**20)")
-    parser.add_argument("--megabytes", type=float, nargs="+", default=[1, 33.6, 400], help="for the formulas")
-    parser.add_argument("--many-hosts", type=int, nargs="+", default=[2, 3, 8, 32, 128], help="for the formulas")
+    parser.add_argument(
+        "--elements", type=int, default=1 << 20, help="of the simulated gradients, float32 (2**20)"
+    )
+    parser.add_argument(
+        "--megabytes", type=float, nargs="+", default=[1, 33.6, 400], help="for the formulas"
+    )
+    parser.add_argument(
+        "--many-hosts", type=int, nargs="+", default=[2, 3, 8, 32, 128], help="for the formulas"
+    )
     parser.add_argument("--gigabits", type=float, default=1.0, help="a second, of a link (1)")
-    parser.add_argument("--latency", type=float, default=1e-4, help="of a link, in seconds (0.0001)")
-    parser.add_argument("--links", choices=["host", "rank"], default="host", help="who has one (host)")
+    parser.add_argument(
+        "--latency", type=float, default=1e-4, help="of a link, in seconds (0.0001)"
+    )
+    parser.add_argument(
+        "--links", choices=["host", "rank"], default="host", help="who has one (host)"
+    )
     options = parser.parse_args()
     links = formulas.Links(options.latency, options.gigabits * 1e9 / 8, options.links == "rank")
-    print(f"A link of each {options.links}: {options.gigabits:g} Gbit/s, {1e3 * options.latency:g} ms")
+    print(
+        f"A link of each {options.links}: {options.gigabits:g} Gbit/s, {1e3 * options.latency:g} ms"
+    )
     show_simulation(options, links)
     show_seconds(options, links)
     show_gpus(options)

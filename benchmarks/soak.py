@@ -66,9 +66,15 @@ def measured(processes):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=100_000, help="to run (%(default)s)")
-    parser.add_argument("--most", type=float, default=1.0, help="MiB that a rank may grow by (%(default)s)")
-    parser.add_argument("--leak", type=int, default=0, help="bytes to lose in each step, to try this program itself")
-    parser.add_argument("--lose-files", action="store_true", help="lose an open file in each step, for the same")
+    parser.add_argument(
+        "--most", type=float, default=1.0, help="MiB that a rank may grow by (%(default)s)"
+    )
+    parser.add_argument(
+        "--leak", type=int, default=0, help="bytes to lose in each step, to try this program itself"
+    )
+    parser.add_argument(
+        "--lose-files", action="store_true", help="lose an open file in each step, for the same"
+    )
     options = parser.parse_args()
     processes = COMM.allgather(os.getpid())
     lost = []

@@ -53,7 +53,9 @@ def start(program, command=()):
         seconds = 0
         for _ in range(calls):
             begin = time.monotonic()  # the same clock in all processes
-            told = subprocess.run([*command, sys.executable, "-c", program], check=True, stdout=subprocess.PIPE).stdout
+            told = subprocess.run(
+                [*command, sys.executable, "-c", program], check=True, stdout=subprocess.PIPE
+            ).stdout
             seconds += float(told) - begin
         return seconds
 
@@ -62,15 +64,24 @@ def start(program, command=()):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15, help="turns that each way takes (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="turns that each way takes (%(default)s)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="of the job (%(default)s)")
-    parser.add_argument("--mpirun", default="mpirun", help="with the options that it needs (%(default)s)")
+    parser.add_argument(
+        "--mpirun", default="mpirun", help="with the options that it needs (%(default)s)"
+    )
     options = parser.parse_args()
     job = [*shlex.split(options.mpirun), "-n", str(options.ranks)]
     print(f"From the start of fresh processes, milliseconds, medians of {options.rounds} rounds\n")
     header("until", "ours", "beside", "more", "goal of that")
     for name, ours, beside, goal in (
-        ("import hpcstrat, beside import numpy", start(f"import hpcstrat{MOMENT}"), start(f"import numpy{MOMENT}"), 60),
+        (
+            "import hpcstrat, beside import numpy",
+            start(f"import hpcstrat{MOMENT}"),
+            start(f"import numpy{MOMENT}"),
+            60,
+        ),
         (
             f"the end of the first step on {options.ranks} ranks, beside one Allreduce of mpi4py",
             start(FIRST_STEP, job),

@@ -37,7 +37,10 @@ def make_step(strategy, layers, batch):
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
 
     def of_replica(context):
-        return tuple(tf.constant(array) for array in networks.data(layers, batch, context.replica_id_in_sync_group))
+        return tuple(
+            tf.constant(array)
+            for array in networks.data(layers, batch, context.replica_id_in_sync_group)
+        )
 
     x, y = strategy.experimental_distribute_values_from_function(of_replica)
 
@@ -51,7 +54,9 @@ def make_step(strategy, layers, batch):
 def main():
     replicas = int(sys.argv[1])
     (cpu,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * replicas
+    )
     devices = [f"/cpu:{i}" for i in range(replicas)]
     strategy = tf.distribute.experimental.CentralStorageStrategy(devices, "/cpu:0")
     for line in sys.stdin:

@@ -27,7 +27,10 @@ except ImportError:
 COMM = MPI.COMM_WORLD
 SHAPES = [(1024, 2048), (2048,), (2048, 2048), (2048,), (2048, 1024), (1024,)]
 OPTIMIZERS = {
-    "SGD, momentum 0.9": (lambda: hs.optimizers.SGD(1e-3, 0.9), lambda p, **how: torch.optim.SGD(p, 1e-3, 0.9, **how)),
+    "SGD, momentum 0.9": (
+        lambda: hs.optimizers.SGD(1e-3, 0.9),
+        lambda p, **how: torch.optim.SGD(p, 1e-3, 0.9, **how),
+    ),
     "Adam": (lambda: hs.optimizers.Adam(1e-3), lambda p, **how: torch.optim.Adam(p, 1e-3, **how)),
 }
 
@@ -71,7 +74,10 @@ def torchs(make, dtype, **how):
     """An alternative that runs on rank 0 only."""
     if COMM.rank:
         return lambda calls: 0.0
-    parameters = [torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype)) for value in values("float32")]
+    parameters = [
+        torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype))
+        for value in values("float32")
+    ]
     for parameter in parameters:
         parameter.requires_grad_()
         parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
@@ -85,7 +91,9 @@ def main():
     if torch is not None:
         torch.set_num_threads(1)
     count = sum(int(np.prod(shape)) for shape in SHAPES)
-    print(f"An update of {count:,} elements on {COMM.size} ranks, milliseconds, medians of {rounds} rounds\n")
+    print(
+        f"An update of {count:,} elements on {COMM.size} ranks, milliseconds, medians of {rounds} rounds\n"
+    )
     header(
         "optimizer",
         "dtype",
@@ -98,7 +106,10 @@ def main():
     )
     for name, (make, make_torchs) in OPTIMIZERS.items():
         for dtype in ("float32", "float16", "bfloat16"):
-            ways = {"compiled": ours(make, kind(dtype), True), "NumPy": ours(make, kind(dtype), False)}
+            ways = {
+                "compiled": ours(make, kind(dtype), True),
+                "NumPy": ours(make, kind(dtype), False),
+            }
             ways["buffers"] = ours(make, kind(dtype), True, in_buffers=True)
             if torch is not None:
                 ways["fused"] = torchs(make_torchs, dtype, fused=True)

@@ -28,7 +28,9 @@ TEXT = re.compile(r"(?<=>)[^<]+")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that are not in `docs/`, and the files that any page links to."""
     pages = [*PAGES, *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
-    linked = {target for page in pages for target in targets(page) if not target.startswith("docs/")}
+    linked = {
+        target for page in pages for target in targets(page) if not target.startswith("docs/")
+    }
     for path in sorted({*PAGES, *linked}):
         if (ROOT / path).is_file():  # else mkdocs warns of the link
             files.append(File(path, os.fspath(ROOT), config.site_dir, config.use_directory_urls))
@@ -41,7 +43,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     path = os.path.relpath(page.file.abs_src_path or "", ROOT)
 
     def moved(link: re.Match[str]) -> str:
-        return os.path.relpath(target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or ".")
+        return os.path.relpath(
+            target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or "."
+        )
 
     return LINK.sub(moved, markdown)
 
@@ -54,7 +58,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 def with_breaks(code: re.Match[str]) -> str:
     """The same HTML, in which text may break where names have a joint."""
-    return TEXT.sub(lambda text: re.sub(r"(?<=\w)(\.(?!py\b)|_(?![A-Z])|=)(?=[^\W\d])", r"\1<wbr>", text[0]), code[0])
+    return TEXT.sub(
+        lambda text: re.sub(r"(?<=\w)(\.(?!py\b)|_(?![A-Z])|=)(?=[^\W\d])", r"\1<wbr>", text[0]),
+        code[0],
+    )
 
 
 def breakable(items: list[AnchorLink]) -> None:

@@ -19,18 +19,32 @@ def main():
     parser = argparse.ArgumentParser(description="Early stopping.")
     parser.add_argument("--folder", default="checkpoints", help="for the checkpoints (%(default)s)")
     parser.add_argument(
-        "--patience", type=int, default=3, help="epochs without a better one, then it stops (%(default)s)"
+        "--patience",
+        type=int,
+        default=3,
+        help="epochs without a better one, then it stops (%(default)s)",
     )
-    parser.add_argument("--epochs", type=int, default=100, help="at most, counted from the first start (%(default)s)")
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=100,
+        help="at most, counted from the first start (%(default)s)",
+    )
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
     images, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(images))
     images, digits = (images[order] / 16).astype(np.float32), digits[order]
-    train = hs.data.Dataset.from_tensor_slices((images[:1400], digits[:1400])).shuffle(1400, seed=0).batch(50)
+    train = (
+        hs.data.Dataset.from_tensor_slices((images[:1400], digits[:1400]))
+        .shuffle(1400, seed=0)
+        .batch(50)
+    )
     held_back = hs.data.Dataset.from_tensor_slices((images[1400:], digits[1400:])).batch(200)
-    train, held_back = (strategy.experimental_distribute_dataset(dataset) for dataset in (train, held_back))
+    train, held_back = (
+        strategy.experimental_distribute_dataset(dataset) for dataset in (train, held_back)
+    )
     with strategy.scope():
         weights = hs.Variable(np.zeros((64, 10), np.float32))
         optimizer = hs.optimizers.Adam(0.05)
@@ -47,14 +61,22 @@ def main():
 
     last_file, best_file = (os.path.join(options.folder, name) for name in ("last", "best"))
     state = hs.checkpoint.Checkpoint(
-        weights=weights, optimizer=optimizer, epoch=epoch, best=best, best_epoch=best_epoch, train=train
+        weights=weights,
+        optimizer=optimizer,
+        epoch=epoch,
+        best=best,
+        best_epoch=best_epoch,
+        train=train,
     )
     model = hs.checkpoint.Checkpoint(weights=weights)
     if hs.any_rank(os.path.exists(last_file)):
         state.restore(last_file)
         print(f"goes on after epoch {int(epoch.numpy())}")
 
-    while int(epoch.numpy()) < options.epochs and int(epoch.numpy()) - int(best_epoch.numpy()) < options.patience:
+    while (
+        int(epoch.numpy()) < options.epochs
+        and int(epoch.numpy()) - int(best_epoch.numpy()) < options.patience
+    ):
         for batch in train:
             strategy.run(step, args=batch)
         epoch.assign_add(1)

@@ -20,15 +20,21 @@ def make_ratings(count, seed):
     random = np.random.default_rng(seed)
     hidden = [random.normal(0, 1, (rows, WIDTH)).astype(np.float32) for rows in (PEOPLE, FILMS)]
     # Few are seen much: the square of a uniform number is often small.
-    people, films = ((random.random(count) ** 2 * rows).astype(np.int64) for rows in (PEOPLE, FILMS))
+    people, films = (
+        (random.random(count) ** 2 * rows).astype(np.int64) for rows in (PEOPLE, FILMS)
+    )
     return people, films, (hidden[0][people] * hidden[1][films]).sum(axis=1) / WIDTH**0.5
 
 
 def main():
     parser = argparse.ArgumentParser(description="Embeddings from ratings.")
     parser.add_argument("--ratings", type=int, default=200_000, help="how many (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=4000, help="ratings a step, of all replicas (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the ratings (%(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=4000, help="ratings a step, of all replicas (%(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=4, help="passes over the ratings (%(default)s)"
+    )
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()

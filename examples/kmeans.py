@@ -33,7 +33,12 @@ def nearest(xp, images, centres):
 def main():
     parser = argparse.ArgumentParser(description="k-means of handwritten digits.")
     parser.add_argument("--clusters", type=int, default=10, help="how many (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=512, help="images at a time, of all replicas (%(default)s)")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=512,
+        help="images at a time, of all replicas (%(default)s)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first centres (%(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="draws the distances and the centres")
     options = parser.parse_args()
@@ -52,7 +57,9 @@ def main():
 
     def assign(images, digits):
         chosen, squares = nearest(xp, images, centres.value())
-        members = (chosen[:, None] == xp.arange(options.clusters)).astype(images.dtype)  # one-hot, (n, clusters)
+        members = (chosen[:, None] == xp.arange(options.clusters)).astype(
+            images.dtype
+        )  # one-hot, (n, clusters)
         sums.assign_add(members.T @ images)
         counts.assign_add(members.sum(axis=0))
         distance.update_state(squares)
@@ -83,7 +90,9 @@ def main():
 
         hs.on_lead(kmeans, options.plot, totals, centres.numpy())
 
-    table = sum(strategy.reduce("SUM", strategy.run(count_digits, args=batch), axis=0) for batch in batches)
+    table = sum(
+        strategy.reduce("SUM", strategy.run(count_digits, args=batch), axis=0) for batch in batches
+    )
     table = hs.asnumpy(table)
     print(f"images in a cluster of mostly their digit: {table.max(axis=1).sum() / table.sum():.4f}")
 

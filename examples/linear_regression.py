@@ -35,7 +35,9 @@ def true_weights():
 def main():
     parser = argparse.ArgumentParser(description="Linear regression on a file.")
     parser.add_argument("--rows", type=int, default=100_000, help="of the file (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=1000, help="rows a step, of all replicas (%(default)s)")
+    parser.add_argument(
+        "--batch-size", type=int, default=1000, help="rows a step, of all replicas (%(default)s)"
+    )
     parser.add_argument("--epochs", type=int, default=3, help="passes over the file (%(default)s)")
     options = parser.parse_args()
 
@@ -47,7 +49,11 @@ def main():
     hs.barrier()
 
     table = np.load(path, mmap_mode="r")  # rows are read when they are indexed
-    dataset = hs.data.Dataset.from_tensor_slices(table).shuffle(options.rows, seed=0).batch(options.batch_size)
+    dataset = (
+        hs.data.Dataset.from_tensor_slices(table)
+        .shuffle(options.rows, seed=0)
+        .batch(options.batch_size)
+    )
     batches = strategy.experimental_distribute_dataset(dataset)
     with strategy.scope():
         weights = hs.Variable(np.zeros(FEATURES, np.float32))

@@ -28,7 +28,9 @@ def geometric_price():
         return (1 + math.erf(x / math.sqrt(2))) / 2
 
     forward = math.exp(mean + variance / 2)
-    return math.exp(-RATE * YEARS) * (forward * normal(d + math.sqrt(variance)) - STRIKE * normal(d))
+    return math.exp(-RATE * YEARS) * (
+        forward * normal(d + math.sqrt(variance)) - STRIKE * normal(d)
+    )
 
 
 def estimates(moments, paths):
@@ -36,7 +38,12 @@ def estimates(moments, paths):
     a, g, aa, gg, ag = moments
     slope = (ag - a * g) / (gg - g * g)
     price = a - slope * (g - geometric_price())
-    return a, np.sqrt((aa - a * a) / paths), price, np.sqrt((aa - a * a - slope * (ag - a * g)) / paths)
+    return (
+        a,
+        np.sqrt((aa - a * a) / paths),
+        price,
+        np.sqrt((aa - a * a - slope * (ag - a * g)) / paths),
+    )
 
 
 def main():
@@ -59,7 +66,9 @@ def main():
         discount = math.exp(-RATE * YEARS)
         arithmetic = discount * xp.maximum(xp.exp(logs).mean(axis=1) - STRIKE, 0)
         geometric = discount * xp.maximum(xp.exp(logs.mean(axis=1)) - STRIKE, 0)
-        return xp.stack([arithmetic, geometric, arithmetic**2, geometric**2, arithmetic * geometric], axis=1)
+        return xp.stack(
+            [arithmetic, geometric, arithmetic**2, geometric**2, arithmetic * geometric], axis=1
+        )
 
     values = strategy.run(simulate)
     means = hs.asnumpy(strategy.reduce("MEAN", values, axis=0))

@@ -17,8 +17,15 @@ import hpcstrat as hs
 def main():
     parser = argparse.ArgumentParser(description="Principal components of handwritten digits.")
     parser.add_argument("--components", type=int, default=4, help="how many (%(default)s)")
-    parser.add_argument("--tolerance", type=float, default=1e-9, help="relative change of the variances (%(default)s)")
-    parser.add_argument("--plot", metavar="FILE", help="draws the components and the digits in their plane")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-9,
+        help="relative change of the variances (%(default)s)",
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE", help="draws the components and the digits in their plane"
+    )
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
@@ -27,12 +34,16 @@ def main():
     images = images / 16
 
     def own_part(context):  # as many rows, one more or less, on each replica
-        return xp.asarray(np.array_split(images, context.num_replicas_in_sync)[context.replica_id_in_sync_group])
+        return xp.asarray(
+            np.array_split(images, context.num_replicas_in_sync)[context.replica_id_in_sync_group]
+        )
 
     part = strategy.experimental_distribute_values_from_function(own_part)
     mean = strategy.reduce("MEAN", part, axis=0)
     # Some more directions than are wanted: the last ones come slowest.
-    start = np.linalg.qr(np.random.default_rng(0).standard_normal((images.shape[1], options.components + 8)))[0]
+    start = np.linalg.qr(
+        np.random.default_rng(0).standard_normal((images.shape[1], options.components + 8))
+    )[0]
     with strategy.scope():
         directions = hs.Variable(start)
 
@@ -43,7 +54,9 @@ def main():
     variances = np.zeros(options.components)
     iterations = 0
     while True:
-        product = strategy.reduce("MEAN", strategy.run(multiply, args=(part,)), axis=None)  # the same on all
+        product = strategy.reduce(
+            "MEAN", strategy.run(multiply, args=(part,)), axis=None
+        )  # the same on all
         q, r = np.linalg.qr(hs.asnumpy(product))
         directions.assign(q)
         found = np.abs(np.diag(r))[: options.components] / len(images)
@@ -51,7 +64,11 @@ def main():
             break
         variances, iterations = found, iterations + 1
 
-    total = float(strategy.reduce("MEAN", strategy.run(lambda part: (part - mean) ** 2, args=(part,)), axis=0).sum())
+    total = float(
+        strategy.reduce(
+            "MEAN", strategy.run(lambda part: (part - mean) ** 2, args=(part,)), axis=0
+        ).sum()
+    )
     print(f"iterations: {iterations}")
     for i, variance in enumerate(found, start=1):
         print(f"component {i}: variance {variance:.6f}, {100 * variance / total:.2f} % of all")

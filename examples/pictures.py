@@ -56,7 +56,10 @@ def monte_carlo(path, paths, plain, plain_error, price, error):
     """The price by the number of paths, in two ways, with their 95 % intervals; arrays of shape (n,)."""
     with _figure(path) as figure:
         axes = figure.subplots()
-        for values, errors, name in (plain, plain_error, "plain"), (price, error, "control variate"):
+        for values, errors, name in (
+            (plain, plain_error, "plain"),
+            (price, error, "control variate"),
+        ):
             (line,) = axes.semilogx(paths, values, label=name)
             bounds = values - 1.96 * errors, values + 1.96 * errors
             axes.fill_between(paths, *bounds, color=line.get_color(), alpha=0.3, linewidth=0)

@@ -22,10 +22,18 @@ def load_data():
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Learns to read handwritten digits, and may be stopped at any time.")
-    parser.add_argument("--checkpoint", default="checkpoint", help="saved to and gone on from (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the images (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Learns to read handwritten digits, and may be stopped at any time."
+    )
+    parser.add_argument(
+        "--checkpoint", default="checkpoint", help="saved to and gone on from (%(default)s)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=20, help="passes over the images (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+    )
     parser.add_argument("--learning-rate", type=float, default=0.01, help="of Adam (%(default)s)")
     options = parser.parse_args()
 
@@ -34,7 +42,9 @@ def main():
         w, b = hs.Variable(np.zeros((64, 10), np.float32)), hs.Variable(np.zeros(10, np.float32))
         optimizer = hs.optimizers.Adam(options.learning_rate)
         loss = hs.metrics.Mean()
-        epoch = hs.Variable(0, dtype=np.int64)  # how many are done; a number that counts is a variable too
+        epoch = hs.Variable(
+            0, dtype=np.int64
+        )  # how many are done; a number that counts is a variable too
         history = hs.Variable(np.zeros(options.epochs))  # their losses
 
     def train_step(images, digits):
@@ -49,7 +59,12 @@ def main():
 
     # All that the next step depends on. `batches` is what the loop iterates over: its place in the epoch is saved too.
     checkpoint = hs.checkpoint.Checkpoint(
-        model={"w": w, "b": b}, optimizer=optimizer, batches=batches, loss=loss, epoch=epoch, history=history
+        model={"w": w, "b": b},
+        optimizer=optimizer,
+        batches=batches,
+        loss=loss,
+        epoch=epoch,
+        history=history,
     )
     if os.path.exists(options.checkpoint):
         checkpoint.restore(options.checkpoint)
@@ -65,7 +80,9 @@ def main():
             history.assign(losses)
             loss.reset_state()
             epoch.assign_add(1)
-            checkpoint.save(options.checkpoint)  # so that an end without a warning costs an epoch at most
+            checkpoint.save(
+                options.checkpoint
+            )  # so that an end without a warning costs an epoch at most
             print(f"epoch {int(epoch)} is done", flush=True)
 
     for number, value in enumerate(history.numpy(), start=1):

@@ -22,13 +22,19 @@ def make_module():
 def load_data():
     """Images of shape (1792, 64) and their digits, as a PyTorch dataset."""
     images, digits = load_digits(return_X_y=True)
-    return torch.utils.data.TensorDataset(torch.tensor(images[:1792] / 16).float(), torch.tensor(digits[:1792]))
+    return torch.utils.data.TensorDataset(
+        torch.tensor(images[:1792] / 16).float(), torch.tensor(digits[:1792])
+    )
 
 
 def main():
     parser = argparse.ArgumentParser(description="A PyTorch module and optimizer on each replica.")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the images (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="passes over the images (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+    )
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
@@ -49,7 +55,10 @@ def main():
 
     for epoch in range(1, options.epochs + 1):
         losses = [strategy.run(step, args=(batch,)) for batch in batches]
-        print(f"epoch {epoch}: loss {sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}", flush=True)
+        print(
+            f"epoch {epoch}: loss {sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -28,14 +28,20 @@ def load_data():
 
 def main():
     parser = argparse.ArgumentParser(description="A PyTorch module over a strategy's variables.")
-    parser.add_argument("--epochs", type=int, default=3, help="passes over the images (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="passes over the images (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+    )
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
     module = make_module(seed=0)
     with strategy.scope():
-        variables = {name: hs.Variable(value, name=name) for name, value in module.named_parameters()}
+        variables = {
+            name: hs.Variable(value, name=name) for name, value in module.named_parameters()
+        }
         optimizer = hs.optimizers.SGD(0.1, momentum=0.9)
         loss = hs.metrics.Mean()
     module.to("meta")  # its own parameters are not used
@@ -45,11 +51,15 @@ def main():
         scores = torch.func.functional_call(module, values, (images,))
         losses = torch.nn.functional.cross_entropy(scores, digits, reduction="none")
         (losses.sum() / options.batch_size).backward()
-        optimizer.apply_gradients((values[name].grad, variable) for name, variable in variables.items())
+        optimizer.apply_gradients(
+            (values[name].grad, variable) for name, variable in variables.items()
+        )
         loss.update_state(losses)
 
     images, digits = load_data()
-    dataset = hs.data.Dataset.from_tensor_slices((images, digits)).batch(options.batch_size, drop_remainder=True)
+    dataset = hs.data.Dataset.from_tensor_slices((images, digits)).batch(
+        options.batch_size, drop_remainder=True
+    )
     batches = strategy.experimental_distribute_dataset(dataset)
     for epoch in range(1, options.epochs + 1):
         loss.reset_state()

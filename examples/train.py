@@ -59,7 +59,9 @@ def load_data(seed):
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
     train, test = np.split(order, [len(order) * 4 // 5])
-    return [hs.data.Dataset.from_tensor_slices((images[part], digits[part])) for part in (train, test)]
+    return [
+        hs.data.Dataset.from_tensor_slices((images[part], digits[part])) for part in (train, test)
+    ]
 
 
 # ---- the program
@@ -67,28 +69,44 @@ def load_data(seed):
 
 def main():
     parser = argparse.ArgumentParser(description="Learns to read handwritten digits.")
-    parser.add_argument("--strategy", choices=STRATEGIES, default="central", help="multi_worker for several hosts")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (%(default)s)")
-    parser.add_argument("--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the order (%(default)s)")
+    parser.add_argument(
+        "--strategy", choices=STRATEGIES, default="central", help="multi_worker for several hosts"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="passes over the training images (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+    )
+    parser.add_argument(
+        "--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the split, the weights and the order (%(default)s)"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draws the learning curves")
     options = parser.parse_args()
 
     strategy = STRATEGIES[options.strategy]()  # one replica a rank
     xp = strategy.xp
     with strategy.scope():
-        weights = [hs.Variable(value) for value in initial_weights(options.seed)]  # central: once, read by all replicas
+        weights = [
+            hs.Variable(value) for value in initial_weights(options.seed)
+        ]  # central: once, read by all replicas
         optimizer = hs.optimizers.SGD(options.learning_rate, momentum=0.9)
         loss, accuracy = hs.metrics.Mean(), hs.metrics.SparseCategoricalAccuracy()
 
-    def train_step(images, digits):  # each replica runs it on its part of the batch, which may be empty
+    def train_step(
+        images, digits
+    ):  # each replica runs it on its part of the batch, which may be empty
         values = [weight.value() for weight in weights]
         hidden1, hidden2, scores = forward(xp, values, images)
         losses, d_scores = hs.losses.softmax_cross_entropy(digits, scores)
         # All replicas divide by the same number, so that their sums add up to what one replica has for the whole batch.
         gradients = backward(values, images, hidden1, hidden2, d_scores / options.batch_size)
-        optimizer.apply_gradients(zip(gradients, weights, strict=True))  # sums over replicas, updates once
+        optimizer.apply_gradients(
+            zip(gradients, weights, strict=True)
+        )  # sums over replicas, updates once
         loss.update_state(losses)
         accuracy.update_state(digits, scores)
 
@@ -97,15 +115,21 @@ def main():
         accuracy.update_state(digits, scores)
 
     train, test = load_data(options.seed)
-    print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}")
+    print(
+        f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}"
+    )
 
-    train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)  # the last batch is smaller
+    train = train.shuffle(len(train), seed=options.seed).batch(
+        options.batch_size
+    )  # the last batch is smaller
     train_batches = strategy.experimental_distribute_dataset(train)
     history = []
     for epoch in range(1, options.epochs + 1):
         loss.reset_state()
         accuracy.reset_state()
-        for batch in hs.progress(train_batches, desc=f"epoch {epoch}", total=len(train), leave=False):
+        for batch in hs.progress(
+            train_batches, desc=f"epoch {epoch}", total=len(train), leave=False
+        ):
             strategy.run(train_step, args=batch)
         history.append((loss.result(), accuracy.result()))
         print("epoch {:2}: loss {:.6f}, accuracy {:.4f}".format(epoch, *history[-1]), flush=True)

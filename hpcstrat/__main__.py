@@ -31,13 +31,19 @@ def _main() -> int:
     )
     parser.add_argument("--version", action="version", version=f"hpcstrat {hpcstrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="versions, launcher, ranks and devices, and what is wrong with them")
+    info = commands.add_parser(
+        "info", help="versions, launcher, ranks and devices, and what is wrong with them"
+    )
     info.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("check", help="moves data between all ranks; exit status 1 on failure")
-    timeline = commands.add_parser("timeline", help="what the steps of a timeline spend their time on")
+    timeline = commands.add_parser(
+        "timeline", help="what the steps of a timeline spend their time on"
+    )
     timeline.add_argument("trace", help="the file that HPCSTRAT_TIMELINE named")
     timeline.add_argument("--plot", metavar="FILE", help="draws it (.png, .svg, .pdf)")
-    timeline.add_argument("--steps", type=int, default=4, metavar="N", help="steps in the picture; 4 by default")
+    timeline.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="steps in the picture; 4 by default"
+    )
     timeline.add_argument("--json", action="store_true", help="for programs")
     add_run_parser(commands)
     options = parser.parse_args()

@@ -104,15 +104,22 @@ def any_rank(flag: Any) -> bool:
         ValueError: an array of several elements.
     """
     # Python finds nearly everything true, such as "no" and an object whose attribute was meant. Not distributed values.
-    is_bool = isinstance(flag, (bool, DistributedValues)) or "bool" in str(getattr(flag, "dtype", ""))
+    is_bool = isinstance(flag, (bool, DistributedValues)) or "bool" in str(
+        getattr(flag, "dtype", "")
+    )
     if not is_bool and not (isinstance(flag, (int, np.integer)) and flag in (0, 1)):
-        raise TypeError(f"{current_call()}: flag is {flag!r}; it must be True or False, as of `count > 0`")
+        raise TypeError(
+            f"{current_call()}: flag is {flag!r}; it must be True or False, as of `count > 0`"
+        )
     communicator, own = connect(), bool(flag)
 
     def write(message: np.ndarray[Any, Any]) -> None:
         message[0] = own
 
-    return any(bool(message[0]) for message in communicator.exchange(signature_of(current_call()), 1, write))
+    return any(
+        bool(message[0])
+        for message in communicator.exchange(signature_of(current_call()), 1, write)
+    )
 
 
 def barrier() -> None:
@@ -162,14 +169,18 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
         TypeError: `iterable` cannot be iterated over.
     """
     if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
-        raise TypeError(f"progress: iterable is {iterable!r}; pass what can be iterated over, such as range(5)")
+        raise TypeError(
+            f"progress: iterable is {iterable!r}; pass what can be iterated over, such as range(5)"
+        )
     if not is_lead():
         return iterable
     from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
 
     if "disable" not in tqdm_arguments:
         # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores TQDM_DISABLE.
-        is_shown = not getattr(sys.stderr, "closed", True) and (sys.stderr.isatty() or launchers.is_on_terminal())
+        is_shown = not getattr(sys.stderr, "closed", True) and (
+            sys.stderr.isatty() or launchers.is_on_terminal()
+        )
         tqdm_arguments["disable"] = bool(os.environ.get("TQDM_DISABLE")) or not is_shown
     return tqdm(iterable, **tqdm_arguments)
 

@@ -11,7 +11,9 @@ from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 
 
-def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:
+def compute_average_loss(
+    per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
+) -> Any:
     """The sum of the losses, divided by the size of the global batch. For a replica function; never communicates.
 
     The sum of the result over the replicas is the mean loss of the global batch.
@@ -36,14 +38,22 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     replicas = _replicas(call)
     losses = _as_numbers(call, "per_example_loss", per_example_loss, "sum")
     if losses.ndim == 0:
-        raise ValueError(f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean")
+        raise ValueError(
+            f"{call}: the loss has no dimension; pass one loss per example, not their sum or mean"
+        )
     size = losses.shape[0] * replicas if global_batch_size is None else global_batch_size
     if arrays.as_number(call, "global_batch_size", size) < 0:
-        raise ValueError(f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative")
+        raise ValueError(
+            f"{call}: global_batch_size is {global_batch_size!r}; it must not be negative"
+        )
     if sample_weight is not None:
         weights = _as_numbers(call, "sample_weight", sample_weight, "reshape")
-        weights = weights.reshape(_shape_of_weights(call, tuple(weights.shape), tuple(losses.shape)))
-        losses = losses * (weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype))
+        weights = weights.reshape(
+            _shape_of_weights(call, tuple(weights.shape), tuple(losses.shape))
+        )
+        losses = losses * (
+            weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype)
+        )
     total = losses.sum()
     return _divided(total, size) if size else total * 0
 
@@ -63,7 +73,9 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     call = "scale_regularization_loss"
     replicas = _replicas(call)
-    return _divided(_as_numbers(call, "regularization_loss", regularization_loss, "sum").sum(), replicas)
+    return _divided(
+        _as_numbers(call, "regularization_loss", regularization_loss, "sum").sum(), replicas
+    )
 
 
 def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
@@ -75,11 +87,15 @@ def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
     array = value if hasattr(value, method) else arrays.as_array(call, value, on_gpu=True)
     dtype = getattr(array, "dtype", None)
     if isinstance(dtype, np.dtype) and not arrays.is_numeric(dtype):
-        raise TypeError(f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers")
+        raise TypeError(
+            f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers"
+        )
     return array
 
 
-def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ...]) -> tuple[int, ...]:
+def _shape_of_weights(
+    call: str, weights: tuple[int, ...], losses: tuple[int, ...]
+) -> tuple[int, ...]:
     """The shape in which weights multiply losses and do not broadcast them.
 
     Raises:
@@ -87,7 +103,9 @@ def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ..
     """
     without = weights[:-1] if len(weights) == len(losses) + 1 and weights[-1] == 1 else weights
     shape = without + (1,) * (len(losses) - len(without))
-    if len(shape) > len(losses) or any(n not in (1, size) for n, size in zip(shape, losses, strict=True)):
+    if len(shape) > len(losses) or any(
+        n not in (1, size) for n, size in zip(shape, losses, strict=True)
+    ):
         raise ValueError(
             f"{call}: sample_weight has shape {weights} and the losses {losses}; pass one weight for each loss, or for "
             "each of their first dimensions"
@@ -98,7 +116,9 @@ def _shape_of_weights(call: str, weights: tuple[int, ...], losses: tuple[int, ..
 def _divided(total: Any, count: int) -> Any:
     """`total / count`, in the dtype of the total if that is a float."""
     dtype = total.dtype
-    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fc"  # PyTorch's dtypes are not NumPy's
+    is_float = (
+        isinstance(dtype, np.dtype) and dtype.kind in "fc"
+    )  # PyTorch's dtypes are not NumPy's
     return total / (dtype.type(count) if is_float else count)
 
 
@@ -147,7 +167,9 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     y, x, dtype = _as_floats(call, labels, logits, "logits")
     xp = gpu.array_module(x)
     if not x.ndim or not x.shape[-1]:
-        raise ValueError(f"{call}: logits has shape {x.shape}; its last dimension must be that of classes")
+        raise ValueError(
+            f"{call}: logits has shape {x.shape}; its last dimension must be that of classes"
+        )
     if y.shape not in (x.shape, x.shape[:-1]):
         raise ValueError(
             f"{call}: labels has shape {y.shape} and logits {x.shape}; pass labels of the logits' shape, or class "
@@ -158,15 +180,21 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     p = xp.exp(log_p)
     if y.shape == x.shape:
         y = y.astype(x.dtype, copy=False)
-        with np.errstate(invalid="ignore"):  # where a label is 0 nothing counts, not even the logarithm of 0
+        with np.errstate(
+            invalid="ignore"
+        ):  # where a label is 0 nothing counts, not even the logarithm of 0
             losses = -xp.where(y != 0, y * log_p, 0).sum(axis=-1)
         gradient = p * y.sum(axis=-1, keepdims=True) - y
     else:
         if y.dtype.kind not in "iu":
-            raise TypeError(f"{call}: labels are class indices of dtype {y.dtype.name}; they must be integers")
+            raise TypeError(
+                f"{call}: labels are class indices of dtype {y.dtype.name}; they must be integers"
+            )
         is_class = (y >= 0) & (y < x.shape[-1])
         if xp is np and not is_class.all():
-            raise ValueError(f"{call}: labels has class indices that are negative, or not below {x.shape[-1]}")
+            raise ValueError(
+                f"{call}: labels has class indices that are negative, or not below {x.shape[-1]}"
+            )
         of_label = y[..., None] == xp.arange(x.shape[-1])
         losses, gradient = -xp.where(of_label, log_p, 0).sum(axis=-1), p - of_label.astype(x.dtype)
         if xp is not np:
@@ -276,17 +304,23 @@ def _as_pair(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, 
     """`_as_floats` of equal shapes, with the labels in the dtype to compute in."""
     y, x, dtype = _as_floats(call, labels, predictions, name)
     if y.shape != x.shape:
-        raise ValueError(f"{call}: labels has shape {y.shape} and {name} {x.shape}; they must be equal")
+        raise ValueError(
+            f"{call}: labels has shape {y.shape} and {name} {x.shape}; they must be equal"
+        )
     return y.astype(x.dtype, copy=False), x, dtype
 
 
-def _as_floats(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, Any, np.dtype[Any]]:
+def _as_floats(
+    call: str, labels: Any, predictions: Any, name: str
+) -> tuple[Any, Any, np.dtype[Any]]:
     """Labels, predictions in the dtype to compute in, both on the predictions' device, and the predictions' dtype."""
     y, x = (arrays.as_array(call, value, on_gpu=True) for value in (labels, predictions))
     dtype = x.dtype
     if dtype.kind not in "fV" or not arrays.is_numeric(dtype):
         raise TypeError(f"{call}: {name} is of dtype {dtype.name}; it must be an array of floats")
     if not arrays.is_numeric(y.dtype) or y.dtype.kind == "c":
-        raise TypeError(f"{call}: labels is of dtype {y.dtype.name}; it must be an array of real numbers")
+        raise TypeError(
+            f"{call}: labels is of dtype {y.dtype.name}; it must be an array of real numbers"
+        )
     y = gpu.array_module(x).asarray(y) if gpu.is_on_gpu(x) else gpu.to_host(y)
     return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype

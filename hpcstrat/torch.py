@@ -28,7 +28,9 @@ from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _atomic_file
 
 _HOUR = 3600.0  # seconds by which the others wait longer while rank 0 reads or writes a file
-_compared: weakref.WeakSet[Any] = weakref.WeakSet()  # the modules whose parameters were found equal on all ranks
+_compared: weakref.WeakSet[Any] = (
+    weakref.WeakSet()
+)  # the modules whose parameters were found equal on all ranks
 
 
 @call_name.names_call("as_tensors")
@@ -65,8 +67,12 @@ def broadcast(module: Any) -> None:
     with communicator.raise_together():
         named = [*module.named_parameters(), *module.named_buffers()]
         parts = [_bytes(tensor) for _, tensor in named]  # which travel whatever the dtype
-        described = tuple([f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named])
-        communicator.exchange(records.signature_of(call_name.current_call(), records.Listed(described)))
+        described = tuple(
+            [f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named]
+        )
+        communicator.exchange(
+            records.signature_of(call_name.current_call(), records.Listed(described))
+        )
         for (_, tensor), part in zip(named, communicator.broadcast_obj(parts), strict=True):
             tensor.detach().copy_(_torch().from_numpy(part).view(tensor.dtype).view(tensor.shape))
 
@@ -86,8 +92,13 @@ def average_buffers(module: Any) -> None:
     """
     communicator = connection.connect()
     with communicator.raise_together():
-        named = [(name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()]
-        values = [arrays.as_array(call_name.current_call(), buffer.detach().cpu(), on_gpu=False) for _, buffer in named]
+        named = [
+            (name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()
+        ]
+        values = [
+            arrays.as_array(call_name.current_call(), buffer.detach().cpu(), on_gpu=False)
+            for _, buffer in named
+        ]
         means = communicator.all_reduce(values, ReduceOp.MEAN, *[name for name, _ in named])
         for (_, buffer), mean in zip(named, means, strict=True):
             buffer.copy_(_as_tensor(mean))
@@ -124,19 +135,27 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
     with communicator.raise_together(), group.on_stream():
         op = ReduceOp.parse(reduce_op, call_name.current_call())
         if op is not ReduceOp.SUM and op is not ReduceOp.MEAN:
-            raise ValueError(f"{call_name.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN")
+            raise ValueError(
+                f"{call_name.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN"
+            )
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters, must_match = named.values(), [*named]
         own = [_gradient(group, name, p) for name, p in named.items()]
-        values = [arrays.as_array(call_name.current_call(), gradient, on_gpu=True) for gradient in own]
+        values = [
+            arrays.as_array(call_name.current_call(), gradient, on_gpu=True) for gradient in own
+        ]
         if communicator.checks or module not in _compared:
-            checksum = functools.reduce(lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0)
+            checksum = functools.reduce(
+                lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0
+            )
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
         # Travels with the gradients: no rank alone knows whether all have none.
         found = np.array([p.grad is not None for p in parameters], np.int32)
         *totals, found = communicator.all_reduce([*values, found], op, *must_match)
         _compared.add(module)
-        for p, gradient, array, total, is_found in zip(parameters, own, values, totals, found, strict=True):
+        for p, gradient, array, total, is_found in zip(
+            parameters, own, values, totals, found, strict=True
+        ):
             if is_found and p.is_cuda:
                 # In place, on the strategy's stream, on which CuPy uses the memory of the total again.
                 array[...] = total
@@ -145,7 +164,9 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
                 p.grad = _as_tensor(total)
         if group.stream is not None and any(p.is_cuda for p in parameters):
             cuda, ordinal = _torch().cuda, group.stream.ordinal
-            cuda.current_stream(ordinal).wait_stream(cuda.ExternalStream(group.stream.raw.ptr, ordinal))
+            cuda.current_stream(ordinal).wait_stream(
+                cuda.ExternalStream(group.stream.raw.ptr, ordinal)
+            )
 
 
 @call_name.names_call("seed")
@@ -177,7 +198,9 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     communicator = connection.connect()
     with communicator.raise_together():
         if communicator.rank == 0:
-            contents = io.BytesIO()  # in memory first, because PyTorch gives a full disk another name
+            contents = (
+                io.BytesIO()
+            )  # in memory first, because PyTorch gives a full disk another name
             _torch().save(obj, contents)
             with extend_timeout(_HOUR), _atomic_file.replacing(os.fspath(path), keep=None) as file:
                 rest = contents.getbuffer()
@@ -222,7 +245,9 @@ def _as_tensor(leaf: Any) -> Any:
     if not (isinstance(leaf, np.ndarray) or gpu.is_on_gpu(leaf)):
         return leaf
     torch = _torch()
-    if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":  # which NumPy's DLPack does not know
+    if (
+        leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16"
+    ):  # which NumPy's DLPack does not know
         return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
     if gpu.is_on_gpu(leaf):
         return _gpu_tensor(torch, leaf)
@@ -240,7 +265,9 @@ def _gpu_tensor(torch: Any, array: Any) -> Any:
     with array.device:  # whose streams the two libraries order
         view, stream = array.view(), gpu.array_module(array).cuda.get_current_stream()
         # The tensor's memory holds this view alone. When it dies, its elements are the stream's to write to again.
-        weakref.finalize(view, _wait_for_torch, torch.cuda, array.data.device_id, stream).atexit = False
+        weakref.finalize(
+            view, _wait_for_torch, torch.cuda, array.data.device_id, stream
+        ).atexit = False
         return torch.from_dlpack(view)
 
 
@@ -258,7 +285,9 @@ def _bytes(tensor: Any) -> Bytes:
 def _gradient(group: groups.ReplicaGroup, name: str, parameter: Any) -> Any:
     """A parameter's gradient, or zeros, as a dense tensor."""
     call, device, gradient = call_name.current_call(), parameter.device, parameter.grad
-    is_here = device.type == "cuda" and group.stream is not None and device.index == group.stream.ordinal
+    is_here = (
+        device.type == "cuda" and group.stream is not None and device.index == group.stream.ordinal
+    )
     if device.type != "cpu" and not is_here:
         raise TypeError(
             f"{call}: the parameter {name} is on {device}, but the replica computes on {group.device.short}; "
@@ -267,5 +296,7 @@ def _gradient(group: groups.ReplicaGroup, name: str, parameter: Any) -> Any:
     if gradient is None:
         return _torch().zeros_like(parameter, requires_grad=False)
     if gradient.is_sparse:
-        raise TypeError(f"{call}: the gradient of {name} is sparse; make its layer with sparse=False")
+        raise TypeError(
+            f"{call}: the gradient of {name} is sparse; make its layer with sparse=False"
+        )
     return gradient.detach().contiguous() if gradient.is_cuda else gradient

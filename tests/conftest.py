@@ -7,12 +7,18 @@ import pytest
 from slow import thin
 
 # Not the user's settings: a test that wants one sets it.
-for name in [name for name in os.environ if name.startswith("HPCSTRAT_") and not name.startswith("HPCSTRAT_TEST_")]:
+for name in [
+    name
+    for name in os.environ
+    if name.startswith("HPCSTRAT_") and not name.startswith("HPCSTRAT_TEST_")
+]:
     del os.environ[name]
 
 # Every rank draws the same examples, and so does every run.
 hypothesis.settings.register_profile("hpcstrat", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile("quick", hypothesis.settings.get_profile("hpcstrat"), max_examples=20)
+hypothesis.settings.register_profile(
+    "quick", hypothesis.settings.get_profile("hpcstrat"), max_examples=20
+)
 hypothesis.settings.load_profile("hpcstrat")
 
 
@@ -23,7 +29,9 @@ def pytest_make_parametrize_id(val):
     if callable(val):
         name = getattr(val, "__name__", "<lambda>")
         if name == "<lambda>":
-            raise pytest.UsageError(f"a parameter is {val}, which names nothing; give the case an id")
+            raise pytest.UsageError(
+                f"a parameter is {val}, which names nothing; give the case an id"
+            )
         return name
     return None
 

@@ -31,10 +31,26 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._core.values import select
 from hpcstrat._memory import layout, segment
-from hpcstrat._memory.allocator import ALIGNMENT, RangeAllocator, SlabAllocator, gpu_memory, private_memory
+from hpcstrat._memory.allocator import (
+    ALIGNMENT,
+    RangeAllocator,
+    SlabAllocator,
+    gpu_memory,
+    private_memory,
+)
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
-from hpcstrat._process import driver, failure, guard, job_files, launchers, mpi, output, settings, worlds
+from hpcstrat._process import (
+    driver,
+    failure,
+    guard,
+    job_files,
+    launchers,
+    mpi,
+    output,
+    settings,
+    worlds,
+)
 from hpcstrat._process.job_files import State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
@@ -60,7 +76,16 @@ from hpcstrat._tools.info import report as info
 from hpcstrat._tools.launch import leftovers, mpiexec, policy, restarts
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.timeline.report import advise, timeline
-from hpcstrat._tools.timeline.shares import KINDS, Rank, Timeline, TraceSpan, move_waiting, read, share_out, stretches
+from hpcstrat._tools.timeline.shares import (
+    KINDS,
+    Rank,
+    Timeline,
+    TraceSpan,
+    move_waiting,
+    read,
+    share_out,
+    stretches,
+)
 from hpcstrat._update import compiled, library_cache, rows, rule
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel

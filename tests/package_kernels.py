@@ -6,7 +6,10 @@ from lamb import LAMB
 
 from hpcstrat import optimizers
 
-DTYPES = [*map(np.dtype, ("float32", "float64", "float16", "complex64", "complex128")), np.dtype(ml_dtypes.bfloat16)]
+DTYPES = [
+    *map(np.dtype, ("float32", "float64", "float16", "complex64", "complex128")),
+    np.dtype(ml_dtypes.bfloat16),
+]
 
 
 class Choosing(optimizers.Optimizer):
@@ -20,7 +23,9 @@ class Choosing(optimizers.Optimizer):
     def formula(value, gradient, largest, *, learning_rate):
         largest = np.maximum(largest, np.minimum(abs(gradient), 2.0))
         value = np.where(abs(gradient) < np.inf, value, np.nan)
-        return np.where(gradient < 0, value + np.sign(gradient), value - learning_rate * gradient**2), -largest
+        return np.where(
+            gradient < 0, value + np.sign(gradient), value - learning_rate * gradient**2
+        ), -largest
 
 
 OPTIMIZERS = {

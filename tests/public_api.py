@@ -12,7 +12,11 @@ PUBLIC_MODULES = [
     importlib.import_module(name)
     for name in (
         "hpcstrat",
-        *(name for _, name, _ in pkgutil.iter_modules(hs.__path__, "hpcstrat.") if "._" not in name),
+        *(
+            name
+            for _, name, _ in pkgutil.iter_modules(hs.__path__, "hpcstrat.")
+            if "._" not in name
+        ),
         *("hpcstrat.compat.v1", "hpcstrat.optimizers.schedules"),
     )
 ]
@@ -32,9 +36,9 @@ def public_names(with_methods=True):
                 for method in dir(thing):
                     inner = inspect.getattr_static(thing, method)
                     inner = getattr(inner, "__func__", inner)
-                    is_ours = str(getattr(inner, "__module__", "")).startswith("hpcstrat") or isinstance(
-                        inner, property
-                    )
+                    is_ours = str(getattr(inner, "__module__", "")).startswith(
+                        "hpcstrat"
+                    ) or isinstance(inner, property)
                     if not method.startswith("_") and is_ours:
                         found[f"{module.__name__}.{name}.{method}"] = inner
     return found
@@ -47,5 +51,7 @@ _CALLS = {re.sub(rf"^({_MODULES})\.", "", name) for name in public_names()}
 def begins_with_a_call(text):
     """Whether a message begins with a public name: `Strategy.reduce: `, `barrier: `, `Variable 'w' `."""
     name, colon = re.findall(r"^([\w.]*)(:?)", text)[0]
-    is_a_word = re.fullmatch("[a-z]*", name) is not None  # `rank` and `agree` begin other sentences as well
+    is_a_word = (
+        re.fullmatch("[a-z]*", name) is not None
+    )  # `rank` and `agree` begin other sentences as well
     return name in _CALLS and (colon == ":" or not is_a_word)

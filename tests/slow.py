@@ -10,7 +10,9 @@ def slow_but(quick, values):
     """The values, for `parametrize`, of which all are slow but those that are quick."""
     marks = pytest.mark.slow
     return [
-        value if value in quick else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
         for value in values
     ]
 
@@ -24,7 +26,9 @@ def thin(items):
     products = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
-            products[item.parent, item.originalname, item.get_closest_marker("gpu") is None].append(item)
+            products[item.parent, item.originalname, item.get_closest_marker("gpu") is None].append(
+                item
+            )
     for cases in products.values():
         for case in set(cases).difference(_that_cover_all_pairs(cases)):
             case.add_marker(pytest.mark.slow)
@@ -52,7 +56,10 @@ def _columns(cases):
     Not pytest's `callspec.indices`: those of the parameters that belong to no fixture count the cases.
     """
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
-    marks = [names.replace(" ", "").split(",") if isinstance(names, str) else list(names) for names in marks]
+    marks = [
+        names.replace(" ", "").split(",") if isinstance(names, str) else list(names)
+        for names in marks
+    ]
     alone = set(cases[0].callspec.params).difference(*marks)
     for names in [*marks, *([name] for name in sorted(alone))]:
         numbers = {}

@@ -91,7 +91,9 @@ class RaiseTogether:
             calls.refuse(current_call())
         self._number = calls.number
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         if error is not None:
             self._communicator.share_error(error, self._number)
 
@@ -101,7 +103,9 @@ class Change(RaiseTogether):
 
     __slots__ = ()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
         # Before the first exchange nothing that ranks share has changed: `raise_together` is enough.
         if error is not None and self._communicator.calls.number != self._number:
             self._communicator.mark_interrupted(error)

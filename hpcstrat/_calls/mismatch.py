@@ -16,7 +16,16 @@ from hpcstrat._process import failure, worlds
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        *(TypeError, ValueError, IndexError, KeyError, RuntimeError, NotImplementedError, MemoryError, OSError),
+        *(
+            TypeError,
+            ValueError,
+            IndexError,
+            KeyError,
+            RuntimeError,
+            NotImplementedError,
+            MemoryError,
+            OSError,
+        ),
         *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
         *(AttributeError, ZeroDivisionError, StopIteration, AssertionError, ReplicaMismatchError),
     )
@@ -57,7 +66,9 @@ def _problem(error: Exception) -> tuple[str, str]:
         text = str(error) or repr(error)
     except Exception:  # of the user's own class
         text = f"{cls.__name__}()"
-    return name or "RuntimeError", text if name or text.startswith(cls.__name__) else f"{cls.__name__}: {text}"
+    return name or "RuntimeError", text if name or text.startswith(
+        cls.__name__
+    ) else f"{cls.__name__}: {text}"
 
 
 def raise_as(rank: int, other: RankReport) -> NoReturn:
@@ -79,14 +90,18 @@ def lines(by_rank: Sequence[RankReport]) -> str:
     if len({words.call for words in shown}) == 1:
         passed = _different([words.passed for words in shown])
         numbers = _different([words.numbers for words in shown])
-        shown = [CallDescription(words.call, *parts) for words, *parts in zip(shown, passed, numbers, strict=True)]
+        shown = [
+            CallDescription(words.call, *parts)
+            for words, *parts in zip(shown, passed, numbers, strict=True)
+        ]
     listed = "".join(
         f"\n  rank {rank}: {words}, at {report.location}"
         for rank, (words, report) in enumerate(zip(shown, by_rank, strict=True))
     )
     # Ranks that differ by a learning rate alone usually train a model each, as searches do.
     same_but_numbers = (
-        len({report.words[:2] for report in by_rank}) == 1 and len({words.numbers for words in shown}) > 1
+        len({report.words[:2] for report in by_rank}) == 1
+        and len({words.numbers for words in shown}) > 1
     )
     return listed + _MODEL_EACH if same_but_numbers else listed
 
@@ -102,7 +117,9 @@ def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription
     )
 
 
-def end_after_fault(rank: int, numbers: Sequence[int], words: CallDescription, error: BaseException | None) -> NoReturn:
+def end_after_fault(
+    rank: int, numbers: Sequence[int], words: CallDescription, error: BaseException | None
+) -> NoReturn:
     """Ends the job: an exception that not all ranks had was caught, so the ranks no longer make the same calls.
 
     Args:
@@ -147,7 +164,9 @@ def _different(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
     if not common or all(set(one) == common for one in by_rank):
         return [_short(one) for one in by_rank]
     return [
-        _short(tuple(item for item in one if item not in common), sum(item in common for item in one))
+        _short(
+            tuple(item for item in one if item not in common), sum(item in common for item in one)
+        )
         for one in by_rank
     ]
 

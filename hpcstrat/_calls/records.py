@@ -17,7 +17,9 @@ from hpcstrat._memory.blocks import VariableId
 RECORD = 256
 """Bytes of one rank's record."""
 
-_COMMON = struct.Struct("<qqq16s")  # number of the call, faults, status, digest of the signature: equal on all ranks
+_COMMON = struct.Struct(
+    "<qqq16s"
+)  # number of the call, faults, status, digest of the signature: equal on all ranks
 # The message's size comes last, so that one slice holds all that must be equal.
 _WHOLE = struct.Struct("<qqq16sq")  # and the bytes of this rank's message
 _SIZE = struct.Struct("<q")
@@ -74,7 +76,9 @@ class CallSignature(NamedTuple):
     numbers: tuple[float, ...] = ()
     names: tuple[str, ...] = ()
 
-    def with_numbers(self, numbers: tuple[float, ...], names: tuple[str, ...] = ()) -> CallSignature:
+    def with_numbers(
+        self, numbers: tuple[float, ...], names: tuple[str, ...] = ()
+    ) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
         # Half of the digest stays, so that only the numbers are hashed at each step, and not the names of all
@@ -96,7 +100,10 @@ class CallSignature(NamedTuple):
                 arguments.append(str(item))
         call = self.call if passed and not arguments else f"{self.call}({', '.join(arguments)})"
         names = self.names or [""] * len(self.numbers)
-        numbers = [f"{name}={n:g}" if name else f"{n:g}" for name, n in zip(names, self.numbers, strict=True)]
+        numbers = [
+            f"{name}={n:g}" if name else f"{n:g}"
+            for name, n in zip(names, self.numbers, strict=True)
+        ]
         return CallDescription(call, tuple(passed), tuple(numbers))
 
     def __str__(self) -> str:
@@ -120,10 +127,10 @@ def _describe(item: Any) -> str | None:
     if isinstance(item, np.dtype):
         return item.name
     if isinstance(item, VariableId):
-        return (
-            f"{item.name} ({item.dtype.name} of shape {item.shape}, variable {item.number} of storage {item.storage})"
-        )
-    if isinstance(item, tuple) and len(item) > 1 and isinstance(item[0], np.dtype):  # an array's, or a new variable's
+        return f"{item.name} ({item.dtype.name} of shape {item.shape}, variable {item.number} of storage {item.storage})"
+    if (
+        isinstance(item, tuple) and len(item) > 1 and isinstance(item[0], np.dtype)
+    ):  # an array's, or a new variable's
         dtype, shape, *storage = item
         return f"{dtype.name} of shape {shape}{f' in storage {storage[0]}' if storage else ''}"
     return None

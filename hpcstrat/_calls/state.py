@@ -161,7 +161,9 @@ _changing = threading.Lock()
 def _forbid_in_child() -> None:
     """A forked child has its parent's slot in shared memory, and would be taken for it."""
     global _changing
-    _changing = threading.Lock()  # the parent's may be held by a thread that the child does not have
+    _changing = (
+        threading.Lock()
+    )  # the parent's may be held by a thread that the child does not have
     for calls in _all:
         calls.forked = calls.barred = True
 

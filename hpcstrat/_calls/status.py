@@ -52,7 +52,8 @@ class RankStatus(NamedTuple):
         # A slot has a fixed size. A path's end and a call's beginning say most, so these stay when a text is cut.
         for longest in _LONGEST:
             short = self._replace(
-                call=self.call[:longest], location=self.location[max(len(self.location) - longest, 0) :]
+                call=self.call[:longest],
+                location=self.location[max(len(self.location) - longest, 0) :],
             )
             message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
             if len(message) <= LIMIT:
@@ -128,4 +129,7 @@ def _near(path: str) -> str:
 @functools.cache
 def _installed() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
-    return ("<frozen ", *(paths[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")))
+    return (
+        "<frozen ",
+        *(paths[kind] + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+    )

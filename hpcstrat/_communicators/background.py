@@ -55,7 +55,9 @@ class Background(Generic[C]):
     def begin(self, exchange: Callable[[C], None]) -> None:
         """Begins an exchange, which is given the communicator; it is made behind those that have begun."""
         # In a copy of this line's context, in which the call has its name.
-        self._begun.append(self._thread.submit(contextvars.copy_context().run, self._make, exchange))
+        self._begun.append(
+            self._thread.submit(contextvars.copy_context().run, self._make, exchange)
+        )
 
     def _make(self, exchange: Callable[[C], None]) -> None:
         if self._error is not None:  # the others may be in the midst of that one

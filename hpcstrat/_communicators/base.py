@@ -45,23 +45,33 @@ class Communicator(CheckedExchange):
     # ---- what a transport fills in, as above
 
     @abc.abstractmethod
-    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def reduce_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
+    ) -> list[Array]:
         """`all_reduce` of checked arrays. On all ranks `must_match`, the shapes and the dtypes are equal."""
 
     @abc.abstractmethod
-    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(
+        self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
+    ) -> list[Array]:
         """`all_gather` of arrays that are checked, but for their shapes. Equal are `must_match` and the dtypes."""
 
     @abc.abstractmethod
-    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+    def broadcast_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
         """`broadcast` of checked arrays. On all ranks `must_match`, the shapes and the dtypes are equal."""
 
     @abc.abstractmethod
-    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+    def reduce_parts(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
         """`reduce_scatter` of checked arrays, each in one part a rank. Equal are `must_match`, shapes and dtypes."""
 
     @abc.abstractmethod
-    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+    def exchange_parts(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
         """`all_to_all` of checked arrays."""
 
     # ---- verbs
@@ -88,10 +98,16 @@ class Communicator(CheckedExchange):
         """
         with self.raise_together():
             return self._reduced(
-                arrays, op, lambda natives, *facts: self.reduce_arrays((op.name, *must_match, *facts), natives, op)
+                arrays,
+                op,
+                lambda natives, *facts: self.reduce_arrays(
+                    (op.name, *must_match, *facts), natives, op
+                ),
             )
 
-    def _reduced(self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]) -> list[Array]:
+    def _reduced(
+        self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]
+    ) -> list[Array]:
         """What `move` makes of the arrays as transports take them, given also what else must match."""
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
@@ -100,7 +116,9 @@ class Communicator(CheckedExchange):
         if not integers or not reduction.REDUCTIONS[op].is_mean or self.size == 1:
             return move(natives)
         # Here, before any transport has the arrays, so that all transports reduce the same dtype.
-        wide = [array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives]
+        wide = [
+            array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives
+        ]
         means = move(wide, *[f"{dtype.name} as float64" for dtype in integers])
         return [
             mean.astype(reduction.mean_dtype(array.dtype), copy=False)
@@ -108,7 +126,9 @@ class Communicator(CheckedExchange):
         ]
 
     @span(COMMUNICATION, _described)
-    def reduce_scatter(self, arrays: Sequence[Array], op: ReduceOp, axis: int, *must_match: str) -> list[Array]:
+    def reduce_scatter(
+        self, arrays: Sequence[Array], op: ReduceOp, axis: int, *must_match: str
+    ) -> list[Array]:
         """This rank's part, along `axis`, of what `all_reduce` makes of each array.
 
         The parts are as equal as can be, in rank order: the first ones have one element more where they must differ.
@@ -120,10 +140,17 @@ class Communicator(CheckedExchange):
             ReplicaMismatchError: shapes, dtypes, `op`, `axis` or `must_match` differ between ranks.
         """
         with self.raise_together():
-            facts = (op.name, f"axis={axis}", *must_match, *[(array.dtype, array.shape) for array in arrays])
+            facts = (
+                op.name,
+                f"axis={axis}",
+                *must_match,
+                *[(array.dtype, array.shape) for array in arrays],
+            )
 
             def move(natives: Sequence[Array], *_: Any) -> list[Array]:
-                return self.reduce_parts(facts, [_parts_along(array, axis, self.size) for array in natives], op)
+                return self.reduce_parts(
+                    facts, [_parts_along(array, axis, self.size) for array in natives], op
+                )
 
             return self._reduced(arrays, op, move)
 
@@ -142,7 +169,9 @@ class Communicator(CheckedExchange):
         """
         with self.raise_together():
             _check_no_objects(arrays)
-            return self.broadcast_arrays((f"root={root}", *must_match), [as_native(a) for a in arrays], root)
+            return self.broadcast_arrays(
+                (f"root={root}", *must_match), [as_native(a) for a in arrays], root
+            )
 
     @span(COMMUNICATION, lambda _, outgoing, *__: Details(current_call(), _bytes_of(outgoing)))
     def all_to_all(self, outgoing: Sequence[Outgoing], *must_match: str) -> list[dict[int, Array]]:
@@ -190,7 +219,9 @@ class Communicator(CheckedExchange):
         """
         with self.raise_together():
             message = _message(obj)
-            messages = self.exchange(signature_of(current_call(), *must_match), message.nbytes, message.write)
+            messages = self.exchange(
+                signature_of(current_call(), *must_match), message.nbytes, message.write
+            )
             return [records.load_object(one) for one in messages]
 
     def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
@@ -202,7 +233,9 @@ class Communicator(CheckedExchange):
         with self.raise_together():
             message = _message(obj if self.rank == root else None)
             signature = signature_of(current_call(), f"root={root}")
-            return records.load_object(self.exchange(signature, message.nbytes, message.write)[root])
+            return records.load_object(
+                self.exchange(signature, message.nbytes, message.write)[root]
+            )
 
 
 def _check_no_objects(arrays: Sequence[Array]) -> None:

@@ -70,7 +70,9 @@ class CheckedExchange(abc.ABC):
     # ---- the exchange that every call begins with
 
     @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
-    def exchange(self, signature: CallSignature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
+    def exchange(
+        self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
+    ) -> list[Bytes]:
         """Every rank's message of `nbytes` bytes, which may differ from rank to rank, once all agree on `signature`.
 
         The arrays are read-only by convention and valid until the next call. Collective.
@@ -82,9 +84,13 @@ class CheckedExchange(abc.ABC):
         """
         self._count(signature)
         waiting = self.calls.waiting
-        waiting.depth += 1  # what `with waiting:` does, without its two calls: every step comes through here
+        waiting.depth += (
+            1  # what `with waiting:` does, without its two calls: every step comes through here
+        )
         try:
-            own = records.pack_record(self.calls.number, self.calls.faults, records.OK, signature.digest, nbytes)
+            own = records.pack_record(
+                self.calls.number, self.calls.faults, records.OK, signature.digest, nbytes
+            )
             posted = self.exchange_records(own, nbytes, write)
             # Whole records first: where even the sizes of the messages are equal, nobody has to unpack any.
             for record in posted:
@@ -141,7 +147,9 @@ class CheckedExchange(abc.ABC):
         If one was, the others may be elsewhere: then the next call checks that all ranks had an error.
         """
         calls = self.calls
-        if calls.interruption is not None:  # the next call ends the job, and nobody is told by this one
+        if (
+            calls.interruption is not None
+        ):  # the next call ends the job, and nobody is told by this one
             return
         if calls.number != number:  # the ranks have met: who raises now may be alone
             # Unless all ranks raised here together: then there is nothing to compare.
@@ -161,7 +169,10 @@ class CheckedExchange(abc.ABC):
         """
         if self.checks:
             with self.raise_together():
-                seen = [f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}" for array in arrays]
+                seen = [
+                    f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}"
+                    for array in arrays
+                ]
             self.exchange(signature_of(f"{current_call()}{of}, HPCSTRAT_CHECK", *seen))
 
     def work(self) -> None:
@@ -210,7 +221,9 @@ class CheckedExchange(abc.ABC):
     def leave(self) -> None:
         """Tells the others that this rank leaves the program. Unless all leave, the job ends with an error."""
         self._count(signature_of("the end of the program"))
-        own = records.pack_record(self.calls.number, self.calls.faults, records.LEAVING, bytes(16), 0)
+        own = records.pack_record(
+            self.calls.number, self.calls.faults, records.LEAVING, bytes(16), 0
+        )
         with self.calls.waiting:
             posted = self.exchange_records(own, 0, None)
             if any(record != own for record in posted):
@@ -225,15 +238,23 @@ class CheckedExchange(abc.ABC):
             return
         # The others are in the exchange that this rank does not reach: they find this record there instead of its own.
         self.calls.number += 1
-        own = records.pack_record(self.calls.number, self.calls.faults, records.FAILED, bytes(16), 0)
+        own = records.pack_record(
+            self.calls.number, self.calls.faults, records.FAILED, bytes(16), 0
+        )
         try:
             with self.calls.waiting:
-                self._disagree(self.exchange_records(own, 0, None), records.CallDescription(current_call()), error)
+                self._disagree(
+                    self.exchange_records(own, 0, None),
+                    records.CallDescription(current_call()),
+                    error,
+                )
         except BaseException as interruption:
             self.calls.mark_interrupted(current_call(), interruption)
             raise
 
-    def _disagree(self, posted: Sequence[memoryview], words: records.CallDescription, error: Exception | None) -> None:
+    def _disagree(
+        self, posted: Sequence[memoryview], words: records.CallDescription, error: Exception | None
+    ) -> None:
         """All ranks come here together, and all raise, or the job ends.
 
         A rank that failed itself (`error`) returns, and raises its own exception.
@@ -243,7 +264,9 @@ class CheckedExchange(abc.ABC):
         if any(status == records.LEAVING for _, _, status, _ in states):
             mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
-            mismatch.end_after_fault(self.rank, [number for number, *_ in states], words, self.calls.fault)
+            mismatch.end_after_fault(
+                self.rank, [number for number, *_ in states], words, self.calls.fault
+            )
         by_rank = self._exchange_reports(mismatch.report_of(words, error))
         self.settle()
         # An error of one rank explains the differing signatures, and not the other way round, so it is what all raise.
@@ -265,7 +288,10 @@ class CheckedExchange(abc.ABC):
         if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
             numbers = [records.read_record(other)[0] for other in posted]
             mismatch.end_after_fault(self.rank, numbers, own.words, self.calls.fault)
-        return [records.load_object(m) for m in self.collect_messages(records.message_sizes(posted), message.write)]
+        return [
+            records.load_object(m)
+            for m in self.collect_messages(records.message_sizes(posted), message.write)
+        ]
 
 
 def checksum(array: Array) -> int:

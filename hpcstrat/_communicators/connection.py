@@ -64,7 +64,9 @@ def _connect() -> HostCommunicator:
             "open their ports to each other, or give the job a time limit",
             stacklevel=2,
         )
-    atexit.register(_leave, communicator, os.getpid())  # after mpi4py's own hook, so it runs before MPI is finalised
+    atexit.register(
+        _leave, communicator, os.getpid()
+    )  # after mpi4py's own hook, so it runs before MPI is finalised
     _check_versions(communicator)
     return communicator
 
@@ -102,7 +104,9 @@ def _check_versions(communicator: HostCommunicator) -> None:
         )
 
 
-def connect_devices(gpus: tuple[str, ...], ordinal: int | None, transport: DeviceTransport) -> DeviceCommunicator:
+def connect_devices(
+    gpus: tuple[str, ...], ordinal: int | None, transport: DeviceTransport
+) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
     Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
@@ -172,7 +176,9 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         try:
             for device in _users:
                 device.close()
-        except Exception:  # of what the GPU had still to do: Python would print it, and exit with status 0
+        except (
+            Exception
+        ):  # of what the GPU had still to do: Python would print it, and exit with status 0
             lines = traceback.format_exc()
             worlds.end_job(
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "

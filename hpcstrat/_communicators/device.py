@@ -127,26 +127,46 @@ class StagedCommunicator(DeviceCommunicator):
         super().__init__(control, stream)
         self._pinned: Bytes = np.empty(0, np.uint8)
 
-    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
-        return self._staged(lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays)
+    def reduce_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
+    ) -> list[Array]:
+        return self._staged(
+            lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays
+        )
 
-    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(
+        self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
+    ) -> list[Array]:
         if self.size == 1:  # where the control communicator, which would check, is not asked
             for array in arrays:
                 check_gatherable([array.shape], axis)
-        return self._staged(lambda hosts: self._control.gather_arrays(must_match, hosts, axis), arrays)
+        return self._staged(
+            lambda hosts: self._control.gather_arrays(must_match, hosts, axis), arrays
+        )
 
-    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
-        return self._staged(lambda hosts: self._control.broadcast_arrays(must_match, hosts, root), arrays)
+    def broadcast_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
+        return self._staged(
+            lambda hosts: self._control.broadcast_arrays(must_match, hosts, root), arrays
+        )
 
-    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+    def reduce_parts(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
         def move(hosts: Sequence[Array]) -> list[Array]:
             leaves = [hosts[i : i + self.size] for i in range(0, len(hosts), self.size)]
             return self._control.reduce_parts(must_match, leaves, op)
 
-        return self._staged(move, [part for leaf in parts for part in leaf], [gpu.is_on_gpu(leaf[0]) for leaf in parts])
+        return self._staged(
+            move,
+            [part for leaf in parts for part in leaf],
+            [gpu.is_on_gpu(leaf[0]) for leaf in parts],
+        )
 
-    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+    def exchange_parts(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
         places = [(i, rank) for i, one in enumerate(outgoing) for rank in one.to]
         found = [(i, source) for i, one in enumerate(outgoing) for source in one.sources]
 
@@ -162,7 +182,9 @@ class StagedCommunicator(DeviceCommunicator):
             with contextlib.nullcontext() if self.stream is None else self.stream.current():
                 return [{rank: array.copy() for rank, array in one.to.items()} for one in outgoing]
         arrays = self._staged(
-            move, [outgoing[i].to[rank] for i, rank in places], [outgoing[i].is_on_gpu for i, _ in found]
+            move,
+            [outgoing[i].to[rank] for i, rank in places],
+            [outgoing[i].is_on_gpu for i, _ in found],
         )
         results: list[dict[int, Array]] = [{} for _ in outgoing]
         for (i, source), array in zip(found, arrays, strict=True):
@@ -182,10 +204,14 @@ class StagedCommunicator(DeviceCommunicator):
         if self.stream is None:
             return move(arrays)
         with self.stream.current():
-            arrays = [self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays]
+            arrays = [
+                self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays
+            ]
             if self.size == 1:
                 # With one replica nothing is exchanged: copy on the device. Host arrays go to the control communicator.
-                return [array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays]
+                return [
+                    array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays
+                ]
             results = move(self._host_copies(arrays))
             if on_gpu is None:
                 on_gpu = [gpu.is_on_gpu(array) for array in arrays]
@@ -197,7 +223,9 @@ class StagedCommunicator(DeviceCommunicator):
     def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays with those on the GPU in pinned memory, valid until the next call."""
         assert self.stream is not None
-        layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+        layout = layout_of(
+            tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+        )
         # Kept from call to call: pinning memory is slow, because the system must lock each page. It is reused once the
         # stream was waited for.
         if self._pinned.size < layout.nbytes:
@@ -259,7 +287,11 @@ class StagedCommunicator(DeviceCommunicator):
     @span(COMMUNICATION, on_stream("all-gather"))
     def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
-        own = [self._on_host(array[start:stop])[0].copy() for rank, start, stop, _ in segments if rank == self.rank]
+        own = [
+            self._on_host(array[start:stop])[0].copy()
+            for rank, start, stop, _ in segments
+            if rank == self.rank
+        ]
         with call_named("new values"):
             everything = [np.concatenate([np.empty(0, array.dtype), *own])]
             (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)

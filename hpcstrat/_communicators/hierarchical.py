@@ -40,14 +40,21 @@ class HierarchicalCommunicator(MpiCommunicator):
         # What every host has room for. Not each host's own capacity: one may have grown where another could not.
         self._reserved_bytes = 0
         of_rank = comm.allgather(host_comm.bcast(comm.rank))  # the first rank of each rank's host
-        hosts = [[rank for rank in range(comm.size) if of_rank[rank] == lead] for lead in sorted(set(of_rank))]
+        hosts = [
+            [rank for rank in range(comm.size) if of_rank[rank] == lead]
+            for lead in sorted(set(of_rank))
+        ]
         own_hosts = [next(host for host in hosts if rank in host) for rank in range(comm.size)]
         # Every rank has one of each host that sums for it, and that its section reaches the others by: itself, or the
         # one of its own place there.
-        self._servers = [[host[own.index(rank) % len(host)] for host in hosts] for rank, own in enumerate(own_hosts)]
+        self._servers = [
+            [host[own.index(rank) % len(host)] for host in hosts]
+            for rank, own in enumerate(own_hosts)
+        ]
         self._peers = own_hosts[comm.rank]
         self._served_ranks = {
-            peer: [rank for rank in range(comm.size) if peer in self._servers[rank]] for peer in self._peers
+            peer: [rank for rank in range(comm.size) if peer in self._servers[rank]]
+            for peer in self._peers
         }
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
@@ -102,7 +109,9 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         found = self._gather_by_hosts(signature, sizes, write_own)
         for rank, section in enumerate(found):
-            for group, part, one in zip(layout.groups, layouts[rank].groups, slices[rank], strict=True):
+            for group, part, one in zip(
+                layout.groups, layouts[rank].groups, slices[rank], strict=True
+            ):
                 group.of(out)[one] = part.of(section)
 
     def _agree(self, signature: CallSignature, nbytes: int) -> None:
@@ -117,9 +126,18 @@ class HierarchicalCommunicator(MpiCommunicator):
                 self.exchange(signature_of(f"{signature.call}: memory"))
             self._reserved_bytes = nbytes
 
-    @span(COMMUNICATION, lambda _, signature, layouts, *__: Details(signature.call, sum(one.nbytes for one in layouts)))
+    @span(
+        COMMUNICATION,
+        lambda _, signature, layouts, *__: Details(
+            signature.call, sum(one.nbytes for one in layouts)
+        ),
+    )
     def sum_sections(
-        self, signature: CallSignature, layouts: Sequence[Layout], whole: Layout, write: Callable[[int, Bytes], None]
+        self,
+        signature: CallSignature,
+        layouts: Sequence[Layout],
+        whole: Layout,
+        write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
         """See `HostCommunicator.sum_sections`. Inside each host first: one message from each host to each rank."""
         if not _goes_by_hosts(whole):  # as in `reduce_message`, which adds up in the same order
@@ -132,10 +150,16 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         with self.calls.waiting:
             self._agree(signature, sent.nbytes)
-            everyones = [sent.views(message) for message in self._host.exchange(signature, sent.nbytes, write_all)]
+            everyones = [
+                sent.views(message)
+                for message in self._host.exchange(signature, sent.nbytes, write_all)
+            ]
 
             def parts_of(rank: int) -> list[list[Array]]:
-                return [[group.of(sections[rank]) for sections in everyones] for group in layouts[rank].groups]
+                return [
+                    [group.of(sections[rank]) for sections in everyones]
+                    for group in layouts[rank].groups
+                ]
 
             return self._sum_by_hosts(layouts, parts_of, ReduceOp.SUM)
 
@@ -153,7 +177,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         senders = self._servers[self.rank]
         self._reserve(max(sum(sizes), len(senders) * max(sizes)))
         ours = sections_in(self._send_buffer, self._of_served(sizes, self.rank))
-        theirs = sections_in(self._receive_buffer, [sizes[self.rank] * (rank in senders) for rank in range(self.size)])
+        theirs = sections_in(
+            self._receive_buffer,
+            [sizes[self.rank] * (rank in senders) for rank in range(self.size)],
+        )
         reductions = [
             (group, group.of(ours.of(rank)), parts)
             for rank in self._served_ranks[self.rank]
@@ -173,7 +200,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         return [n if server in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
 
     @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
-    def gather_sections(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
+    def gather_sections(
+        self, signature: CallSignature, sizes: Sequence[int], write: Write
+    ) -> list[Bytes]:
         """See `HostCommunicator.gather_sections`. One message from each rank to each host, and then inside it."""
         if sum(sizes) <= SMALL_MESSAGE_BYTES:
             return super().gather_sections(signature, sizes, write)
@@ -181,14 +210,18 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._agree(signature, layout_of_sections(sizes).nbytes)
             return self._gather_by_hosts(signature, sizes, write)
 
-    def _gather_by_hosts(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
+    def _gather_by_hosts(
+        self, signature: CallSignature, sizes: Sequence[int], write: Write
+    ) -> list[Bytes]:
         """Every rank's section, on every rank; there is room for all of them in the host's memory."""
         self._reserve(max(sizes))
         size, senders = sizes[self.rank], self._servers[self.rank]
         own = self._send_buffer[:size]
         write(own)
         # The same bytes to one rank of each host.
-        ours = Sections(own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size)
+        ours = Sections(
+            own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size
+        )
         served = {peer: self._of_served(sizes, peer) for peer in self._peers}
 
         def receive(message: Bytes) -> None:
@@ -196,14 +229,18 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         # What comes from other hosts comes into this host's shared memory. Once: a message for which there were no room
         # would be written again.
-        messages = self._host.exchange(signature, layout_of_sections(served[self.rank]).nbytes, receive)
+        messages = self._host.exchange(
+            signature, layout_of_sections(served[self.rank]).nbytes, receive
+        )
         found: dict[int, Bytes] = {}
         for peer, message in zip(self._peers, messages, strict=True):
             sections = sections_in(message, served[peer])
             found |= {rank: sections.of(rank) for rank in self._served_ranks[peer]}
         return [found[rank] for rank in range(self.size)]
 
-    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+    def reduce_parts(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
         """All of it is reduced, and the rest dropped: between hosts that sends less than each rank's parts to each."""
         flat = [np.concatenate([part.reshape(-1) for part in leaf]) for leaf in parts]
         results = []
@@ -222,7 +259,8 @@ def _slices_of(layout: Layout, rank: int, size: int) -> list[slice]:
 def _layout_of_slices(layout: Layout, rank: int, size: int) -> Layout:
     slices = _slices_of(layout, rank, size)
     return layout_of(
-        tuple([(one.stop - one.start,) for one in slices]), tuple([group.dtype for group in layout.groups])
+        tuple([(one.stop - one.start,) for one in slices]),
+        tuple([group.dtype for group in layout.groups]),
     )
 
 

@@ -27,7 +27,9 @@ SMALL_MESSAGE_BYTES = 1 << 15
 """Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
 
 
-def describe_message(_: Communicator, signature: CallSignature, layout: Layout, *__: Any, **___: Any) -> Details:
+def describe_message(
+    _: Communicator, signature: CallSignature, layout: Layout, *__: Any, **___: Any
+) -> Details:
     """The span of `HostCommunicator.reduce_message`."""
     return Details(signature.call, layout.nbytes)
 
@@ -67,12 +69,16 @@ class HostCommunicator(Communicator):
         Raises:
             MemoryError: it has not, on any rank.
         """
-        if self.size == 1 or self.size * nbytes < LARGE:  # the same on all ranks, however many their hosts have
+        if (
+            self.size == 1 or self.size * nbytes < LARGE
+        ):  # the same on all ranks, however many their hosts have
             return
         world = worlds.started()
         # No rank takes memory before all have found enough for all: one that comes late would find less.
         with self.raise_together():
-            check_available(nbytes, self.size if world is None else min(self.size, world.local_size))
+            check_available(
+                nbytes, self.size if world is None else min(self.size, world.local_size)
+            )
             self.exchange(signature)
 
     def new_buffer(self, nbytes: int, signature: CallSignature) -> Bytes:
@@ -89,43 +95,60 @@ class HostCommunicator(Communicator):
             buffer[:: mmap.PAGESIZE] = 0
         return buffer
 
-    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def reduce_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
+    ) -> list[Array]:
         _check_on_host(arrays)
         layout, signature = _layout_and_signature_of(must_match, arrays)
         out = self.new_buffer(layout.nbytes, signature)
         try:
-            self.reduce_message(signature, layout, lambda message: layout.write(message, arrays), op, out)
+            self.reduce_message(
+                signature, layout, lambda message: layout.write(message, arrays), op, out
+            )
         except BaseException as error:  # a signal's, say: the others may wait for this rank's part
             self.mark_interrupted(error)
             raise
         return layout.views(out)
 
-    def _reduce_by_all(self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes) -> None:
+    def _reduce_by_all(
+        self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
+    ) -> None:
         for group in layout.groups:
             reduce_flat(group.of(out), [group.of(message) for message in messages], op)
 
-    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(
+        self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
+    ) -> list[Array]:
         _check_on_host(arrays)
         kinds = [array.dtype for array in arrays]
         # Shapes travel in the message and not in the signature: they may differ along the axis, so all must be here to
         # be compared.
-        messages = self.exchange(signature_of(current_call(), *must_match, *kinds), *_packed(arrays))
+        messages = self.exchange(
+            signature_of(current_call(), *must_match, *kinds), *_packed(arrays)
+        )
         parts = [_parse(message, kinds) for message in messages]
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
         nbytes = sum(array.nbytes for part in parts for array in part)
         return self._read(
-            nbytes, lambda: [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))]
+            nbytes,
+            lambda: [np.concatenate([part[i] for part in parts], axis) for i in range(len(arrays))],
         )
 
-    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+    def broadcast_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
         _check_on_host(arrays)
         layout, signature = _layout_and_signature_of(must_match, arrays)
         if self.rank == root:
-            messages = self.exchange(signature, layout.nbytes, lambda message: layout.write(message, arrays))
+            messages = self.exchange(
+                signature, layout.nbytes, lambda message: layout.write(message, arrays)
+            )
         else:
             messages = self.exchange(signature)
-        return self._read(layout.nbytes, lambda: layout.views(messages[root][: layout.nbytes].copy()))
+        return self._read(
+            layout.nbytes, lambda: layout.views(messages[root][: layout.nbytes].copy())
+        )
 
     def _read(self, nbytes: int, copy: Callable[[], list[Array]]) -> list[Array]:
         """Arrays of so many bytes that each rank copies from the messages of the last exchange. Collective."""
@@ -139,9 +162,14 @@ class HostCommunicator(Communicator):
             self.exchange(signature)
         return arrays
 
-    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+    def reduce_parts(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
         everyone = range(self.size)
-        outgoing = [Outgoing(leaf[0].dtype, dict(enumerate(leaf)), everyone, is_on_gpu=False) for leaf in parts]
+        outgoing = [
+            Outgoing(leaf[0].dtype, dict(enumerate(leaf)), everyone, is_on_gpu=False)
+            for leaf in parts
+        ]
         results = []
         for received in self._received(must_match, outgoing):
             out = np.empty_like(received[self.rank])
@@ -149,16 +177,22 @@ class HostCommunicator(Communicator):
             results.append(out)
         return results
 
-    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+    def exchange_parts(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
         return [
             {source: array.copy() for source, array in received.items()}
             for received in self._received(must_match, outgoing)
         ]
 
-    def _received(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
+    def _received(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
         """What comes, valid until the next call."""
         everyone = range(self.size)
-        sections = [_packed([one.to[rank] for one in outgoing if rank in one.to]) for rank in everyone]
+        sections = [
+            _packed([one.to[rank] for one in outgoing if rank in one.to]) for rank in everyone
+        ]
         for one in outgoing:
             _check_on_host(list(one.to.values()))
         received = self.exchange_sections(
@@ -169,7 +203,9 @@ class HostCommunicator(Communicator):
         results: list[dict[int, Array]] = [{} for _ in outgoing]
         for source, section in enumerate(received):
             here = [i for i, one in enumerate(outgoing) if source in one.sources]
-            for i, array in zip(here, _parse(section, [outgoing[i].dtype for i in here]), strict=True):
+            for i, array in zip(
+                here, _parse(section, [outgoing[i].dtype for i in here]), strict=True
+            ):
                 results[i][source] = array
         return results
 
@@ -196,11 +232,18 @@ class HostCommunicator(Communicator):
                 write(rank, message[begin:end])
 
         messages = self.exchange(signature, start, write_all)
-        places = [message[16 * self.rank : 16 * (self.rank + 1)].view(np.int64).tolist() for message in messages]
+        places = [
+            message[16 * self.rank : 16 * (self.rank + 1)].view(np.int64).tolist()
+            for message in messages
+        ]
         return [message[begin:end] for message, (begin, end) in zip(messages, places, strict=True)]
 
     def sum_sections(
-        self, signature: CallSignature, layouts: Sequence[Layout], whole: Layout, write: Callable[[int, Bytes], None]
+        self,
+        signature: CallSignature,
+        layouts: Sequence[Layout],
+        whole: Layout,
+        write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
         """Messages whose sum, in this order, is that of what all ranks have for this one; valid until the next call.
 
@@ -214,7 +257,9 @@ class HostCommunicator(Communicator):
         """
         return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
 
-    def gather_sections(self, signature: CallSignature, sizes: Sequence[int], write: Write) -> list[Bytes]:
+    def gather_sections(
+        self, signature: CallSignature, sizes: Sequence[int], write: Write
+    ) -> list[Bytes]:
         """Every rank's section, on every rank, valid until the next call; `sizes` are their bytes. Collective."""
         return self.exchange(signature, sizes[self.rank], write)
 
@@ -251,7 +296,9 @@ def _aligned(nbytes: int) -> int:
 
 def _packed(arrays: Sequence[Array]) -> tuple[int, Write]:
     """Bytes of a message of arrays with their shapes in front, which `_parse` reads; and what writes it."""
-    layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+    layout = layout_of(
+        tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+    )
     shapes = pack_shapes(arrays)
     start = _aligned(shapes.nbytes)
 
@@ -262,8 +309,13 @@ def _packed(arrays: Sequence[Array]) -> tuple[int, Write]:
     return start + layout.nbytes, write
 
 
-def _layout_and_signature_of(must_match: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Layout, CallSignature]:
-    shapes, dtypes = tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+def _layout_and_signature_of(
+    must_match: tuple[Any, ...], arrays: Sequence[Array]
+) -> tuple[Layout, CallSignature]:
+    shapes, dtypes = (
+        tuple([array.shape for array in arrays]),
+        tuple([array.dtype for array in arrays]),
+    )
     return _layout_and_signature(current_call(), must_match, shapes, dtypes)
 
 
@@ -271,10 +323,15 @@ def _layout_and_signature_of(must_match: tuple[Any, ...], arrays: Sequence[Array
 # cost more than their sum.
 @functools.lru_cache(maxsize=1024)
 def _layout_and_signature(
-    call: str, must_match: tuple[Any, ...], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]
+    call: str,
+    must_match: tuple[Any, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[np.dtype[Any], ...],
 ) -> tuple[Layout, CallSignature]:
     """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
-    return layout_of(shapes, dtypes), signature_of(call, *must_match, *zip(dtypes, shapes, strict=True))
+    return layout_of(shapes, dtypes), signature_of(
+        call, *must_match, *zip(dtypes, shapes, strict=True)
+    )
 
 
 def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -314,7 +371,9 @@ class SoloCommunicator(HostCommunicator):
         self.calls.last_signature = signature
 
     @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
-    def exchange(self, signature: CallSignature, nbytes: int = 0, write: Write | None = None) -> list[Bytes]:
+    def exchange(
+        self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
+    ) -> list[Bytes]:
         """There is nobody to agree with: no record is made, and none is read."""
         self._count(signature)
         return self.collect_messages([nbytes], write)
@@ -323,7 +382,9 @@ class SoloCommunicator(HostCommunicator):
         return [memoryview(record)]
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        message = np.empty(sizes[0], np.uint8)  # a fresh one, because several threads may each be here
+        message = np.empty(
+            sizes[0], np.uint8
+        )  # a fresh one, because several threads may each be here
         if write is not None:
             write(message)
         return [message]

@@ -68,7 +68,11 @@ class MpiCommunicator(HostCommunicator):
 
     def _patient_second(self) -> MpiCommunicator:
         second = self._second()
-        second._comm, second._wait_for, second._window = PatientComm(second._comm), wait_patiently, WINDOW
+        second._comm, second._wait_for, second._window = (
+            PatientComm(second._comm),
+            wait_patiently,
+            WINDOW,
+        )
         return second
 
     def _second(self) -> MpiCommunicator:
@@ -103,7 +107,10 @@ class MpiCommunicator(HostCommunicator):
         try:
             # Given back before larger ones are asked for.
             self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
-            self._send_buffer, self._receive_buffer = np.empty(wanted, np.uint8), np.empty(wanted, np.uint8)
+            self._send_buffer, self._receive_buffer = (
+                np.empty(wanted, np.uint8),
+                np.empty(wanted, np.uint8),
+            )
         except MemoryError as error:
             self._send_buffer = np.empty(0, np.uint8)
             problem = f"rank {self.rank}: {error}"
@@ -113,7 +120,9 @@ class MpiCommunicator(HostCommunicator):
             if problem:
                 raise MemoryError(f"no memory for a message between replicas: {problem}")
         elif problems := [one for one in self._comm.allgather(problem) if one]:
-            self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)  # on all ranks, which ask again together
+            self._send_buffer = self._receive_buffer = np.empty(
+                0, np.uint8
+            )  # on all ranks, which ask again together
             self.settle()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
@@ -136,7 +145,11 @@ class MpiCommunicator(HostCommunicator):
         return self.size * max(sizes) <= 2 * sum(sizes)
 
     def _all_to_all(
-        self, ours: Sections, theirs: Sections, longest: int, prepare: Callable[[slice], None] | None = None
+        self,
+        ours: Sections,
+        theirs: Sections,
+        longest: int,
+        prepare: Callable[[slice], None] | None = None,
     ) -> None:
         """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
 
@@ -162,7 +175,10 @@ class MpiCommunicator(HostCommunicator):
         self._swap(ours.all(), theirs.all(), write)
 
     def _swap(
-        self, outgoing: Sequence[Bytes], incoming: Sequence[Bytes], prepare: Callable[[slice], None] | None = None
+        self,
+        outgoing: Sequence[Bytes],
+        incoming: Sequence[Bytes],
+        prepare: Callable[[slice], None] | None = None,
     ) -> None:
         """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends.
 
@@ -177,9 +193,18 @@ class MpiCommunicator(HostCommunicator):
                 prepare(here)
             # The next rank first, so that not all ranks send to the same one.
             for distance in range(1, self.size):
-                source, target = (self.rank - distance) % self.size, (self.rank + distance) % self.size
-                now += [self._comm.Irecv(piece, source) for piece in self._pieces(incoming[source][here])]
-                now += [self._comm.Isend(piece, target) for piece in self._pieces(outgoing[target][here])]
+                source, target = (
+                    (self.rank - distance) % self.size,
+                    (self.rank + distance) % self.size,
+                )
+                now += [
+                    self._comm.Irecv(piece, source)
+                    for piece in self._pieces(incoming[source][here])
+                ]
+                now += [
+                    self._comm.Isend(piece, target)
+                    for piece in self._pieces(outgoing[target][here])
+                ]
             self._wait_for(before)  # of two windows one is always on its way
             before = now
         self._wait_for(before)
@@ -207,7 +232,9 @@ class MpiCommunicator(HostCommunicator):
     def _reduce_by_slices(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        self._reserve(layout.nbytes + 1024 * self.size)  # slices are equal but for 64 elements, of 16 bytes at most
+        self._reserve(
+            layout.nbytes + 1024 * self.size
+        )  # slices are equal but for 64 elements, of 16 bytes at most
         write(self._send_buffer)
         # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong result.
         self.exchange(signature)
@@ -240,7 +267,9 @@ class MpiCommunicator(HostCommunicator):
                 for rank, section in enumerate(ours.all()):
                     write(rank, section)
                 self._all_to_all(ours, theirs, int(everyones.max()))
-        except BaseException as error:  # a signal's, say: the others may wait for this rank's sections
+        except (
+            BaseException
+        ) as error:  # a signal's, say: the others may wait for this rank's sections
             self.mark_interrupted(error)
             raise
         return theirs.all()

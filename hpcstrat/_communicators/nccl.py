@@ -39,9 +39,13 @@ class NcclCommunicator(NcclLink):
 
     # ---- arrays
 
-    def reduce_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp) -> list[Array]:
+    def reduce_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
+    ) -> list[Array]:
         def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
-            layout = layout_of(tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]))
+            layout = layout_of(
+                tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+            )
             with self.stream.current():
                 arrays = [self.stream.here(array) for array in arrays]
                 out = self.stream.xp.empty(layout.nbytes, np.uint8)
@@ -54,17 +58,26 @@ class NcclCommunicator(NcclLink):
                         parts.append(group.of(out))
                 # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
                 self.exchange(
-                    signature_of(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays])
+                    signature_of(
+                        current_call(),
+                        *must_match,
+                        *[(array.dtype, array.shape) for array in arrays],
+                    )
                 )
                 for group, part in zip(layout.groups, parts, strict=True):
                     self._all_reduce(current_call(), part, group.of(out), op)
                 return layout.views(out)
 
         return self._apart(
-            must_match, arrays, move, lambda hosts, must_match: self._control.reduce_arrays(must_match, hosts, op)
+            must_match,
+            arrays,
+            move,
+            lambda hosts, must_match: self._control.reduce_arrays(must_match, hosts, op),
         )
 
-    def gather_arrays(self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int) -> list[Array]:
+    def gather_arrays(
+        self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
+    ) -> list[Array]:
         def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
             shapes = pack_shapes(arrays).view(np.uint8)
 
@@ -73,7 +86,9 @@ class NcclCommunicator(NcclLink):
 
             # The shapes first, and through the host: a rank must know what it will receive before it asks NCCL for it.
             messages = self.exchange(
-                signature_of(current_call(), *must_match, *[a.dtype for a in arrays]), shapes.size, write
+                signature_of(current_call(), *must_match, *[a.dtype for a in arrays]),
+                shapes.size,
+                write,
             )
             by_rank = [unpack_shapes(message, len(arrays))[0] for message in messages]
             for i in range(len(arrays)):
@@ -81,41 +96,69 @@ class NcclCommunicator(NcclLink):
             with self.stream.current():
                 with self.raise_together():
                     arrays = [self.stream.here(array) for array in arrays]
-                    parts = [_Parts.of(self.stream.xp, a, [one[i] for one in by_rank]) for i, a in enumerate(arrays)]
+                    parts = [
+                        _Parts.of(self.stream.xp, a, [one[i] for one in by_rank])
+                        for i, a in enumerate(arrays)
+                    ]
                     self.exchange(
                         signature_of(current_call(), "memory")
                     )  # a rank that lacks it stops those that would wait for it
                 return self._gather(parts, axis)
 
         return self._apart(
-            must_match, arrays, move, lambda hosts, must_match: self._control.gather_arrays(must_match, hosts, axis)
+            must_match,
+            arrays,
+            move,
+            lambda hosts, must_match: self._control.gather_arrays(must_match, hosts, axis),
         )
 
-    def broadcast_arrays(self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int) -> list[Array]:
+    def broadcast_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
         def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
             with self.stream.current():
                 copies = [self.stream.here(array).copy("C") for array in arrays]
                 self.exchange(
-                    signature_of(current_call(), *must_match, *[(array.dtype, array.shape) for array in arrays])
+                    signature_of(
+                        current_call(),
+                        *must_match,
+                        *[(array.dtype, array.shape) for array in arrays],
+                    )
                 )
                 for array in copies:
                     self.broadcast_flat(array.reshape(-1), root)
                 return copies
 
         return self._apart(
-            must_match, arrays, move, lambda hosts, must_match: self._control.broadcast_arrays(must_match, hosts, root)
+            must_match,
+            arrays,
+            move,
+            lambda hosts, must_match: self._control.broadcast_arrays(must_match, hosts, root),
         )
 
-    def reduce_parts(self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp) -> list[Array]:
+    def reduce_parts(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
         def move(parts: Sequence[Sequence[Array]], must_match: tuple[Any, ...]) -> list[Array]:
             xp = self.stream.xp
             with self.stream.current():
-                flat = [xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf]) for leaf in parts]
+                flat = [
+                    xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf])
+                    for leaf in parts
+                ]
                 flat = [array.astype(reduced_dtype(array.dtype, op), copy=False) for array in flat]
-                out = [xp.empty(leaf[self.rank].shape, array.dtype) for leaf, array in zip(parts, flat, strict=True)]
+                out = [
+                    xp.empty(leaf[self.rank].shape, array.dtype)
+                    for leaf, array in zip(parts, flat, strict=True)
+                ]
                 self.exchange(signature_of(current_call(), *must_match))
-                self._reduce_scatter(flat, [[part.size for part in leaf] for leaf in parts], out, op)
-                return [array.astype(leaf[0].dtype, copy=False) for leaf, array in zip(parts, out, strict=True)]
+                self._reduce_scatter(
+                    flat, [[part.size for part in leaf] for leaf in parts], out, op
+                )
+                return [
+                    array.astype(leaf[0].dtype, copy=False)
+                    for leaf, array in zip(parts, out, strict=True)
+                ]
 
         return self._apart(
             must_match,
@@ -125,9 +168,16 @@ class NcclCommunicator(NcclLink):
             lambda leaf: gpu.is_on_gpu(leaf[0]),
         )
 
-    @span(COMMUNICATION, lambda self, flat, *_: Details(current_call(), sum(a.nbytes for a in flat), self.stream))
+    @span(
+        COMMUNICATION,
+        lambda self, flat, *_: Details(current_call(), sum(a.nbytes for a in flat), self.stream),
+    )
     def _reduce_scatter(
-        self, flat: Sequence[Array], sizes: Sequence[Sequence[int]], out: Sequence[Array], op: ReduceOp
+        self,
+        flat: Sequence[Array],
+        sizes: Sequence[Sequence[int]],
+        out: Sequence[Array],
+        op: ReduceOp,
     ) -> None:
         """Reduces flat arrays, of which `sizes[i][r]` elements go to each rank r, one behind the other."""
         operation, stream = self._operations[op], self.stream.raw.ptr
@@ -136,22 +186,33 @@ class NcclCommunicator(NcclLink):
                 address, total, kind = self._flat(source)
                 factor = total // max(source.size, 1)  # a complex number counts as two
                 if len(set(counts)) == 1 and total:
-                    self._comm.reduceScatter(address, target.data.ptr, factor * counts[0], kind, operation, stream)
+                    self._comm.reduceScatter(
+                        address, target.data.ptr, factor * counts[0], kind, operation, stream
+                    )
                     continue
                 # NCCL's takes equal parts only.
                 for root, count in enumerate(counts):
                     if count:
                         into = target.data.ptr if root == self.rank else address
-                        self._comm.reduce(address, into, factor * count, kind, operation, root, stream)
+                        self._comm.reduce(
+                            address, into, factor * count, kind, operation, root, stream
+                        )
                         address += count * source.dtype.itemsize
         for target in out:
             self._divide(target, op)
 
-    def exchange_parts(self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]) -> list[dict[int, Array]]:
-        def move(outgoing: Sequence[Outgoing], must_match: tuple[Any, ...]) -> list[dict[int, Array]]:
+    def exchange_parts(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
+        def move(
+            outgoing: Sequence[Outgoing], must_match: tuple[Any, ...]
+        ) -> list[dict[int, Array]]:
             # The shapes first, and through the host, as in `gather_arrays`.
             shapes = [
-                {rank: np.array([array.ndim, *array.shape], np.int64) for rank, array in one.to.items()}
+                {
+                    rank: np.array([array.ndim, *array.shape], np.int64)
+                    for rank, array in one.to.items()
+                }
                 for one in outgoing
             ]
             kinds = [
@@ -187,8 +248,12 @@ class NcclCommunicator(NcclLink):
             lambda one: one.is_on_gpu,
         )
 
-    @span(COMMUNICATION, lambda self, sent, _: Details(current_call(), _bytes_in(sent), self.stream))
-    def _send_and_receive(self, sent: Sequence[dict[int, Array]], received: Sequence[dict[int, Array]]) -> None:
+    @span(
+        COMMUNICATION, lambda self, sent, _: Details(current_call(), _bytes_in(sent), self.stream)
+    )
+    def _send_and_receive(
+        self, sent: Sequence[dict[int, Array]], received: Sequence[dict[int, Array]]
+    ) -> None:
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
         with self._grouped(current_call()):
             # What two ranks send each other pairs up in the order of these calls, so in that of the arguments.
@@ -223,7 +288,12 @@ class NcclCommunicator(NcclLink):
                     results[i] = result
         return results
 
-    @span(COMMUNICATION, lambda self, parts, *_: Details(current_call(), sum(p.own.nbytes for p in parts), self.stream))
+    @span(
+        COMMUNICATION,
+        lambda self, parts, *_: Details(
+            current_call(), sum(p.own.nbytes for p in parts), self.stream
+        ),
+    )
     def _gather(self, gathered: Sequence[_Parts], axis: int) -> list[Array]:
         """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
@@ -265,7 +335,9 @@ class _Parts(NamedTuple):
     def of(cls, xp: Any, array: Array, shapes: list[tuple[int, ...]]) -> _Parts:
         sizes = [int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize for shape in shapes]
         starts = [0, *np.cumsum(sizes).tolist()]
-        return cls(xp.ascontiguousarray(array), xp.empty(starts[-1], np.uint8), sizes, starts, shapes)
+        return cls(
+            xp.ascontiguousarray(array), xp.empty(starts[-1], np.uint8), sizes, starts, shapes
+        )
 
     def along(self, xp: Any, axis: int) -> Array:
         """The parts concatenated along an axis."""
@@ -274,7 +346,9 @@ class _Parts(NamedTuple):
             rows = sum(shape[0] for shape in self.shapes)
             return self.whole.view(dtype).reshape(rows, *shape[1:])
         ends = zip(self.starts, self.starts[1:], self.shapes, strict=False)
-        return xp.concatenate([self.whole[a:b].view(dtype).reshape(shape) for a, b, shape in ends], axis)
+        return xp.concatenate(
+            [self.whole[a:b].view(dtype).reshape(shape) for a, b, shape in ends], axis
+        )
 
 
 def _bytes_in(sent: Sequence[dict[int, Array]]) -> int:

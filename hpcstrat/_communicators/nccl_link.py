@@ -21,7 +21,10 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._process import worlds
 
 _TYPES = {
-    **{name: f"NCCL_{name.upper()}" for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")},
+    **{
+        name: f"NCCL_{name.upper()}"
+        for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")
+    },
     **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
     # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as many reals.
     "bool": "NCCL_UINT8",
@@ -49,9 +52,13 @@ class NcclLink(DeviceCommunicator):
         self.run_ahead: RunAhead = RunAhead(stream, self.calls.waiting)
         if self.watchdog is not None:
             self.watchdog.add_check(self._failure, self.run_ahead.is_behind)
-        self._types: dict[np.dtype[Any], int] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
+        self._types: dict[
+            np.dtype[Any], int
+        ] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
         # Both tables once: attributes of a C module and names of dtypes are slow to look up at each step.
-        self._operations = {op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()}
+        self._operations = {
+            op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()
+        }
 
     # ---- for storage
 
@@ -68,7 +75,9 @@ class NcclLink(DeviceCommunicator):
         elif array.size:
             target, count, kind = self._flat(out)
             with self._guarded(what):
-                self._comm.allReduce(array.data.ptr, target, count, kind, self._operations[op], self.lane.raw.ptr)
+                self._comm.allReduce(
+                    array.data.ptr, target, count, kind, self._operations[op], self.lane.raw.ptr
+                )
             self._divide(out, op)
 
     @span(COMMUNICATION, on_stream("reduce"))
@@ -81,7 +90,15 @@ class NcclLink(DeviceCommunicator):
         elif out.size:
             target, count, kind = self._flat(out)
             with self._guarded("the sum of gradients"):
-                self._comm.reduce(array.data.ptr, target, count, kind, self._operations[op], root, self.lane.raw.ptr)
+                self._comm.reduce(
+                    array.data.ptr,
+                    target,
+                    count,
+                    kind,
+                    self._operations[op],
+                    root,
+                    self.lane.raw.ptr,
+                )
             if self.rank == root:
                 self._divide(out, op)
 
@@ -91,21 +108,31 @@ class NcclLink(DeviceCommunicator):
         if array.size:
             address = array.data.ptr
             with self._guarded("the broadcast of new values"):
-                self._comm.broadcast(address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.lane.raw.ptr)
+                self._comm.broadcast(
+                    address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.lane.raw.ptr
+                )
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         source, count, kind = self._flat(array)
         target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.lane.raw.ptr
-        factor, itemsize = count // max(array.size, 1), array.dtype.itemsize  # a complex number counts as two
+        factor, itemsize = (
+            count // max(array.size, 1),
+            array.dtype.itemsize,
+        )  # a complex number counts as two
         equal = _equal_part(segments, self.size)
         with self._grouped("the sum of gradients"):
             if equal:
                 self._comm.reduceScatter(source, target, factor * equal, kind, operation, stream)
             for root, begin, end, place in _beyond(equal, segments):
-                there, into = source + begin * itemsize, target + place * itemsize if root == self.rank else 0
-                self._comm.reduce(there, into, factor * (end - begin), kind, operation, root, stream)
+                there, into = (
+                    source + begin * itemsize,
+                    target + place * itemsize if root == self.rank else 0,
+                )
+                self._comm.reduce(
+                    there, into, factor * (end - begin), kind, operation, root, stream
+                )
 
     @span(COMMUNICATION, on_stream("all-gather"))
     def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
@@ -182,8 +209,12 @@ class NcclLink(DeviceCommunicator):
 
     def _guarded(self, what: str) -> _Guard:
         if self._comm is None:
-            raise RuntimeError(f"{what}: the strategy's NCCL communicator is closed; make another strategy")
-        if self.lane is self.stream:  # a communicator's calls must be made one after the other, on all ranks alike
+            raise RuntimeError(
+                f"{what}: the strategy's NCCL communicator is closed; make another strategy"
+            )
+        if (
+            self.lane is self.stream
+        ):  # a communicator's calls must be made one after the other, on all ranks alike
             self.join()
         return _Guard(self, what)
 
@@ -219,7 +250,9 @@ def _equal_part(segments: Sequence[Segment], size: int) -> int:
     for i, one in enumerate(segments):
         # One may end before the next begins, with a gap between two variables.
         end = one.start + equal
-        if (one.rank, one.start) != (i, i * equal) or not (one.stop >= end if i == size - 1 else one.stop <= end):
+        if (one.rank, one.start) != (i, i * equal) or not (
+            one.stop >= end if i == size - 1 else one.stop <= end
+        ):
             return 0
     return equal
 
@@ -236,7 +269,9 @@ def _beyond(equal: int, segments: Sequence[Segment]) -> list[Segment]:
 @functools.cache
 def reduced_dtype(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
     """The dtype in which NCCL reduces `dtype`; what it makes is cast back."""
-    if dtype.kind in "iu" and dtype.itemsize == 2:  # NCCL has none of these; a sum cast back is the same modulo 2**16
+    if (
+        dtype.kind in "iu" and dtype.itemsize == 2
+    ):  # NCCL has none of these; a sum cast back is the same modulo 2**16
         return np.dtype(np.int32)
     # The sum of 16-bit floats may overflow where their mean does not.
     return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype

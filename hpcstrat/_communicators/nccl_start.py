@@ -43,7 +43,9 @@ def load_nccl() -> Any:
     """The module `cupy.cuda.nccl`, whose `available` says whether it is more than a name."""
     gpu.load_cupy("NCCL")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of CuPy, where there is no NCCL: ours says what follows from it
+        warnings.simplefilter(
+            "ignore"
+        )  # of CuPy, where there is no NCCL: ours says what follows from it
         return importlib.import_module("cupy.cuda.nccl")
 
 
@@ -87,7 +89,9 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     versions = [version for version, _ in by_rank]
     # The first libnccl that is loaded in a process counts, and another library may bring its own: ranks can differ.
     if len(set(versions)) > 1:
-        listed = ", ".join(f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions))
+        listed = ", ".join(
+            f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions)
+        )
         raise RuntimeError(
             f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the same everywhere"
         )
@@ -116,19 +120,31 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     while True:
         thread.join(pause)
         pause = min(2 * pause, 0.1)
-        own = outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
-        state = f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own if isinstance(own, str) else ""
+        own = (
+            outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
+        )
+        state = (
+            f"{type(own).__name__}: {own}"
+            if isinstance(own, Exception)
+            else own
+            if isinstance(own, str)
+            else ""
+        )
         states = control.all_gather_obj(state)
         if not any(states):
             return own
         if any(state not in ("", "waits") for state in states):
-            listed = "".join(f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states))
+            listed = "".join(
+                f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states)
+            )
             if not isinstance(own, (str, Exception)):
                 # Not destroy, which would wait for ranks that are not connected.
                 own.abort()
             elif thread.is_alive():
                 _skip_exit_handlers()
-                atexit.register(_skip_exit_handlers)  # those, too, that CUDA's libraries register until then
+                atexit.register(
+                    _skip_exit_handlers
+                )  # those, too, that CUDA's libraries register until then
             raise RuntimeError(
                 f"{current_call()}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
                 "If it never returns, the GPUs often cannot reach each other's memory (PCIe access control: try "

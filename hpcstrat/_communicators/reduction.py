@@ -13,7 +13,9 @@ from hpcstrat._core.types import ReduceOp
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it. A
 # script behaves the same on every transport, so MPI's longer list does not count.
-_REALS = tuple("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split())
+_REALS = tuple(
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
+)
 _COMPLEX = ("complex64", "complex128")
 _HALVES = ("float16", "bfloat16")
 
@@ -39,16 +41,30 @@ class Reduction(NamedTuple):
 
 
 def _lowest(dtype: np.dtype[Any]) -> Any:
-    return False if dtype.kind == "b" else np.iinfo(dtype).min if dtype.kind in "iu" else np.asarray(-np.inf, dtype)[()]
+    return (
+        False
+        if dtype.kind == "b"
+        else np.iinfo(dtype).min
+        if dtype.kind in "iu"
+        else np.asarray(-np.inf, dtype)[()]
+    )
 
 
 def _highest(dtype: np.dtype[Any]) -> Any:
-    return True if dtype.kind == "b" else np.iinfo(dtype).max if dtype.kind in "iu" else np.asarray(np.inf, dtype)[()]
+    return (
+        True
+        if dtype.kind == "b"
+        else np.iinfo(dtype).max
+        if dtype.kind in "iu"
+        else np.asarray(np.inf, dtype)[()]
+    )
 
 
 class _Reductions(dict[ReduceOp, Reduction]):
     def __missing__(self, op: ReduceOp) -> Reduction:
-        raise TypeError(f"{op} is not in the table of reductions; add what it computes to REDUCTIONS")
+        raise TypeError(
+            f"{op} is not in the table of reductions; add what it computes to REDUCTIONS"
+        )
 
 
 REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
@@ -70,9 +86,13 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
     """
     if _is_reducible(dtype, op):
         return
-    allowed = [other.name for other, reduction in REDUCTIONS.items() if dtype.name in reduction.dtypes]
+    allowed = [
+        other.name for other, reduction in REDUCTIONS.items() if dtype.name in reduction.dtypes
+    ]
     if not allowed:
-        names = dict.fromkeys(name for reduction in REDUCTIONS.values() for name in reduction.dtypes)
+        names = dict.fromkeys(
+            name for reduction in REDUCTIONS.values() for name in reduction.dtypes
+        )
         raise TypeError(
             f"{current_call()}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
         )
@@ -106,7 +126,9 @@ CHUNK = 1 << 15
 """Elements that are reduced, and updated, while they are in cache."""
 
 
-def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
+def reduce_chunk(
+    out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp
+) -> None:
     """Writes the reduction of `parts`, flat arrays of one length and dtype, to `out`, which may be one of them.
 
     16-bit floats are summed in `float32` and rounded once.
@@ -133,7 +155,9 @@ def reduce_chunk(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]
 
 
 @np.errstate(all="ignore")  # as a decorator it takes half the time of a block
-def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp) -> None:
+def reduce_flat(
+    out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp
+) -> None:
     """`reduce_chunk` over flat arrays of any length, a chunk at a time.
 
     An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
@@ -142,11 +166,15 @@ def reduce_flat(out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]]
         reduce_chunk(out, parts, op)
         return
     for start in range(0, out.size, CHUNK):
-        reduce_chunk(out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op)
+        reduce_chunk(
+            out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op
+        )
 
 
 def slice_of(count: int, rank: int, size: int) -> slice:
     """The part of `count` elements that `rank` works on, in whole multiples of 64 elements, so of cache lines."""
     # Two ranks must not write to one cache line: it would move between their cores with each write.
     lines = -(-count // 64)
-    return slice(min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size)))
+    return slice(
+        min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size))
+    )

@@ -30,7 +30,9 @@ class RunAhead:
     def __init__(self, stream: gpu.Stream, waiting: Waiting) -> None:
         with stream.current():
             # Whoever waits for them sleeps: a spinning thread would take a core from the program.
-            self._events: list[Any] = [stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)]
+            self._events: list[Any] = [
+                stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)
+            ]
         self._waiting = waiting
         self._noted = 0  # calls
         self._done = 0  # the number of the last call that the GPU is known to have done

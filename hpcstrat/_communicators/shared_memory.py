@@ -12,7 +12,11 @@ import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, MemorySharingCommunicator, describe_message
+from hpcstrat._communicators.host import (
+    SMALL_MESSAGE_BYTES,
+    MemorySharingCommunicator,
+    describe_message,
+)
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
@@ -24,7 +28,9 @@ from hpcstrat._watchdog.channels import SLOT
 LINE = 64
 """Bytes of a rank's flag: a cache line of its own."""
 
-_SPINS = 20  # polls before the core is offered to another rank: more cost more where ranks share cores
+_SPINS = (
+    20  # polls before the core is offered to another rank: more cost more where ranks share cores
+)
 _YIELDS = 300  # polls before the rank sleeps: then somebody computes, perhaps on this very core
 _YIELDS_ON_CORES = 1500  # the same where every rank has a core: about a millisecond, many times what a wake-up costs
 _SLEEP = 50e-6  # seconds
@@ -84,7 +90,9 @@ class _FlagBarrier:
 
 
 _LARGEST = 1 << 45  # an address space has 47 bits
-_DOUBLED = 1 << 26  # bytes up to which mailboxes double, so that they seldom grow; beyond, memory counts for more
+_DOUBLED = (
+    1 << 26
+)  # bytes up to which mailboxes double, so that they seldom grow; beyond, memory counts for more
 
 
 @final
@@ -126,14 +134,19 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         comm.Barrier()
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
-        self.status_slots: Bytes = self.segment.array[slots_start : slots_start + self.size * SLOT].reshape(
-            self.size, SLOT
-        )
+        self.status_slots: Bytes = self.segment.array[
+            slots_start : slots_start + self.size * SLOT
+        ].reshape(self.size, SLOT)
         # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
-        starts = [[RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)]
+        starts = [
+            [RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)
+        ]
         self._records = [[whole[start : start + WHOLE] for start in slot] for slot in starts]
-        self._payloads = [[self.segment.array[start + HEADER : start + RECORD] for start in slot] for slot in starts]
+        self._payloads = [
+            [self.segment.array[start + HEADER : start + RECORD] for start in slot]
+            for slot in starts
+        ]
         self._own_records = [slot[self.rank] for slot in self._records]
 
     def reserve(self, nbytes: int) -> None:
@@ -156,12 +169,16 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._being_read = False
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        if self._being_read:  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
+        if (
+            self._being_read
+        ):  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
             self.sync()
         slot = self.calls.number & 1
         self._own_records[slot][:] = record
         if write is not None and nbytes <= self._capacity:
-            write(self._payloads[slot][self.rank] if nbytes <= PAYLOAD else self._mailboxes[self.rank])
+            write(
+                self._payloads[slot][self.rank] if nbytes <= PAYLOAD else self._mailboxes[self.rank]
+            )
         self._barrier()
         return self._records[slot]
 
@@ -182,7 +199,10 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._being_read = True
         if min(sizes) > PAYLOAD:
             return self._mailboxes
-        return [payloads[rank] if size <= PAYLOAD else self._mailboxes[rank] for rank, size in enumerate(sizes)]
+        return [
+            payloads[rank] if size <= PAYLOAD else self._mailboxes[rank]
+            for rank, size in enumerate(sizes)
+        ]
 
     def _grow(self, wanted: int) -> None:
         """Gives every mailbox room for `wanted` bytes. All ranks have seen the same sizes and come here together."""
@@ -205,7 +225,9 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._together(check)
         self._together(commit)
         self._capacity = capacity
-        self._mailboxes = [self.segment.array[start : start + capacity] for start in self._mailbox_starts]
+        self._mailboxes = [
+            self.segment.array[start : start + capacity] for start in self._mailbox_starts
+        ]
 
     def _together(self, step: Callable[[], None]) -> None:
         """Over MPI: an exchange would need the very mailboxes that are missing."""

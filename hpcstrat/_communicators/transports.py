@@ -59,7 +59,11 @@ def _connect_hosts(world: World) -> tuple[HostCommunicator, StatusChannel | None
 
     # Where each host has one rank, copies through its shared memory would gain nothing.
     is_flat = len(set(world.hosts)) == world.size
-    communicator = MpiCommunicator(world.comm) if is_flat else HierarchicalCommunicator(world.comm, world.host_comm)
+    communicator = (
+        MpiCommunicator(world.comm)
+        if is_flat
+        else HierarchicalCommunicator(world.comm, world.host_comm)
+    )
     return communicator, connect_by_tcp(world.comm)
 
 
@@ -93,7 +97,10 @@ def _connect_by_staging(control: HostCommunicator, stream: gpu.Stream | None) ->
 
 STAGING = DeviceTransport("host memory", lambda gpus: "", _connect_by_staging)
 """What any ranks can use, also those of which some compute on the CPU, and one alone."""
-DEVICE_TRANSPORTS: list[DeviceTransport] = [DeviceTransport("NCCL", _why_no_nccl, _connect_by_nccl), STAGING]
+DEVICE_TRANSPORTS: list[DeviceTransport] = [
+    DeviceTransport("NCCL", _why_no_nccl, _connect_by_nccl),
+    STAGING,
+]
 """Of these the first counts that all ranks with a GPU can use."""
 
 
@@ -106,7 +113,9 @@ def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
     for transport in HOST_TRANSPORTS:
         if transport.reaches(world):
             return transport.connect(world)
-    raise RuntimeError("hpcstrat: no transport connects ranks that are placed so; add one to HOST_TRANSPORTS")
+    raise RuntimeError(
+        "hpcstrat: no transport connects ranks that are placed so; add one to HOST_TRANSPORTS"
+    )
 
 
 def choose_device_transport(
@@ -124,8 +133,12 @@ def choose_device_transport(
     found = ""
     for transport in DEVICE_TRANSPORTS:
         # One rank's problem is enough: NCCL connects all ranks or none.
-        problems = [one for one in control.all_gather_obj(transport.why_not(gpus) if has_gpu else "") if one]
+        problems = [
+            one for one in control.all_gather_obj(transport.why_not(gpus) if has_gpu else "") if one
+        ]
         if not problems:
             return transport, found
         found = found or f"instead of {transport.name}: {problems[0]}"
-    raise RuntimeError(f"{current_call()}: no transport is left {found}; add one to DEVICE_TRANSPORTS")
+    raise RuntimeError(
+        f"{current_call()}: no transport is left {found}; add one to DEVICE_TRANSPORTS"
+    )

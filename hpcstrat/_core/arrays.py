@@ -26,7 +26,9 @@ _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 def is_foreign(value: Any) -> bool:
     """Whether `value` is an array of another library, which supports DLPack. Variables support it, too."""
-    return not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not gpu.is_on_gpu(value)
+    return (
+        not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not gpu.is_on_gpu(value)
+    )
 
 
 def is_stored(value: Any) -> bool:
@@ -79,7 +81,9 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
     if not gpu.is_on_gpu(array):
         return array
     if not on_gpu:
-        raise TypeError(f"{call}: the value is on a GPU, and must be in host memory here; pass hs.asnumpy(value)")
+        raise TypeError(
+            f"{call}: the value is on a GPU, and must be in host memory here; pass hs.asnumpy(value)"
+        )
     if array is not value:
         gpu.keep_alive(array)
     return array
@@ -152,7 +156,9 @@ def foreign_copy(value: Any) -> Any:
 def _refuse_masked(call: str, value: Any) -> None:
     # Refused by its class, even if nothing is masked now: otherwise a program would run until the first step in which
     # something is.
-    ma = sys.modules.get("numpy.ma")  # not imported: then there is no masked array, and an import takes a millisecond
+    ma = sys.modules.get(
+        "numpy.ma"
+    )  # not imported: then there is no masked array, and an import takes a millisecond
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
             f"{call}: this is a masked array, and its mask would be lost; pass array.filled(value), or array.data with "
@@ -175,7 +181,9 @@ def _has_gpu_memory(value: Any) -> bool:
 
 def _as_cupy(call: str, value: Any) -> Array:
     cupy = gpu.load_cupy(call)
-    if hasattr(value, "__dlpack__"):  # preferred, because DLPack orders the streams of the two libraries
+    if hasattr(
+        value, "__dlpack__"
+    ):  # preferred, because DLPack orders the streams of the two libraries
         return cupy.from_dlpack(value.detach() if _is_of_torch(value) else value)
     return cupy.asarray(value)
 
@@ -207,7 +215,9 @@ def _bfloat16() -> np.dtype[Any]:
     try:
         import ml_dtypes
     except ImportError:
-        raise TypeError("NumPy needs the package ml_dtypes for bfloat16, which is not installed") from None
+        raise TypeError(
+            "NumPy needs the package ml_dtypes for bfloat16, which is not installed"
+        ) from None
     return np.dtype(ml_dtypes.bfloat16)
 
 

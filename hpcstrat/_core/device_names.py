@@ -14,7 +14,8 @@ from hpcstrat._core.call_name import current_call
 
 # All of TensorFlow's spellings. Of jobs and tasks only this process's own is there.
 _FORMS = re.compile(
-    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)", re.IGNORECASE
+    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)",
+    re.IGNORECASE,
 )
 
 
@@ -33,7 +34,11 @@ class Device(NamedTuple):
 
     def __str__(self) -> str:
         """TensorFlow's long form, the canonical one."""
-        task = "localhost/replica:0/task:0" if self.worker is None else f"worker/replica:0/task:{self.worker}"
+        task = (
+            "localhost/replica:0/task:0"
+            if self.worker is None
+            else f"worker/replica:0/task:{self.worker}"
+        )
         return f"/job:{task}/device:{self.kind}:{self.ordinal}"
 
     @property
@@ -88,7 +93,9 @@ def named(compute_devices: Sequence[str] | None, size: int) -> list[Device] | No
     return [parse(text) for text in compute_devices]
 
 
-def place(devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: bool) -> list[Device]:
+def place(
+    devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: bool
+) -> list[Device]:
     """The device of each rank of one host, in rank order: what was named, or GPU i for rank i, or the CPU.
 
     Args:
@@ -119,7 +126,9 @@ def place(devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: b
     return placed
 
 
-def place_on_hosts(hosts: Sequence[int], seen: Sequence[Sequence[str]], shares: bool) -> list[Device]:
+def place_on_hosts(
+    hosts: Sequence[int], seen: Sequence[Sequence[str]], shares: bool
+) -> list[Device]:
     """`place` for ranks on several hosts, each by its number on its own.
 
     Args:
@@ -131,7 +140,9 @@ def place_on_hosts(hosts: Sequence[int], seen: Sequence[Sequence[str]], shares: 
     for host in range(max(hosts) + 1):
         ranks = [rank for rank, other in enumerate(hosts) if other == host]
         devices = place(None, [seen[rank] for rank in ranks], shares)
-        placed |= {rank: device._replace(worker=host) for rank, device in zip(ranks, devices, strict=True)}
+        placed |= {
+            rank: device._replace(worker=host) for rank, device in zip(ranks, devices, strict=True)
+        }
     return [placed[rank] for rank in range(len(hosts))]
 
 

@@ -41,7 +41,10 @@ def _taking_variables(product: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(product)
     def taking(*operands: Any, **options: Any) -> Any:
         return product(
-            *[one.__cupy_get_ndarray__() if hasattr(one, "__cupy_get_ndarray__") else one for one in operands],
+            *[
+                one.__cupy_get_ndarray__() if hasattr(one, "__cupy_get_ndarray__") else one
+                for one in operands
+            ],
             **options,
         )
 
@@ -120,7 +123,9 @@ class Stream:
             return array
         there = self.cuda.Device(array.data.device_id)
         with there:
-            array = self.xp.asarray(array, order="C")  # CuPy copies nothing strided from another GPU
+            array = self.xp.asarray(
+                array, order="C"
+            )  # CuPy copies nothing strided from another GPU
             there.synchronize()  # with whatever stream it is computed on
         made = self.xp.asarray(array)
         copied = self.cuda.Event(disable_timing=True)
@@ -142,7 +147,9 @@ class Stream:
         while self.reads and self.reads[0][0].done:
             self.reads.popleft()
         for ordinal, memory in [*_dead.items()]:
-            if ordinal not in _computing:  # a stream has only copied from there, and kept it meanwhile
+            if (
+                ordinal not in _computing
+            ):  # a stream has only copied from there, and kept it meanwhile
                 memory.clear()
 
     def synchronize(self) -> None:

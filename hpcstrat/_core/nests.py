@@ -52,7 +52,9 @@ def describe(structure: Structure) -> str:
     Equal structures have equal descriptions on all ranks, and different ones different descriptions. Keys with equal
     reprs might be sorted differently on another rank, so a description with such keys equals no other rank's.
     """
-    return "*" if structure is _LEAF else _described(structure)  # a structure's hash takes longer than a leaf's rest
+    return (
+        "*" if structure is _LEAF else _described(structure)
+    )  # a structure's hash takes longer than a leaf's rest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +112,9 @@ def _register(cls: type) -> bool:
 
     An array never is: zarr's is a dataclass.
     """
-    if hasattr(cls, "__array__") or all(hasattr(cls, name) for name in ("shape", "dtype", "__getitem__")):
+    if hasattr(cls, "__array__") or all(
+        hasattr(cls, name) for name in ("shape", "dtype", "__getitem__")
+    ):
         _leaf_types.add(cls)
         return False
     if dataclasses.is_dataclass(cls):
@@ -155,7 +159,9 @@ def _register_mapping(cls: type[dict[Any, Any]]) -> None:
         # other arguments, or changes the items, then without it.
         try:
             node = cls(items)
-            if len(node) == len(items) and all(base.__getitem__(node, key) is items[key] for key in keys):
+            if len(node) == len(items) and all(
+                base.__getitem__(node, key) is items[key] for key in keys
+            ):
                 return node
         except Exception:
             pass

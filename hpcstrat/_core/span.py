@@ -60,12 +60,18 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
 
     def decorate(function: _Function) -> _Function:
         # Decided once, at import: without a timeline the function itself is returned, and no call pays for it.
-        return cast("_Function", _recorded(function, category, describe)) if settings.timeline() else function
+        return (
+            cast("_Function", _recorded(function, category, describe))
+            if settings.timeline()
+            else function
+        )
 
     return decorate
 
 
-def _recorded(function: Callable[..., Any], category: str, describe: Callable[..., Details]) -> Callable[..., Any]:
+def _recorded(
+    function: Callable[..., Any], category: str, describe: Callable[..., Details]
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
@@ -73,7 +79,10 @@ def _recorded(function: Callable[..., Any], category: str, describe: Callable[..
             return function(*args, **kwargs)
         try:
             details = describe(*args, **kwargs)
-        except (TypeError, AttributeError):  # wrong arguments, of which the function itself complains
+        except (
+            TypeError,
+            AttributeError,
+        ):  # wrong arguments, of which the function itself complains
             return function(*args, **kwargs)
         opened = recorder.begin(category, *details)
         if opened is None:

@@ -77,7 +77,9 @@ def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -
     if isinstance(given, str) and (found := _named(choices, given)) is not None:
         return cast("_Choice", found)
     names = ", ".join(f"{choices.__name__}.{name}" for name in choices.__members__)
-    raise ValueError(f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string")
+    raise ValueError(
+        f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string"
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -97,7 +99,12 @@ class TensorSpec:
 
     __slots__ = ("dtype", "name", "shape")
 
-    def __init__(self, shape: Sequence[int | None], dtype: npt.DTypeLike = np.float32, name: str | None = None) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int | None],
+        dtype: npt.DTypeLike = np.float32,
+        name: str | None = None,
+    ) -> None:
         self.shape: tuple[int | None, ...] = tuple(shape)
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.name: str | None = name

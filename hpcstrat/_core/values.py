@@ -103,7 +103,11 @@ def select(nest: Any) -> Any:
         return nest if all(map(operator.is_, own, nest)) else kind(own)
     if kind is dict:
         own = [select(value) for value in nest.values()]
-        return nest if all(map(operator.is_, own, nest.values())) else dict(zip(nest, own, strict=True))
+        return (
+            nest
+            if all(map(operator.is_, own, nest.values()))
+            else dict(zip(nest, own, strict=True))
+        )
     leaves, structure = nests.flatten(nest)
     own = [component_of(leaf) for leaf in leaves]
     return nest if all(map(operator.is_, own, leaves)) else structure.unflatten(own)

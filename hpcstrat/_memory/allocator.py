@@ -87,7 +87,9 @@ class PrivateMemory:
     def __init__(self) -> None:
         self.segment = private_segment()
         self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
-        self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment, also inside this class
+        self._dead: deque[tuple[int, int]] = (
+            deque()
+        )  # a finalizer may run at any moment, also inside this class
         self._lock = threading.Lock()
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
@@ -172,7 +174,9 @@ class SlabAllocator:
         return block
 
     def _find(self, nbytes: int) -> int:
-        for slab in reversed(self._slabs.values()):  # in a hole of an older one it would be in nobody's row
+        for slab in reversed(
+            self._slabs.values()
+        ):  # in a hole of an older one it would be in nobody's row
             try:
                 return slab.heap.allocate(nbytes, ALIGNMENT)
             except MemoryError:  # not in this slab
@@ -186,7 +190,10 @@ class SlabAllocator:
 
     def _new_slab(self, nbytes: int) -> Array:
         least = max(-(-nbytes // _UNIT), 1) * _UNIT
-        size = min(max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least), _LARGEST)
+        size = min(
+            max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least),
+            _LARGEST,
+        )
         # Room for more is a wish; the variable itself must fit.
         if size > least:
             try:
@@ -205,9 +212,14 @@ class SlabAllocator:
         # By address: views, reshaped arrays and those of other libraries over the same memory refer to no slab.
         slabs = [slab.array for slab in self._slabs.values()]
         if not gpu.is_on_gpu(array):
-            return any(not gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs)
+            return any(
+                not gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs
+            )
         address = array.data.ptr
-        return any(gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes for slab in slabs)
+        return any(
+            gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes
+            for slab in slabs
+        )
 
 
 # Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of memory. Weak, so

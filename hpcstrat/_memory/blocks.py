@@ -88,7 +88,9 @@ class Block:
         raise AttributeError(f"a block has no {name}")
 
 
-def block_of(segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
+def block_of(
+    segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int
+) -> Block:
     """The block at this byte of a segment."""
     stop = start + size_of(shape, dtype)
     part = segment.part(start, stop)

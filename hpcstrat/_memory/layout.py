@@ -58,9 +58,14 @@ class Layout:
     """
 
     def __init__(
-        self, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1
+        self,
+        shapes: tuple[tuple[int, ...], ...],
+        dtypes: tuple[np.dtype[Any], ...],
+        alignment: int = 1,
     ) -> None:
-        self._entries: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = [(0, (), np.dtype(bool))] * len(shapes)
+        self._entries: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = [
+            (0, (), np.dtype(bool))
+        ] * len(shapes)
         self.sizes: list[int] = [math.prod(shape) for shape in shapes]
         self.groups: list[Group] = []
         end = 0
@@ -87,14 +92,18 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout_of(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1) -> Layout:
+def layout_of(
+    shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...], alignment: int = 1
+) -> Layout:
     """The layout of arrays of these shapes and dtypes, each at a multiple of `alignment` bytes."""
     return Layout(shapes, dtypes, alignment)
 
 
 def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Any:
     """An array that lies in a message of bytes, from byte `start` on."""
-    if type(message) is np.ndarray:  # in one call, at a third of the cost of slicing, viewing and reshaping
+    if (
+        type(message) is np.ndarray
+    ):  # in one call, at a third of the cost of slicing, viewing and reshaping
         return np.ndarray(shape, dtype, message, start)  # pyright: ignore[reportArgumentType]
     return message[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
@@ -108,8 +117,16 @@ ENTRIES = 128
 """Arrays that one launch copies. The table of them is passed by value, and a kernel's arguments have 4 KiB."""
 
 _WORDS_OF_TABLE = 3 * ENTRIES + 1
-_TABLE = np.dtype((np.void, 8 * _WORDS_OF_TABLE))  # without fields, of which NumPy tells CuPy at length, each time
-_WORDS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "ulonglong2"}
+_TABLE = np.dtype(
+    (np.void, 8 * _WORDS_OF_TABLE)
+)  # without fields, of which NumPy tells CuPy at length, each time
+_WORDS = {
+    1: "unsigned char",
+    2: "unsigned short",
+    4: "unsigned int",
+    8: "unsigned long long",
+    16: "ulonglong2",
+}
 _BLOCK = 256
 _LARGEST_GRID = 4096
 
@@ -153,14 +170,18 @@ class PackKernel:
         self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
         for launch in _launches(layout, group):
             words = launch.words.copy()
-            self._launches.append((launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop]))
+            self._launches.append(
+                (launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop])
+            )
 
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
         # Only the addresses change from step to step: they are written into a table that is already there.
         for launch, words, table, target in self._launches:
             sources = [
-                array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch
+                array
+                if array.flags.c_contiguous
+                else self._ascontiguous(array)  # kept until the launch
                 for array in [arrays[i] for i in launch.members]
             ]
             words[: len(sources)] = [source.data.ptr for source in sources]
@@ -237,7 +258,9 @@ class Sections(NamedTuple):
 
 def layout_of_sections(sizes: Sequence[int]) -> Layout:
     """The layout of a message of sections of these sizes, in bytes."""
-    return layout_of(tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), ALIGNMENT)
+    return layout_of(
+        tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), ALIGNMENT
+    )
 
 
 def sections_in(memory: Bytes, sizes: Sequence[int]) -> Sections:

@@ -130,7 +130,11 @@ class Segment:
         self._file = file
         self._map = mmap.mmap(file, size)
         self.size = size
-        self.hint: str = f"; {limit} leaves no more: raise it, or ask for more memory for the job" if limit else ""
+        self.hint: str = (
+            f"; {limit} leaves no more: raise it, or ask for more memory for the job"
+            if limit
+            else ""
+        )
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8)
 
     def commit(self, start: int, stop: int) -> None:

@@ -6,7 +6,10 @@ import ctypes
 import functools
 import os
 
-_NO_GPU = {34, 100}  # CUDA's stub of the library, which is no driver, and a driver that finds no device
+_NO_GPU = {
+    34,
+    100,
+}  # CUDA's stub of the library, which is no driver, and a driver that finds no device
 _MPS = (
     "look at the log of the MPS daemon, in CUDA_MPS_LOG_DIRECTORY, and start it anew: "
     "`echo quit | nvidia-cuda-mps-control`, or let `hpcstrat run --share-gpu` start one"

@@ -21,11 +21,15 @@ from typing import Any, NoReturn
 from hpcstrat._process import guard, job_files, launchers, mpi
 from hpcstrat._process.job_files import JobMemory, State
 
-_CONSEQUENCE_DELAY = 1.0  # seconds that a rank gives the cause of its exception to be reported first
+_CONSEQUENCE_DELAY = (
+    1.0  # seconds that a rank gives the cause of its exception to be reported first
+)
 _LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
 _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
 
-_ABORT_SECONDS = 5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
+_ABORT_SECONDS = (
+    5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
+)
 _PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
 _HAS_NOTES = sys.version_info >= (3, 11)
 _MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
@@ -36,7 +40,9 @@ _others_wait = False  # perhaps, in the start of MPI, which this rank could not 
 _rank = 0
 _process = 0  # a forked child must not end its parent's job
 _hook: Callable[..., None] | None = None  # ours, of which the last counts
-_exit: tuple[FrameType, int, object] | None = None  # the outermost frame and its instruction at sys.exit, the status
+_exit: tuple[FrameType, int, object] | None = (
+    None  # the outermost frame and its instruction at sys.exit, the status
+)
 
 exit_status: object = ()
 """What `sys.exit` was called with last; an empty tuple before. Filled where a launcher started several ranks."""
@@ -107,7 +113,9 @@ def end_all_ranks_on_error(rank: int, MPI: Any) -> None:
             return
         _wait_for_cause(arguments.exc_value)
         _note(arguments.exc_value)
-        _print_tagged(_hidden(arguments.exc_value) + _shown(lambda: previous(arguments), arguments.exc_value))
+        _print_tagged(
+            _hidden(arguments.exc_value) + _shown(lambda: previous(arguments), arguments.exc_value)
+        )
         _abort(1)
 
     threading.excepthook = on_exception
@@ -126,8 +134,12 @@ def _install_hook() -> None:
     global _hook
     previous = sys.excepthook
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if _hook is not on_exception or not _ends_job():  # a later one calls this one, or there is nothing to end
+    def on_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if (
+            _hook is not on_exception or not _ends_job()
+        ):  # a later one calls this one, or there is nothing to end
             with reporting():
                 previous(kind, error, trace)
             return
@@ -149,7 +161,9 @@ def _install_note() -> None:
     """Of a rank alone, which ends no others."""
     previous = sys.excepthook
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         _note(error)
         previous(kind, error, trace)
 
@@ -167,7 +181,11 @@ def _summary(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = os.path.dirname(__file__)
     frame = next((one for one in reversed(frames) if not one.filename.startswith(own)), None)
-    place = "" if frame is None else f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    place = (
+        ""
+        if frame is None
+        else f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+    )
     return "".join(traceback.format_exception_only(error)).strip() + place
 
 
@@ -191,7 +209,10 @@ def _meet(text: str) -> None:
     _mpi = _mpi or _started_mpi()
     # While MPI starts no Python thread runs, so a process beside this one ends it if the others never come.
     if _mpi is None and "PMI_FD" in os.environ:
-        with contextlib.suppress(Exception), guard.guarded([guard.Step(_MEET_SECONDS, tagged(text), True)]):
+        with (
+            contextlib.suppress(Exception),
+            guard.guarded([guard.Step(_MEET_SECONDS, tagged(text), True)]),
+        ):
             MPI = mpi.load()
             mpi.check_launcher(MPI)
             _others_wait = True  # what fails from here on may fail on this rank alone
@@ -209,7 +230,9 @@ def _note_exit(status: object) -> None:
         # If the exit is caught, the outermost frame goes on, which its instruction will show.
         _exit = frame, frame.f_lasti, status
         if _started_mpi() is not None:
-            atexit.register(_end_after_exit)  # before mpi4py's own end, which would wait for the others
+            atexit.register(
+                _end_after_exit
+            )  # before mpi4py's own end, which would wait for the others
 
 
 def leaves_early() -> bool:
@@ -317,7 +340,9 @@ def _hidden(error: BaseException | None) -> str:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    return (_mpi is not None and isinstance(error, _mpi.Exception)) or getattr(error, "_hpcstrat_consequence", False)
+    return (_mpi is not None and isinstance(error, _mpi.Exception)) or getattr(
+        error, "_hpcstrat_consequence", False
+    )
 
 
 def _wait_for_cause(error: BaseException | None) -> None:
@@ -337,7 +362,9 @@ def _shown(show: Callable[[], object], error: BaseException | None) -> str:
     if not shown.strip() and error is not None:
         shown = "".join(traceback.format_exception(error))
     if not _HAS_NOTES:  # though the package exceptiongroup makes Python 3.10 show them too
-        shown += "".join(f"{note}\n" for note in getattr(error, "__notes__", ()) if f"{note}\n" not in shown)
+        shown += "".join(
+            f"{note}\n" for note in getattr(error, "__notes__", ()) if f"{note}\n" not in shown
+        )
     return shown
 
 
@@ -349,7 +376,9 @@ def tagged(text: str) -> str:
 
 def _print_tagged(text: str) -> None:
     """Prints the text, but gives up if nobody reads it: a launcher whose output is blocked must not block this rank."""
-    printing = threading.Thread(target=_print, args=(tagged(text),), name="hpcstrat-print", daemon=True)
+    printing = threading.Thread(
+        target=_print, args=(tagged(text),), name="hpcstrat-print", daemon=True
+    )
     try:
         printing.start()
     except RuntimeError:  # no more threads, or Python ends
@@ -391,7 +420,9 @@ def _abort(status: int) -> NoReturn:
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:
             time.sleep(_FORWARD_DELAY)
-            if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:  # Open MPI waits for its launcher, maybe forever
+            if (
+                signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+            ):  # Open MPI waits for its launcher, maybe forever
                 signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
             _mpi.COMM_WORLD.Abort(status)
     if _mpi is None and _others_wait:

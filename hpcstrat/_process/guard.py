@@ -21,7 +21,9 @@ _FOLDER = "/dev/shm"
 # How the names of their files there begin.
 MPICH = ("mpich_shm_",)
 OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
-_UCX = ("ucx_shm_posix_",)  # below MPICH or Open MPI; nobody opens them by name, so they have one for microseconds only
+_UCX = (
+    "ucx_shm_posix_",
+)  # below MPICH or Open MPI; nobody opens them by name, so they have one for microseconds only
 
 
 class Step(NamedTuple):
@@ -72,7 +74,11 @@ def _segments(process: int, prefixes: tuple[str, ...] = MPICH) -> set[tuple[str,
     """Inode and path of each segment that this process has mapped, and whether it is unlinked."""
     try:
         with open(f"/proc/{process}/maps") as maps:
-            return {tuple(line.split()[4:]) for line in maps if any(f" {_FOLDER}/{one}" in line for one in prefixes)}
+            return {
+                tuple(line.split()[4:])
+                for line in maps
+                if any(f" {_FOLDER}/{one}" in line for one in prefixes)
+            }
     except OSError:  # no /proc
         return set()
 

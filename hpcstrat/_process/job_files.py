@@ -169,7 +169,9 @@ class JobMemory:
     def first_failure(self, ranks: int) -> Failure | None:
         """What was reported first of what ended the program, if anything."""
         notes = self.notes(ranks).items()
-        failures = [Failure(rank, note.text, note.time, note.state) for rank, note in notes if note.time]
+        failures = [
+            Failure(rank, note.text, note.time, note.state) for rank, note in notes if note.time
+        ]
         return min(failures, key=lambda failure: failure.time, default=None)
 
     def begin(self) -> None:
@@ -198,7 +200,10 @@ def create(ranks: int, snapshot_bytes: int) -> JobMemory:
     if not hasattr(os, "memfd_create"):  # as of a Python that was built for an old C library
         raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
     token = secrets.token_bytes(_TOKEN_BYTES)
-    sizes = [_RANKS_AT + ranks * _RANK_BYTES, *[snapshot_bytes] * (GENERATIONS if snapshot_bytes else 0)]
+    sizes = [
+        _RANKS_AT + ranks * _RANK_BYTES,
+        *[snapshot_bytes] * (GENERATIONS if snapshot_bytes else 0),
+    ]
     files: list[int] = []
     try:
         for size in sizes:

@@ -8,7 +8,9 @@ import stat
 import sys
 from dataclasses import dataclass
 
-_MARK = "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
+_MARK = (
+    "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
+)
 # 2(x3): 2 tasks on each of 3 nodes.
 _SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]{1,18})(?:\(x(?P<nodes>[0-9]{1,18})\))?")
 MOST_NODES, MOST_TASKS = 1 << 20, 1 << 24
@@ -70,7 +72,9 @@ def find() -> Launcher | None:
         return _pmi(size)
     rank = _number("PMIX_RANK")
     if rank is not None and "PRTE_LAUNCHED" in os.environ:
-        return Launcher(name="prterun (PMIx)", rank=rank, size=None, local_rank=None, local_size=None)
+        return Launcher(
+            name="prterun (PMIx)", rank=rank, size=None, local_rank=None, local_size=None
+        )
     size = _step_number("SLURM_STEP_NUM_TASKS")
     if size is not None:
         return Launcher(
@@ -81,13 +85,17 @@ def find() -> Launcher | None:
             local_size=_step_tasks_here(),
         )
     if rank is not None:
-        return Launcher(name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None)
+        return Launcher(
+            name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None
+        )
     return None
 
 
 def has_program_alone(launcher: Launcher) -> bool:
     """Whether this rank runs a program from standard input that the launcher has given to no other."""
-    if launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun":  # which gives it to all
+    if (
+        launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun"
+    ):  # which gives it to all
         return False
     # What Python itself calls a program that it reads there; not one of -c or -m, a prompt's, or a notebook's.
     if getattr(sys.modules.get("__main__"), "__file__", None) != "<stdin>":
@@ -108,7 +116,9 @@ def is_child() -> bool:
     """Whether a rank has started this process, which then has the launcher's variables, but is not a rank itself."""
     # Not imported: a process that it has started has the module already.
     multiprocessing = sys.modules.get("multiprocessing.process")
-    if is_importing_child() or (multiprocessing is not None and multiprocessing.parent_process() is not None):
+    if is_importing_child() or (
+        multiprocessing is not None and multiprocessing.parent_process() is not None
+    ):
         return True
     mark = os.environ.get(_MARK, "")
     # Of the same job, but another process: the variables were inherited. Of another job, the program was started anew.
@@ -126,7 +136,9 @@ def is_child() -> bool:
 
 def is_importing_child() -> bool:
     """Whether `multiprocessing` has spawned this process, and is still importing its parent's script."""
-    multiprocessing = sys.modules.get("multiprocessing.process")  # which such a process has imported
+    multiprocessing = sys.modules.get(
+        "multiprocessing.process"
+    )  # which such a process has imported
     return multiprocessing is not None and hasattr(multiprocessing.current_process(), "_inheriting")
 
 
@@ -166,7 +178,9 @@ def is_on_terminal() -> bool:
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             name, _, fields = file.read().rpartition(b")")
-        if name.endswith(b"(hydra_pmi_proxy"):  # stands between MPICH's `mpirun` and the ranks of a host
+        if name.endswith(
+            b"(hydra_pmi_proxy"
+        ):  # stands between MPICH's `mpirun` and the ranks of a host
             process = int(fields.split()[1])
         return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:  # it has ended, or is another user's
@@ -201,7 +215,9 @@ def expand_tasks(tasks: str) -> list[int]:
     for part in tasks.split(","):
         match = _SLURM_TASKS.fullmatch(part)
         if match is None:
-            raise ValueError(f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or 2(x3)")
+            raise ValueError(
+                f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or 2(x3)"
+            )
         count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
         total += count * nodes
         if len(found) + nodes > MOST_NODES or total > MOST_TASKS:
@@ -226,7 +242,9 @@ def _pmi(size: int) -> Launcher:
             local_size=_number("MPI_LOCALNRANKS"),
         )
     if _step_number("SLURM_STEP_NUM_TASKS") is not None:
-        return Launcher("srun", rank, size, local_rank=_number("SLURM_LOCALID"), local_size=_step_tasks_here())
+        return Launcher(
+            "srun", rank, size, local_rank=_number("SLURM_LOCALID"), local_size=_step_tasks_here()
+        )
     return Launcher(
         name="a PMI launcher",
         rank=rank,
@@ -245,7 +263,9 @@ def _number(name: str) -> int | None:
     if not (value := os.environ.get(name, "")):
         return None
     if not re.fullmatch(r"[0-9]{1,18}", value):
-        raise RuntimeError(_wrong(name, value, "a number from 0 up"))  # not `None`: two would be rank 0
+        raise RuntimeError(
+            _wrong(name, value, "a number from 0 up")
+        )  # not `None`: two would be rank 0
     return int(value)
 
 
@@ -268,7 +288,9 @@ def _wrong(name: str, value: str, allowed: str) -> str:
 def _step_number(name: str) -> int | None:
     """As `_number`, but None outside a step of `srun`: Slurm also describes the batch script and its shell."""
     step = _number("SLURM_STEP_ID")
-    special_steps = 0xFFFFFFF0  # the batch script, an interactive shell and the like have ids from here up
+    special_steps = (
+        0xFFFFFFF0  # the batch script, an interactive shell and the like have ids from here up
+    )
     return None if step is None or step >= special_steps else _number(name)
 
 
@@ -280,5 +302,7 @@ def _step_tasks_here() -> int | None:
     try:
         tasks = expand_tasks(value)
     except ValueError as error:
-        raise RuntimeError(f"the environment variable {name}: {error}; it must be as srun sets it") from error
+        raise RuntimeError(
+            f"the environment variable {name}: {error}; it must be as srun sets it"
+        ) from error
     return tasks[node] if node is not None and node < len(tasks) else None

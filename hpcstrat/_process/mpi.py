@@ -94,7 +94,9 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     """
     if not os.access(_SHARED_MEMORY, os.W_OK):
         vendor, version = mpi.get_vendor()
-        if vendor == "MPICH" and version >= (5,):  # even for one rank; Open MPI and MPICH 4 can use another folder
+        if vendor == "MPICH" and version >= (
+            5,
+        ):  # even for one rank; Open MPI and MPICH 4 can use another folder
             what = "cannot be written to" if os.path.exists(_SHARED_MEMORY) else "does not exist"
             raise RuntimeError(
                 f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not start without it. "

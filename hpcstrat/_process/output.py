@@ -20,7 +20,9 @@ _VARIABLE = "HPCSTRAT_OUTPUT"
 _ERRORS_VARIABLE = "HPCSTRAT_STDERR"
 _LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
 _HIDDEN_CHARACTERS = 1 << 14  # of what is hidden of standard error, the last are kept
-_LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that what all have said is said by rank 0 alone
+_LEAD_DELAY = (
+    0.3  # seconds that the other ranks wait, so that what all have said is said by rank 0 alone
+)
 _CREATOR = "_hpcstrat_replica_context"
 
 _installed = False
@@ -103,7 +105,9 @@ def _shadow(stream: Any) -> None:
     """
     flush = stream.flush
     buffer = getattr(stream, "buffer", None)
-    parts: dict[int, str] = {}  # by thread, what it wrote of a line so far: `print(a, b)` writes in four pieces
+    parts: dict[
+        int, str
+    ] = {}  # by thread, what it wrote of a line so far: `print(a, b)` writes in four pieces
 
     write: Callable[[str], int] = stream.write
     shadow: Callable[[str], int] | None = None
@@ -207,7 +211,12 @@ class _ErrorGate:
         return "\n".join(line.rpartition("\r")[2] for line in text.rstrip("\r\n").split("\n"))
 
     def _shows(self) -> bool:
-        if shows() or failure.is_reporting() or sys.exc_info()[0] is not None or os.getpid() != self._process:
+        if (
+            shows()
+            or failure.is_reporting()
+            or sys.exc_info()[0] is not None
+            or os.getpid() != self._process
+        ):
             return True
         try:
             sys._getframe(2)

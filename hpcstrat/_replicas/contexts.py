@@ -139,7 +139,9 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
             f"{call} was called inside a replica function; call it outside of Strategy.run, or inside "
             "ReplicaContext.merge_call. For a sum over replicas there is ReplicaContext.all_reduce"
         )
-    raise RuntimeError(f"{call} was called in the scope of another strategy; leave that scope first")
+    raise RuntimeError(
+        f"{call} was called in the scope of another strategy; leave that scope first"
+    )
 
 
 def check_cross_replica(owner: Any) -> None:

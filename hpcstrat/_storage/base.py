@@ -165,7 +165,12 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         """`update`; the values are `None` where they lie in the plan's buffers."""
 
@@ -226,7 +231,12 @@ class Storage(abc.ABC):
             MemoryError: there is no room for them.
         """
 
-    @span(UPDATE, lambda _, variable, slots, rows, gradient, *__, **___: Details(current_call(), gradient.nbytes))
+    @span(
+        UPDATE,
+        lambda _, variable, slots, rows, gradient, *__, **___: Details(
+            current_call(), gradient.nbytes
+        ),
+    )
     def update_rows(
         self,
         variable: Block,
@@ -255,7 +265,9 @@ class Storage(abc.ABC):
             signature = signature_of(current_call(), rows.shape, variable.held())
             # The rows and the gradient are the same on every rank already (the ranks gathered them), so only what is
             # updated is compared.
-            communicator.exchange(signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants)))
+            communicator.exchange(
+                signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants))
+            )
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:
@@ -265,7 +277,9 @@ class Storage(abc.ABC):
             raise
 
     @abc.abstractmethod
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None: ...
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None: ...
 
     @abc.abstractmethod
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:

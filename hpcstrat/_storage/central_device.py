@@ -48,7 +48,12 @@ class CentralDeviceStorage(DeviceStorage):
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
@@ -91,7 +96,9 @@ class CentralDeviceStorage(DeviceStorage):
                 for value, part in parts:
                     value[...] = part
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         variable = blocks[0]
         with self._current():
             rows, gradient = self.on_device(rows), self.on_device(gradient)
@@ -110,7 +117,11 @@ class CentralDeviceStorage(DeviceStorage):
     def publish(self, blocks: Sequence[Block]) -> None:
         """See `Storage.publish`."""
         if blocks:
-            self._communicator.exchange(signature_of(current_call(), "publish", *[block.held() for block in blocks]))
+            self._communicator.exchange(
+                signature_of(current_call(), "publish", *[block.held() for block in blocks])
+            )
             with self._current():
                 for block in blocks:
-                    self._communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
+                    self._communicator.broadcast_flat(
+                        (block.copy or block).array.reshape(-1), self._root
+                    )

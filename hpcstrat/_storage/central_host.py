@@ -111,7 +111,12 @@ class CentralHostStorage(HostStorage):
         """See `Storage.plan`. Each rank's has its slice of the elements."""
         communicator = self._communicator
         return Plan(
-            communicator.segment, variables, slots, communicator.rank, communicator.size, compiles=self._compiles
+            communicator.segment,
+            variables,
+            slots,
+            communicator.rank,
+            communicator.size,
+            compiles=self._compiles,
         )
 
     def make_buffers(self, plan: Plan) -> None:
@@ -122,7 +127,12 @@ class CentralHostStorage(HostStorage):
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         communicator = self._communicator
         share = None if rule.norms is None else self._share(plan, rule.norms.size)
@@ -134,7 +144,9 @@ class CentralHostStorage(HostStorage):
         else:
             # Where values are summed, this rank reads its own part of a large gradient in place: nobody else needs it.
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
-            messages = communicator.exchange(signature, plan.layout.nbytes, lambda message: write(message, values))
+            messages = communicator.exchange(
+                signature, plan.layout.nbytes, lambda message: write(message, values)
+            )
         if op is FIRST_REPLICA:
             plan.apply(rule, messages[:1], self._scratch, share=share)
         else:
@@ -146,7 +158,9 @@ class CentralHostStorage(HostStorage):
         """What adds up the ranks' sums over their parts of the variables, in rank order and so alike on all of them."""
         communicator = self._communicator
         shape = (communicator.size, len(plan.blocks), count)
-        if plan.sums is None or plan.sums.array.shape != shape:  # an option may choose a formula of other norms
+        if (
+            plan.sums is None or plan.sums.array.shape != shape
+        ):  # an option may choose a formula of other norms
             with call_named(f"{current_call()}: norms"):
                 plan.sums = self.create(np.zeros(shape))
         sums: Array = plan.sums.array
@@ -158,11 +172,18 @@ class CentralHostStorage(HostStorage):
 
         return share
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         """Each rank updates its share of the rows."""
         communicator = self._communicator
         # Rows are all different, so ranks that update different rows never touch the same memory.
-        share = slice(*(len(rows) * rank // communicator.size for rank in (communicator.rank, communicator.rank + 1)))
+        share = slice(
+            *(
+                len(rows) * rank // communicator.size
+                for rank in (communicator.rank, communicator.rank + 1)
+            )
+        )
         update_rows(blocks, rows[share], gradient[share], rule)
         communicator.sync()
 

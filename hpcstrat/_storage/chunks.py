@@ -49,7 +49,10 @@ class UpdateChunk(NamedTuple):
     def cut(self, start: int, stop: int) -> UpdateChunk:
         """Some of its elements."""
         here = slice(start, stop)
-        slots, parts = tuple([slot[here] for slot in self.slots]), [part[here] for part in self.parts]
+        slots, parts = (
+            tuple([slot[here] for slot in self.slots]),
+            [part[here] for part in self.parts],
+        )
         return UpdateChunk(self.value[here], slots, parts, self.gradient[here], self.work[here])
 
 
@@ -121,7 +124,11 @@ def is_readable_in_place(value: Array, view: Array) -> bool:
 
 
 def ranges_of(
-    group: Group, variables: Sequence[Block], slots: Sequence[Sequence[Block]], starts: Sequence[int], alignment: int
+    group: Group,
+    variables: Sequence[Block],
+    slots: Sequence[Sequence[Block]],
+    starts: Sequence[int],
+    alignment: int,
 ) -> list[tuple[int, int, list[int]]]:
     """(place in the group, number of elements, first bytes of value and slots) of what lies in a row everywhere."""
     ranges: list[tuple[int, int, list[int]]] = []
@@ -133,7 +140,9 @@ def ranges_of(
             before, length, firsts = ranges[-1]
             # On a GPU variables have gaps between them. They are updated with the rest, since one kernel over a gap
             # costs less than two kernels.
-            length = -(-length * item // alignment) * alignment // item  # with what lies between the two
+            length = (
+                -(-length * item // alignment) * alignment // item
+            )  # with what lies between the two
             # One range only if the slots are contiguous as well: the rule is applied to value and slots together.
             if begins == [first + length * item for first in firsts]:
                 ranges[-1] = (before, length + count, firsts)

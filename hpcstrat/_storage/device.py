@@ -89,9 +89,12 @@ class DevicePlan(Plan):
         self.gradients = [group.of(message) for group in self.layout.groups]
         # Kernels, views and addresses are made once for a message: a steady step only launches.
         if gpu.is_on_gpu(message):
-            self.packings = [PackKernel(self.layout, group, message) for group in self.layout.groups]
+            self.packings = [
+                PackKernel(self.layout, group, message) for group in self.layout.groups
+            ]
         self.updates = [
-            (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots) for chunk in self.chunks
+            (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots)
+            for chunk in self.chunks
         ]
         self.moved = []
         for index, part in enumerate(self.gradients):
@@ -99,7 +102,9 @@ class DevicePlan(Plan):
             if len(chunks) == 1:
                 self.moved.append(Moved(chunks[0].value, []))
             else:
-                self.moved.append(Moved(part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks]))
+                self.moved.append(
+                    Moved(part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks])
+                )
 
     def let_go(self) -> None:
         """Forgets the message, whose memory else lives as long as the plan."""
@@ -132,7 +137,9 @@ class DeviceStorage(Storage):
         self._is_apart = on_host  # what this rank updates is not what it reads
         self._updates_on_gpu = stream is not None and not on_host
         self._scratch = ScratchBuffers()
-        self._message: Array = None  # of all plans but those with buffers: one update comes after the other
+        self._message: Array = (
+            None  # of all plans but those with buffers: one update comes after the other
+        )
         # Weak, because plans live as long as their variables, and the storage lives longer.
         self._takers: weakref.WeakSet[DevicePlan] = weakref.WeakSet()  # that hold it
         self._pinned: Array = np.empty(0, np.uint8)
@@ -160,7 +167,9 @@ class DeviceStorage(Storage):
         with communicator.raise_together(), self._current():
             initial = self.on_device(initial) if gpu.is_on_gpu(initial) else initial
             block = self._new_block(initial)
-            communicator.exchange(signature_of(current_call(), (initial.dtype, initial.shape, self._number)))
+            communicator.exchange(
+                signature_of(current_call(), (initial.dtype, initial.shape, self._number))
+            )
         # Only now, when all ranks have made it: the numbers of blocks must stay equal on all ranks.
         self._created += 1
         with self._current():
@@ -268,7 +277,8 @@ class DeviceStorage(Storage):
         """Sums what was not marked, once the rest is there."""
         self._finish_sums()
         for one in ranges_in(
-            plan.layout, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun]
+            plan.layout,
+            [place for place in range(len(plan.blocks)) if place not in plan.marks.begun],
         ):
             self._sum_range(plan, one)
 
@@ -295,7 +305,11 @@ class DeviceStorage(Storage):
             self._takers.add(plan)
 
     def _begin(
-        self, signature: CallSignature, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
+        self,
+        signature: CallSignature,
+        plan: DevicePlan,
+        values: Sequence[Array] | None,
+        is_reduced: bool,
     ) -> list[Array]:
         """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
 
@@ -309,12 +323,16 @@ class DeviceStorage(Storage):
         return sources
 
     @span(COMMUNICATION, _on_stream("pack"))
-    def _packed(self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool) -> list[Array]:
+    def _packed(
+        self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
+    ) -> list[Array]:
         stream = self._communicator.stream
         self._require_message(plan)
         if values is None:
             return plan.gradients
-        if plan.buffers is not None:  # which are the message: those that are passed in another order lie in it
+        if (
+            plan.buffers is not None
+        ):  # which are the message: those that are passed in another order lie in it
             values = [value.copy() if _lies_in(value, plan.message) else value for value in values]
         if stream is None:
             plan.write(plan.message, values)
@@ -351,9 +369,13 @@ class DeviceStorage(Storage):
         for cut in plan.cuts:  # each all that is here of a variable: a GPU's plan has no chunks
             value, gradient, slots = plan.updates[cut.chunk]
             here = slice(cut.start, cut.stop)
-            variables.append((cut.variable, value[here], gradient[here], [slot[here] for slot in slots]))
+            variables.append(
+                (cut.variable, value[here], gradient[here], [slot[here] for slot in slots])
+            )
         # All norms in one array: each copy to the host waits for the stream.
-        sums = self._zeros(8 * len(plan.blocks) * norms.size).view(np.float64).reshape(-1, norms.size)
+        sums = (
+            self._zeros(8 * len(plan.blocks) * norms.size).view(np.float64).reshape(-1, norms.size)
+        )
         for variable, value, gradient, slots in variables:
             norms.sums_on_gpu(value, gradient, slots, sums[variable])
         found = np.sqrt(self._share(gpu.to_host(sums))).tolist()
@@ -370,7 +392,9 @@ class DeviceStorage(Storage):
         nbytes = plan.layout.nbytes
         if self._pinned.size < nbytes:
             self._pinned = gpu.pinned(nbytes)
-        plan.message[:nbytes].get(out=self._pinned[:nbytes])  # waits for what the stream does before
+        plan.message[:nbytes].get(
+            out=self._pinned[:nbytes]
+        )  # waits for what the stream does before
         return self._pinned
 
 

@@ -23,7 +23,9 @@ def replica_storage(communicator: Communicator) -> Storage:
         return MirroredDeviceStorage(communicator, root=0)
     if isinstance(communicator, HostCommunicator):
         return MirroredHostStorage(communicator)
-    raise TypeError(f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory")
+    raise TypeError(
+        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory"
+    )
 
 
 def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
@@ -46,7 +48,9 @@ def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
         from hpcstrat._storage.sharded_host import ShardedHostStorage
 
         return ShardedHostStorage(communicator)
-    raise TypeError(f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory")
+    raise TypeError(
+        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory"
+    )
 
 
 def central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:

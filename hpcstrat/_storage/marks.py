@@ -82,11 +82,15 @@ class Bucket:
         self._whole = whole
         self._ranges = ranges_in(whole, places)
         dtypes = tuple([whole.groups[one.group].dtype for one in self._ranges])
-        self.layout: Layout = layout_of(tuple([(one.stop - one.start,) for one in self._ranges]), dtypes)
+        self.layout: Layout = layout_of(
+            tuple([(one.stop - one.start,) for one in self._ranges]), dtypes
+        )
 
     def views(self, message: Array) -> list[Array]:
         """Its parts of the whole message."""
-        return [self._whole.groups[one.group].of(message)[one.start : one.stop] for one in self._ranges]
+        return [
+            self._whole.groups[one.group].of(message)[one.start : one.stop] for one in self._ranges
+        ]
 
     def in_place(self, message: Array) -> Bytes | None:
         """The memory of its part of the whole message, if it is one range."""

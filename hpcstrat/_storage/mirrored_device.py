@@ -18,7 +18,12 @@ class MirroredDeviceStorage(DeviceStorage):
     """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
@@ -40,7 +45,9 @@ class MirroredDeviceStorage(DeviceStorage):
         part = plan.gradients[one.group][one.start : one.stop]
         self._communicator.all_reduce_flat(part, part, ReduceOp.SUM)
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         with self._current():
             update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
 

@@ -78,7 +78,12 @@ class MirroredHostStorage(HostStorage):
         plan.give_buffers([message], message)
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         communicator = self._communicator
 
@@ -130,7 +135,9 @@ class MirroredHostStorage(HostStorage):
         """Bytes of this rank's sums of marked gradients."""
         return plan.layout.nbytes
 
-    def _exchange_of(self, plan: Plan, places: Sequence[int], sums: Array) -> Callable[[HostCommunicator], None] | None:
+    def _exchange_of(
+        self, plan: Plan, places: Sequence[int], sums: Array
+    ) -> Callable[[HostCommunicator], None] | None:
         """What sums some of the plan's buffers over the replicas; `None` where they have no elements."""
         bucket, message = Bucket(plan.layout, places), plan.buffer_messages[0]
         layout, signature = bucket.layout, signature_of(f"{current_call()}: sums")
@@ -140,7 +147,12 @@ class MirroredHostStorage(HostStorage):
             out = np.empty(layout.nbytes, np.uint8) if into is None else into
             # In the order of the whole: the same bits, whatever is marked.
             communicator.reduce_message(
-                signature, layout, lambda sent: layout.write(sent, views), ReduceOp.SUM, out, plan.layout
+                signature,
+                layout,
+                lambda sent: layout.write(sent, views),
+                ReduceOp.SUM,
+                out,
+                plan.layout,
             )
             if into is None:
                 for target, source in zip(bucket.views(sums), layout.views(out), strict=True):
@@ -156,11 +168,15 @@ class MirroredHostStorage(HostStorage):
         """All sums, once the ranks agree on the update: those that have begun, and the rest."""
         assert plan.marks.sums is not None
         self._communicator.exchange(signature)
-        self._begin_sums(plan, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun])
+        self._begin_sums(
+            plan, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun]
+        )
         self._finish_sums()
         return plan.marks.sums
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         update_rows(blocks, rows, gradient, rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:

@@ -56,7 +56,9 @@ class Plan:
         compiles: bool = False,
     ) -> None:
         # What a steady step's gradients must be, in the order of the call; see `fits`.
-        self._expected = [(type(block.view), block.array.shape, block.array.dtype) for block in variables]
+        self._expected = [
+            (type(block.view), block.array.shape, block.array.dtype) for block in variables
+        ]
         # By number, the order in memory, and not in the order of the call: variables that were made one after another
         # are then one range, and the ranks have the same ranges.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
@@ -69,8 +71,12 @@ class Plan:
         self.blocks: list[Block] = variables
         self._must_match = [block.held() for block in variables]
         self.chunks: list[Chunk] = []
-        self.buffers: list[Array] | None = None  # for the variables' gradients, where `Storage.make_buffers` was called
-        self.buffer_messages: list[Array] = []  # in which the ranks' buffers lie, as far as this rank sees them
+        self.buffers: list[Array] | None = (
+            None  # for the variables' gradients, where `Storage.make_buffers` was called
+        )
+        self.buffer_messages: list[
+            Array
+        ] = []  # in which the ranks' buffers lie, as far as this rank sees them
         self._buffers_owner: Block | None = None
         self.marks: Marks = Marks()
         self.sums: Block | None = None  # of each rank and variable, where updates take norms
@@ -81,12 +87,16 @@ class Plan:
         for index, group in enumerate(self.layout.groups):
             # A slice of all elements and not of each variable: ranks have equal work, whatever the variables' sizes.
             mine = slice_of(group.elements, rank, size)
-            for place, count, starts in ranges_of(group, variables, slots, self.layout.starts, alignment):
+            for place, count, starts in ranges_of(
+                group, variables, slots, self.layout.starts, alignment
+            ):
                 for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
                     b = min(a + chunk, place + count, mine.stop)
                     item = group.dtype.itemsize
                     value, *rest = [
-                        memory.part(start + (a - place) * item, start + (b - place) * item).view(group.dtype)
+                        memory.part(start + (a - place) * item, start + (b - place) * item).view(
+                            group.dtype
+                        )
                         for start in starts
                     ]
                     self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
@@ -107,7 +117,9 @@ class Plan:
         numbers = tuple(constants.values())
         found = self._signatures.get((call, op))
         if found is None or found.numbers != numbers:
-            found = signature_of(call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match)
+            found = signature_of(
+                call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match
+            )
             if numbers:
                 found = found.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = found
@@ -157,7 +169,10 @@ class Plan:
         found: dict[int, LocalOnlyRange] = {}
         for index, group in enumerate(self.layout.groups):
             for i in group.members:
-                begin, size = (self.layout.starts[i] - group.start) // group.dtype.itemsize, self.layout.sizes[i]
+                begin, size = (
+                    (self.layout.starts[i] - group.start) // group.dtype.itemsize,
+                    self.layout.sizes[i],
+                )
                 inside = [
                     k
                     for k, chunk in enumerate(self.chunks)
@@ -165,8 +180,13 @@ class Plan:
                 ]
                 # A small one is not worth the trouble. Of a large one, this saves a rank the copy of its own share.
                 if size >= CHUNK and inside:
-                    start, stop = self.chunks[inside[0]].start - begin, self.chunks[inside[-1]].stop - begin
-                    found[self._order[i]] = LocalOnlyRange(index, begin, start, stop, range(inside[0], inside[-1] + 1))
+                    start, stop = (
+                        self.chunks[inside[0]].start - begin,
+                        self.chunks[inside[-1]].stop - begin,
+                    )
+                    found[self._order[i]] = LocalOnlyRange(
+                        index, begin, start, stop, range(inside[0], inside[-1] + 1)
+                    )
         return found
 
     def fits(self, gradients: Sequence[Any]) -> bool:
@@ -224,9 +244,14 @@ class Plan:
         is_compiled = op is ReduceOp.SUM and self._is_compiled
         # Loops sum what NumPy would, in rank order. Other operations are rare, and of small variables.
         if rule.norms is not None:
-            self._apply_with_norms(rule, rule.norms, messages, scratch, op, values, share, is_compiled)
+            self._apply_with_norms(
+                rule, rule.norms, messages, scratch, op, values, share, is_compiled
+            )
             return
-        if is_compiled and (loops := self._loops(lambda dtype: compiled.loop(rule, dtype))) is not None:
+        if (
+            is_compiled
+            and (loops := self._loops(lambda dtype: compiled.loop(rule, dtype))) is not None
+        ):
             for loop, group in loops:
                 if (found := self._table(group, messages, values)) is not None:
                     loop(found[1], len(messages), rule.kernel_constants)
@@ -252,7 +277,9 @@ class Plan:
         """`apply` in two passes: the norms of all variables, then the update of each by its own."""
         sums = np.zeros((len(self.blocks), norms.size))
         first = self._loops(lambda dtype: compiled.norm_loop(norms, dtype)) if is_compiled else None
-        second = self._loops(lambda dtype: compiled.loop(rule, dtype)) if first is not None else None
+        second = (
+            self._loops(lambda dtype: compiled.loop(rule, dtype)) if first is not None else None
+        )
         if first is not None and second is not None:
             tables = [self._table(group, messages, values) for _, group in second]
             for (loop, _), found in zip(first, tables, strict=True):
@@ -275,13 +302,23 @@ class Plan:
             reduce_chunk(gradient, parts, op)
             sums[variable] += norms.sums(value, gradient, slots)
         rules = self._bound(norms, sums, share)
-        for variable, (value, slots, parts, gradient, work) in cut:  # summed again: a copy would cost as much memory
+        for variable, (
+            value,
+            slots,
+            parts,
+            gradient,
+            work,
+        ) in cut:  # summed again: a copy would cost as much memory
             reduce_chunk(gradient, parts, op)
             rules[variable].apply(value, gradient, slots, work)
 
-    def _bound(self, norms: Norms, sums: Array, share: Callable[[Array], Array] | None) -> list[UpdateRule]:
+    def _bound(
+        self, norms: Norms, sums: Array, share: Callable[[Array], Array] | None
+    ) -> list[UpdateRule]:
         """The update of each variable, by the sums of squares of this rank's chunks."""
-        return [norms.bound(found) for found in np.sqrt(sums if share is None else share(sums)).tolist()]
+        return [
+            norms.bound(found) for found in np.sqrt(sums if share is None else share(sums)).tolist()
+        ]
 
     def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
@@ -299,7 +336,10 @@ class Plan:
             for i in group.members:
                 begin = (self.layout.starts[i] - group.start) // group.dtype.itemsize
                 end = begin + self.layout.sizes[i]
-                first, last = bisect.bisect_right(starts, begin) - 1, bisect.bisect_left(starts, end)
+                first, last = (
+                    bisect.bisect_right(starts, begin) - 1,
+                    bisect.bisect_left(starts, end),
+                )
                 for k, chunk in chunks[max(first, 0) : last]:
                     start, stop = max(begin, chunk.start), min(end, chunk.stop)
                     if start < stop:
@@ -320,7 +360,10 @@ class Plan:
             arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
             # The addresses of storage never change, so only those of the messages are filled in at each step.
             fixed = compiled.table(
-                [[a[cut.start : cut.stop] for a in each] for cut, each in zip(cuts, arrays, strict=True)]
+                [
+                    [a[cut.start : cut.stop] for a in each]
+                    for cut, each in zip(cuts, arrays, strict=True)
+                ]
             )
             starts = np.array([self.chunks[cut.chunk].start + cut.start for cut in cuts], np.int64)
             numbers = np.array([(cut.variable, cut.chunk) for cut in cuts], np.int64).reshape(-1, 2)
@@ -356,7 +399,9 @@ class Plan:
                 given = values[i].reshape(-1)
                 for k in own.chunks:
                     parts = list(pieces[k].parts)
-                    parts[self._rank] = given[self.chunks[k].start - own.begin : self.chunks[k].stop - own.begin]
+                    parts[self._rank] = given[
+                        self.chunks[k].start - own.begin : self.chunks[k].stop - own.begin
+                    ]
                     pieces[k] = pieces[k]._replace(parts=parts)
         return pieces
 
@@ -385,7 +430,9 @@ class Plan:
                 self._pieces.clear()
             flat = [[group.of(message) for message in messages] for group in self.layout.groups]
             pieces = [
-                UpdateChunk(value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value))
+                UpdateChunk(
+                    value, slots, [part[start:stop] for part in flat[group]], *scratch.of(value)
+                )
                 for group, start, stop, value, slots in self.chunks
             ]
             kept = self._pieces[key] = (messages[0], pieces)

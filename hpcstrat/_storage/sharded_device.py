@@ -41,7 +41,9 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         with communicator.raise_together(), self._current():
             block = self._master.new_block((stop - start,), variable.array.dtype, self._created + 1)
             fill(block.array, slot_values(block, value))
-            communicator.exchange(signature_of(current_call(), "slot", value, variable.held(), cuts))
+            communicator.exchange(
+                signature_of(current_call(), "slot", value, variable.held(), cuts)
+            )
         block.cuts = cuts
         self._created += 1
         return block
@@ -54,7 +56,12 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         return ShardedDevicePlan(self._master, variables, slots, self._communicator.rank, chunk)
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         if not isinstance(plan, ShardedDevicePlan):
             super()._update(signature, plan, values, op, rule)
@@ -96,18 +103,24 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             first, last = max(start, one.start), min(stop, one.stop)
             if first < last:
                 segments.append(Segment(rank, first, last, place + first - start))
-        self._communicator.reduce_scatter_flat(plan.gradients[one.group], plan.own.gradients[one.group], segments)
+        self._communicator.reduce_scatter_flat(
+            plan.gradients[one.group], plan.own.gradients[one.group], segments
+        )
 
     def _share(self, sums: Array) -> Array:
         with call_named(f"{current_call()}: norms"):
             return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         if len(blocks) == 1:
             super()._update_rows(blocks, rows, gradient, rule)
             return
         with self._current():
-            update_rows_in_shards(self._communicator, blocks, self.on_device(rows), self.on_device(gradient), rule)
+            update_rows_in_shards(
+                self._communicator, blocks, self.on_device(rows), self.on_device(gradient), rule
+            )
 
 
 class ShardedDevicePlan(DevicePlan):
@@ -129,11 +142,14 @@ class ShardedDevicePlan(DevicePlan):
         super().__init__(memory, variables, [()] * len(variables), None, sys.maxsize)
         own_slots = self.in_order(slots)
         cuts = [of[0].cuts for of in own_slots if of[0].cuts is not None]
-        self.own: DevicePlan = DevicePlan(memory, parts_of(self.blocks, cuts, rank), own_slots, None, chunk)
+        self.own: DevicePlan = DevicePlan(
+            memory, parts_of(self.blocks, cuts, rank), own_slots, None, chunk
+        )
         size = len(cuts[0]) - 1
         dtypes = tuple([block.array.dtype for block in self.blocks])
         layouts = [
-            layout_of(tuple([(of[one + 1] - of[one],) for of in cuts]), dtypes, ALIGNMENT) for one in range(size)
+            layout_of(tuple([(of[one + 1] - of[one],) for of in cuts]), dtypes, ALIGNMENT)
+            for one in range(size)
         ]
         self.segments: list[list[Segment]] = []
         for index, group in enumerate(self.layout.groups):
@@ -148,7 +164,11 @@ class ShardedDevicePlan(DevicePlan):
                     there = layouts[one]
                     place = (there.starts[i] - there.groups[index].start) // itemsize
                     # What lies in a row both in the whole and in the part is one segment, with the gap in between.
-                    if found and found[-1].rank == one and start - found[-1].start == place - found[-1].place:
+                    if (
+                        found
+                        and found[-1].rank == one
+                        and start - found[-1].start == place - found[-1].place
+                    ):
                         found[-1] = found[-1]._replace(stop=stop)
                     else:
                         found.append(Segment(one, start, stop, place))

@@ -39,12 +39,18 @@ class ShardedHostStorage(MirroredHostStorage):
         assert cuts is not None
         start, stop = self._own_cuts(cuts)
         communicator, nbytes = self._communicator, variable.array.nbytes
-        communicator.require_memory(-(-nbytes // communicator.size), signature_of(current_call(), "slot", nbytes))
+        communicator.require_memory(
+            -(-nbytes // communicator.size), signature_of(current_call(), "slot", nbytes)
+        )
         with self._communicator.raise_together():
-            block = private_memory().new_block((stop - start,), variable.array.dtype, self._created + 1)
+            block = private_memory().new_block(
+                (stop - start,), variable.array.dtype, self._created + 1
+            )
             block.array[...] = value
             # The cuts depend on all the variables that get slots together: ranks that differ in these must not go on.
-            self._communicator.exchange(signature_of(current_call(), "slot", value, variable.held(), cuts))
+            self._communicator.exchange(
+                signature_of(current_call(), "slot", value, variable.held(), cuts)
+            )
         block.cuts = cuts
         self._created += 1
         return block
@@ -56,7 +62,12 @@ class ShardedHostStorage(MirroredHostStorage):
         return ShardedPlan(self._segment, variables, slots, self._communicator.rank, self._compiles)
 
     def _update(
-        self, signature: CallSignature, plan: Plan, values: Sequence[Array] | None, op: Aggregation, rule: UpdateRule
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
         if not isinstance(plan, ShardedPlan):
             super()._update(signature, plan, values, op, rule)
@@ -74,7 +85,9 @@ class ShardedHostStorage(MirroredHostStorage):
                 layouts = [shard.layout for shard in plan.shards]
                 messages = communicator.sum_sections(signature, layouts, plan.layout, write)
             else:
-                assert op is FIRST_REPLICA  # optimizers, whose variables alone have slots, know no other
+                assert (
+                    op is FIRST_REPLICA
+                )  # optimizers, whose variables alone have slots, know no other
                 sizes = [shard.layout.nbytes * (communicator.rank == 0) for shard in plan.shards]
                 first = write if communicator.rank == 0 else lambda _, __: None
                 messages = communicator.exchange_sections(signature, sizes, first)[:1]
@@ -82,17 +95,23 @@ class ShardedHostStorage(MirroredHostStorage):
                 own.apply(rule, messages, self._scratch)
             else:
                 # The norms are exchanged between the two passes over the gradients, which must still be there then.
-                own.apply(rule, [self._summed(own.layout, messages)], self._scratch, share=self._share)
+                own.apply(
+                    rule, [self._summed(own.layout, messages)], self._scratch, share=self._share
+                )
             own.forget_messages()  # which live no longer than this call
             sizes = [shard.layout.nbytes for shard in plan.shards]
-            new = communicator.gather_sections(signature_of(f"{current_call()}: values"), sizes, plan.write_new)
+            new = communicator.gather_sections(
+                signature_of(f"{current_call()}: values"), sizes, plan.write_new
+            )
             for rank, message in enumerate(new):
                 plan.read_new(rank, message)
 
     def _sum_bytes(self, plan: Plan) -> int:
         return plan.own.layout.nbytes if isinstance(plan, ShardedPlan) else super()._sum_bytes(plan)
 
-    def _exchange_of(self, plan: Plan, places: Sequence[int], sums: Array) -> Callable[[HostCommunicator], None] | None:
+    def _exchange_of(
+        self, plan: Plan, places: Sequence[int], sums: Array
+    ) -> Callable[[HostCommunicator], None] | None:
         if not isinstance(plan, ShardedPlan):
             return super()._exchange_of(plan, places, sums)
         pieces = plan.pieces_of(places)
@@ -108,7 +127,9 @@ class ShardedHostStorage(MirroredHostStorage):
         signature = signature_of(f"{current_call()}: sums")
 
         def write(rank: int, section: Bytes) -> None:
-            layouts[rank].write(section, [flat[i][start:stop] for i, start, stop, _ in pieces[rank]])
+            layouts[rank].write(
+                section, [flat[i][start:stop] for i, start, stop, _ in pieces[rank]]
+            )
 
         def exchange(communicator: HostCommunicator) -> None:
             messages = communicator.sum_sections(signature, layouts, plan.layout, write)
@@ -124,7 +145,9 @@ class ShardedHostStorage(MirroredHostStorage):
         if self._sum.size < layout.nbytes:
             self._sum = np.empty(layout.nbytes, np.uint8)
         for group in layout.groups:
-            reduce_flat(group.of(self._sum), [group.of(message) for message in messages], ReduceOp.SUM)
+            reduce_flat(
+                group.of(self._sum), [group.of(message) for message in messages], ReduceOp.SUM
+            )
         return self._sum
 
     def _share(self, sums: Array) -> Array:
@@ -132,7 +155,9 @@ class ShardedHostStorage(MirroredHostStorage):
         with call_named(f"{current_call()}: norms"):
             return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
-    def _update_rows(self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
         if len(blocks) > 1:
             update_rows_in_shards(self._communicator, blocks, rows, gradient, rule)
         else:
@@ -148,7 +173,12 @@ class ShardedPlan(Plan):
     """
 
     def __init__(
-        self, memory: Segment, variables: Sequence[Block], slots: Sequence[Sequence[Block]], rank: int, compiles: bool
+        self,
+        memory: Segment,
+        variables: Sequence[Block],
+        slots: Sequence[Sequence[Block]],
+        rank: int,
+        compiles: bool,
     ) -> None:
         # Nothing is updated by this plan: one range is one chunk.
         super().__init__(memory, variables, [()] * len(variables), chunk=sys.maxsize)
@@ -166,7 +196,11 @@ class ShardedPlan(Plan):
         # For each rank what of the gradients it gets: the variable's place in a message, its elements, and where they
         # begin in the rank's section. Most ranks have no part of most variables.
         self._sources = [
-            [(i, of[one], of[one + 1], shard.layout.starts[i]) for i, of in enumerate(cuts) if of[one] < of[one + 1]]
+            [
+                (i, of[one], of[one + 1], shard.layout.starts[i])
+                for i, of in enumerate(cuts)
+                if of[one] < of[one + 1]
+            ]
             for one, shard in enumerate(self.shards)
         ]
 
@@ -186,7 +220,9 @@ class ShardedPlan(Plan):
         """Copies to a section what a rank gets of the gradients."""
         for i, start, stop, begin in self._sources[rank]:
             dtype = self.blocks[i].array.dtype
-            section[begin : begin + (stop - start) * dtype.itemsize].view(dtype)[...] = flat[i][start:stop]
+            section[begin : begin + (stop - start) * dtype.itemsize].view(dtype)[...] = flat[i][
+                start:stop
+            ]
 
     def write_new(self, message: Bytes) -> None:
         """Copies this rank's part of the variables to a message."""
@@ -199,4 +235,6 @@ class ShardedPlan(Plan):
             return
         shard = self.shards[rank]
         for chunk in shard.chunks:
-            chunk.value[...] = shard.layout.groups[chunk.group].of(message)[chunk.start : chunk.stop]
+            chunk.value[...] = shard.layout.groups[chunk.group].of(message)[
+                chunk.start : chunk.stop
+            ]

@@ -29,7 +29,10 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
     """
     # Of all elements and not of each variable's: ranks have equal parts, whatever the variables' sizes, and a part is
     # one range of memory and of a message.
-    shapes, dtypes = tuple([v.array.shape for v in variables]), tuple([v.array.dtype for v in variables])
+    shapes, dtypes = (
+        tuple([v.array.shape for v in variables]),
+        tuple([v.array.dtype for v in variables]),
+    )
     layout = layout_of(shapes, dtypes, alignment)
     cuts: list[Cuts] = [()] * len(variables)
     for group in layout.groups:
@@ -44,7 +47,9 @@ def part_of(block: Block, start: int, stop: int) -> Block:
     """Some elements of a variable as a flat block of their own."""
     array, view = (one.reshape(-1)[start:stop] for one in (block.array, block.view))
     itemsize = array.dtype.itemsize
-    part = Block(array, view, block.start + start * itemsize, block.start + stop * itemsize, block.number)
+    part = Block(
+        array, view, block.start + start * itemsize, block.start + stop * itemsize, block.number
+    )
     part.name, part.storage = block.name, block.storage
     return part
 
@@ -55,7 +60,11 @@ def parts_of(variables: Sequence[Block], cuts: Sequence[Cuts], rank: int) -> lis
 
 
 def update_rows_in_shards(
-    communicator: Communicator, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    communicator: Communicator,
+    blocks: Sequence[Block],
+    rows: Array,
+    gradient: Array,
+    rule: UpdateRule,
 ) -> None:
     """`update_rows` of a variable whose slots are split: each rank updates its elements, and all get all new values.
 

@@ -20,12 +20,22 @@ from hpcstrat._core.types import RunOptions
 from hpcstrat._core.values import select
 from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments, require_cross_replica
+from hpcstrat._replicas.contexts import (
+    AcrossReplicas,
+    InReplica,
+    check_arguments,
+    require_cross_replica,
+)
 from hpcstrat._replicas.group import Lifetime, ReplicaGroup, default_group
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.replica_collectives import ReplicaCollectives
-from hpcstrat._strategies.transfer import check_alike, explain_empty_part, regroup, require_equal_arguments
+from hpcstrat._strategies.transfer import (
+    check_alike,
+    explain_empty_part,
+    regroup,
+    require_equal_arguments,
+)
 from hpcstrat._strategies.values import ValueMethods
 from hpcstrat._variable.array import note_read_only
 from hpcstrat._variable.options import creators
@@ -79,7 +89,11 @@ class Strategy(InputMethods, ValueMethods):
     def __repr__(self) -> str:
         group, replicas = self._group, self.num_replicas_in_sync
         devices = ", ".join(dict.fromkeys(device.short for device in group.devices))
-        variables = "" if group.mirrors or replicas == 1 else f", variables on {group.parameter_device.short}"
+        variables = (
+            ""
+            if group.mirrors or replicas == 1
+            else f", variables on {group.parameter_device.short}"
+        )
         state = ", closed" if group.lifetime.is_closed else ""
         return f"{type(self).__name__}({replicas} replica{'s' * (replicas != 1)} on {devices}{variables}{state})"
 
@@ -107,7 +121,9 @@ class Strategy(InputMethods, ValueMethods):
     def __enter__(self) -> Strategy:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         if error is None:  # after an error the ranks do not meet again
             self.close()
 
@@ -174,7 +190,9 @@ class Strategy(InputMethods, ValueMethods):
         with stream.current():
             return self._run(fn, args, kwargs)
 
-    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    def _run(
+        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    ) -> Any:
         communicator, before = self._group.communicator, contexts.current.get()
         try:  # in which the context is set: a signal's exception may come right behind that
             check_arguments(fn, args, "Strategy.run")
@@ -201,7 +219,10 @@ class Strategy(InputMethods, ValueMethods):
             contexts.current.set(before)
 
     def experimental_run_v2(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """The name of `run` in TensorFlow 2.0."""
         warn_renamed("Strategy.experimental_run_v2", "Strategy.run")
@@ -269,7 +290,10 @@ class ReplicaContext(ReplicaCollectives):
 
     @names_call("ReplicaContext.merge_call")
     def merge_call(
-        self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context. Collective: all replicas call this.
 

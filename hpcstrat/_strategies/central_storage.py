@@ -48,7 +48,9 @@ class CentralStorageStrategy(Strategy):
         devices, communicator = place_on_one_host(compute_devices)
         # A wrong argument must not leave a connected GPU behind, on any rank.
         with given_back_on_error(communicator), communicator.raise_together():
-            parameter = devices[0] if parameter_device is None else device_names.parse(parameter_device)
+            parameter = (
+                devices[0] if parameter_device is None else device_names.parse(parameter_device)
+            )
             if parameter not in (*devices, device_names.CPU):
                 names = ", ".join(map(str, dict.fromkeys([*devices, device_names.CPU])))
                 raise ValueError(
@@ -64,7 +66,9 @@ class CentralStorageStrategy(Strategy):
         # The host's memory belongs to no rank: rank 0 then updates the variables there.
         root = devices.index(parameter) if parameter in devices else 0
         local = replica_storage(communicator)
-        if communicator.size == 1 and parameter == devices[0]:  # the central copy and the replica's are one
+        if (
+            communicator.size == 1 and parameter == devices[0]
+        ):  # the central copy and the replica's are one
             storage = local
         elif shards:
             storage = sharded_storage(communicator, root)
@@ -72,5 +76,14 @@ class CentralStorageStrategy(Strategy):
             storage = central_storage(communicator, root, on_host=parameter != devices[root])
         updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 or shards else UpdatesOn.ROOT
         super().__init__(
-            ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root, updates_on=updates_on)
+            ReplicaGroup(
+                call,
+                communicator,
+                devices,
+                parameter,
+                storage,
+                local,
+                root=root,
+                updates_on=updates_on,
+            )
         )

@@ -31,7 +31,9 @@ class _DefaultScope(Scope):
 
     def __enter__(self) -> Strategy:
         if has_strategy():
-            raise RuntimeError("Strategy.scope was called in the scope of another strategy; leave that scope first")
+            raise RuntimeError(
+                "Strategy.scope was called in the scope of another strategy; leave that scope first"
+            )
         return self._strategy
 
     def __exit__(self, *_: object) -> None:
@@ -82,4 +84,6 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     Raises:
         RuntimeError: called inside a scope or a replica.
     """
-    contexts.set_outside_scopes(None if strategy is None or strategy is default_strategy() else strategy._across)
+    contexts.set_outside_scopes(
+        None if strategy is None or strategy is default_strategy() else strategy._across
+    )

@@ -16,27 +16,44 @@ from hpcstrat._strategies.reduction import as_numeric, scalar
 
 def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
     """The value of replica `root`; `value` is a nest of this replica's values."""
-    if isinstance(root, bool) or not isinstance(root, (int, np.integer)) or not 0 <= root < communicator.size:
+    if (
+        isinstance(root, bool)
+        or not isinstance(root, (int, np.integer))
+        or not 0 <= root < communicator.size
+    ):
         raise ValueError(
             f"{current_call()}: root is {root!r}; it must be the index of a replica, 0..{communicator.size - 1}"
         )
-    return _moved(value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match))
+    return _moved(
+        value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match)
+    )
 
 
-def reduce_scatter(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int) -> Any:
+def reduce_scatter(
+    communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int
+) -> Any:
     """This replica's part of a reduction; `value` is a nest of this replica's values."""
     op = ReduceOp.parse(reduce_op, current_call())
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
-    return _moved(value, lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match))
+    return _moved(
+        value,
+        lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match),
+    )
 
 
 def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
     """What each replica has for this one; `values` are nests, one for each replica."""
     size = communicator.size
     if not isinstance(values, (list, tuple)) or len(values) != size:
-        given = f"{len(values)} values" if isinstance(values, (list, tuple)) else f"of type {type(values).__name__}"
-        raise ValueError(f"{current_call()}: values is {given}; pass a list of {size}, one for each replica")
+        given = (
+            f"{len(values)} values"
+            if isinstance(values, (list, tuple))
+            else f"of type {type(values).__name__}"
+        )
+        raise ValueError(
+            f"{current_call()}: values is {given}; pass a list of {size}, one for each replica"
+        )
     nests = [_Nest(value) for value in values]
     if len({(nest.description, nest.dtypes) for nest in nests}) > 1:
         raise ValueError(
@@ -44,18 +61,26 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
             f"dtypes: {'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes may differ"
         )
     outgoing = [
-        _outgoing(dict(enumerate(arrays)), range(size)) for arrays in zip(*[n.arrays for n in nests], strict=True)
+        _outgoing(dict(enumerate(arrays)), range(size))
+        for arrays in zip(*[n.arrays for n in nests], strict=True)
     ]
     received = communicator.all_to_all(outgoing, nests[0].description)
     return [nests[0].filled([of[source] for of in received]) for source in range(size)]
 
 
-def neighbor_exchange(communicator: Communicator, to_left: Any, to_right: Any, periodic: bool) -> tuple[Any, Any]:
+def neighbor_exchange(
+    communicator: Communicator, to_left: Any, to_right: Any, periodic: bool
+) -> tuple[Any, Any]:
     """What the left and the right neighbor sent; `None` where there is no neighbor."""
     rank, size = communicator.rank, communicator.size
-    left, right = ((rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1))
+    left, right = (
+        (rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1)
+    )
     nests = _Nest(to_left), _Nest(to_right)
-    sides = ((nests[0], left, right), (nests[1], right, left))  # what goes to the left comes from the right
+    sides = (
+        (nests[0], left, right),
+        (nests[1], right, left),
+    )  # what goes to the left comes from the right
     outgoing = [
         _outgoing({} if to is None else {to: array}, [] if source is None else [source], array)
         for nest, to, source in sides

@@ -72,14 +72,19 @@ class StrategyExtended:
 
     @names_call("StrategyExtended.call_for_each_replica")
     def call_for_each_replica(
-        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """`Strategy.run` by its older name."""
         require_cross_replica(self._group)
         return self._run(fn, args, kwargs)
 
     @collective("StrategyExtended.reduce_to", check_cross_replica)
-    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None) -> Any:
+    def reduce_to(
+        self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
+    ) -> Any:
         """Reduces `value` elementwise over the replicas. Collective.
 
         Args:
@@ -102,7 +107,10 @@ class StrategyExtended:
 
     @collective("StrategyExtended.batch_reduce_to", check_cross_replica)
     def batch_reduce_to(
-        self, reduce_op: ReduceOp | str, value_destination_pairs: Sequence[tuple[Any, Any]], options: Any = None
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Sequence[tuple[Any, Any]],
+        options: Any = None,
     ) -> list[Any]:
         """`reduce_to` of several (value, destinations) pairs, in one message. Collective."""
         del options
@@ -111,8 +119,13 @@ class StrategyExtended:
     def _reduce(self, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         for _, destinations in pairs:
             self._check_destinations(destinations)
-        totals = reduction.reduce(self._group.communicator, reduce_op, [value for value, _ in pairs], None)
-        return [self._sent(total, destinations) for total, (_, destinations) in zip(totals, pairs, strict=True)]
+        totals = reduction.reduce(
+            self._group.communicator, reduce_op, [value for value, _ in pairs], None
+        )
+        return [
+            self._sent(total, destinations)
+            for total, (_, destinations) in zip(totals, pairs, strict=True)
+        ]
 
     @collective("StrategyExtended.broadcast_to", check_cross_replica)
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
@@ -136,12 +149,18 @@ class StrategyExtended:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
         alone = self._group.communicator.size == 1
-        for one in destinations if isinstance(destinations, (list, tuple)) and destinations else [destinations]:
+        for one in (
+            destinations
+            if isinstance(destinations, (list, tuple)) and destinations
+            else [destinations]
+        ):
             if isinstance(one, str):
                 device_names.parse(one)
             elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
                 continue  # what a single replica returned
-            elif not hasattr(one, "__array__"):  # a plain array stands for the one replica that it came from
+            elif not hasattr(
+                one, "__array__"
+            ):  # a plain array stands for the one replica that it came from
                 raise ValueError(
                     f"{current_call()}: destinations is {destinations!r}; pass a variable, a device string or a "
                     "distributed value"
@@ -151,7 +170,9 @@ class StrategyExtended:
         communicator = self._group.communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
-        return nests.map_leaves(lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total)
+        return nests.map_leaves(
+            lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total
+        )
 
     # ---- updates
 
@@ -211,12 +232,22 @@ class StrategyExtended:
         return self._run_update(fn, tuple(args), dict(kwargs or {}), group)
 
     def _run_update(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_grouped: bool,
     ) -> Any:
         with self._group.communicator.change():
             return self._changed(fn, args, kwargs, is_grouped)
 
-    def _changed(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_grouped: bool) -> Any:
+    def _changed(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        is_grouped: bool,
+    ) -> Any:
         group, communicator = self._group, self._group.communicator
         leaves, structure = nests.flatten((args, kwargs))
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
@@ -226,7 +257,9 @@ class StrategyExtended:
             )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
-        is_on_read = any(state_of(v).is_on_read and state_of(v).group is group for v in variables[:1])
+        is_on_read = any(
+            state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
+        )
         # Where one rank writes what lives once, every rank writes its own values only, and neither does both.
         is_everyones = group.updates_on is UpdatesOn.ALL_RANKS
         writable = [v for v in variables if is_everyones or state_of(v).is_on_read is is_on_read]
@@ -250,10 +283,14 @@ class StrategyExtended:
                 raise
             group.storage.publish(written)
             results, returned = nests.flatten(result)
-            results = [variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results]
+            results = [
+                variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results
+            ]
         return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
-    def _updated(self, fn: Callable[[], Any], writable: Sequence[Variable]) -> tuple[list[Any], nests.Structure]:
+    def _updated(
+        self, fn: Callable[[], Any], writable: Sequence[Variable]
+    ) -> tuple[list[Any], nests.Structure]:
         """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
         group = self._group
         before = contexts.current.get()
@@ -292,7 +329,9 @@ class StrategyExtended:
 
     # ---- variables
 
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
+    def colocate_vars_with(
+        self, colocate_with_variable: Variable
+    ) -> contextlib.AbstractContextManager[None]:
         """A context manager in which variables are made on this one's device, as all of a strategy's variables are.
 
         Raises:
@@ -306,7 +345,9 @@ class StrategyExtended:
         context = contexts.context()
         is_here = self._group is default_group() if context is None else context is self._across
         if not is_here:
-            raise RuntimeError("StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`")
+            raise RuntimeError(
+                "StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`"
+            )
         if not self.variable_created_in_scope(variable):
             raise ValueError(
                 "StrategyExtended.colocate_vars_with: the variable is not one of this strategy; "
@@ -340,4 +381,6 @@ def _index(variable: Variable, variables: Sequence[Variable]) -> int:
     for i, one in enumerate(variables):
         if one is variable:
             return i
-    raise ValueError("StrategyExtended.update: the function returned a variable that was not passed to it; pass it too")
+    raise ValueError(
+        "StrategyExtended.update: the function returned a variable that was not passed to it; pass it too"
+    )

@@ -31,7 +31,9 @@ class InputMethods:
     _takes_pipeline_per_replica: bool = False
 
     @names_call("Strategy.experimental_distribute_dataset")
-    def experimental_distribute_dataset(self, dataset: Any, options: InputOptions | None = None) -> DistributedDataset:
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
         """Splits the batches of a dataset among the replicas. Collective, and so is iterating.
 
         Args:
@@ -68,7 +70,9 @@ class InputMethods:
         require_cross_replica(self._group)
         if self._group.workers.count > 1 and isinstance(dataset, Dataset):
             _distributed.check_sharding(dataset)
-        return _distributed.distribute_dataset(dataset, self._group.communicator, options, self._prefetcher(options))
+        return _distributed.distribute_dataset(
+            dataset, self._group.communicator, options, self._prefetcher(options)
+        )
 
     @names_call("Strategy.distribute_datasets_from_function")
     def distribute_datasets_from_function(
@@ -154,7 +158,9 @@ class InputMethods:
             arrays = [_scatterable(leaf, axis) for leaf in leaves]
             _check_one_size([array.shape for array in arrays], axis)
             contents = Listed(tuple([_described(array, communicator.checks) for array in arrays]))
-            communicator.exchange(signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents))
+            communicator.exchange(
+                signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
+            )
             parts = [self._own_part(array, axis) for array in arrays]
         if communicator.size > 1:
             parts = [PerReplica(part, communicator.rank, communicator.size) for part in parts]
@@ -184,7 +190,8 @@ class InputMethods:
     ) -> DistributedDataset:
         """The older name of `distribute_datasets_from_function`."""
         warn_renamed(
-            "Strategy.experimental_distribute_datasets_from_function", "Strategy.distribute_datasets_from_function"
+            "Strategy.experimental_distribute_datasets_from_function",
+            "Strategy.distribute_datasets_from_function",
         )
         return self.distribute_datasets_from_function(dataset_fn, options)
 

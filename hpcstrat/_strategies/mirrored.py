@@ -40,7 +40,9 @@ class MirroredStrategy(Strategy):
     _takes_pipeline_per_replica = True
 
     @names_call("MirroredStrategy")
-    def __init__(self, devices: Sequence[str] | None = None, *, shard_updates: bool = False) -> None:
+    def __init__(
+        self, devices: Sequence[str] | None = None, *, shard_updates: bool = False
+    ) -> None:
         super().__init__(mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates))
 
 
@@ -110,7 +112,10 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
 
 def mirrored_group(
-    devices: Sequence[Device], communicator: Communicator, hosts: Sequence[int] = (), shard_updates: bool = False
+    devices: Sequence[Device],
+    communicator: Communicator,
+    hosts: Sequence[int] = (),
+    shard_updates: bool = False,
 ) -> ReplicaGroup:
     """The group of placed and connected replicas, over which variables are mirrored. Collective."""
     call = current_call()
@@ -119,11 +124,24 @@ def mirrored_group(
         agree_on_placement(communicator, devices, shard_updates)
     local = storage = replica_storage(communicator)
     updates_on = UpdatesOn.ALL_RANKS
-    if shard_updates:  # each element is updated by one rank, so that those of both kinds have equal copies
+    if (
+        shard_updates
+    ):  # each element is updated by one rank, so that those of both kinds have equal copies
         storage = sharded_storage(communicator)
-    elif isinstance(communicator, DeviceCommunicator) and len({device.kind for device in devices}) > 1:
+    elif (
+        isinstance(communicator, DeviceCommunicator)
+        and len({device.kind for device in devices}) > 1
+    ):
         # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
         storage, updates_on = central_storage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(
-        call, communicator, devices, devices[0], storage, local, updates_on=updates_on, mirrors=True, hosts=hosts
+        call,
+        communicator,
+        devices,
+        devices[0],
+        storage,
+        local,
+        updates_on=updates_on,
+        mirrors=True,
+        hosts=hosts,
     )

@@ -44,5 +44,7 @@ class OneDeviceStrategy(Strategy):
         placed, communicator = place_on_one_host([device])
         storage = replica_storage(communicator)
         super().__init__(
-            ReplicaGroup(call, communicator, placed, placed[0], storage, storage, requires_aggregation=False)
+            ReplicaGroup(
+                call, communicator, placed, placed[0], storage, storage, requires_aggregation=False
+            )
         )

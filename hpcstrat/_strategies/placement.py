@@ -15,7 +15,9 @@ from hpcstrat._core.call_name import current_call, warn_together
 from hpcstrat._process import driver, launchers, worlds
 
 
-def place_on_one_host(compute_devices: Sequence[str] | None) -> tuple[list[device_names.Device], Communicator]:
+def place_on_one_host(
+    compute_devices: Sequence[str] | None,
+) -> tuple[list[device_names.Device], Communicator]:
     """Starts MPI, gives each rank its device after all checks, and connects the ranks. Collective.
 
     Returns:
@@ -37,7 +39,10 @@ def place_on_hosts() -> tuple[list[device_names.Device], Communicator]:
 
 
 def agree_on_placement(
-    communicator: Communicator, devices: Sequence[device_names.Device], shard_updates: bool, *must_match: str
+    communicator: Communicator,
+    devices: Sequence[device_names.Device],
+    shard_updates: bool,
+    *must_match: str,
 ) -> None:
     """Compares how the ranks make a strategy. Collective.
 
@@ -47,12 +52,18 @@ def agree_on_placement(
     """
     with communicator.raise_together():
         if not isinstance(shard_updates, bool):
-            raise TypeError(f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False")
+            raise TypeError(
+                f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False"
+            )
         option = ["shard_updates=True"] if shard_updates else []
-        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match, *option))
+        communicator.exchange(
+            signature_of(current_call(), *map(str, devices), *must_match, *option)
+        )
 
 
-def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[list[device_names.Device], Communicator]:
+def _placed(
+    compute_devices: Sequence[str] | None, is_one_host: bool
+) -> tuple[list[device_names.Device], Communicator]:
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
     call, control = current_call(), connect()
@@ -81,7 +92,11 @@ def _placed(compute_devices: Sequence[str] | None, is_one_host: bool) -> tuple[l
             ordinal = device_names.ordinal(devices[control.rank], control.rank, seen)
         else:
             devices = device_names.place_on_hosts(world.hosts, seen, shares)
-            on_host = [seen[rank] for rank, host in enumerate(world.hosts) if host == world.hosts[world.rank]]
+            on_host = [
+                seen[rank]
+                for rank, host in enumerate(world.hosts)
+                if host == world.hosts[world.rank]
+            ]
             ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
         # By unique id from here on, because an ordinal means another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]

@@ -37,7 +37,9 @@ def as_numeric(value: Any) -> Array:
 def convert_foreign_leaves(nest: Any) -> Any:
     """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
     leaves, structure = nests.flatten(nest)
-    indices = [i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)]
+    indices = [
+        i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)
+    ]
     if not indices:
         return nest
     for i in indices:
@@ -52,11 +54,17 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
     return structure.unflatten(_reduce_leaves(communicator, op, leaves, nests.describe(structure)))
 
 
-def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str) -> list[Any]:
+def _reduce_leaves(
+    communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str
+) -> list[Any]:
     """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
     results: list[Any] = list(leaves)
     # All arrays of a nest travel in one message. A message costs more than its bytes.
-    indices = [i for i, leaf in enumerate(leaves) if leaf is not None and not isinstance(leaf, IndexedSlices)]
+    indices = [
+        i
+        for i, leaf in enumerate(leaves)
+        if leaf is not None and not isinstance(leaf, IndexedSlices)
+    ]
     # `None` alone is a call too, which another rank's arrays do not match.
     if indices or all(leaf is None for leaf in leaves):
         arrays = [as_numeric(leaves[i]) for i in indices]
@@ -70,8 +78,12 @@ def _reduce_leaves(communicator: Communicator, op: ReduceOp, leaves: Sequence[An
     return results
 
 
-@np.errstate(all="ignore")  # an overflow is inf on all ranks, and no exception on the one that has asked for those
-def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlices) -> IndexedSlices:
+@np.errstate(
+    all="ignore"
+)  # an overflow is inf on all ranks, and no exception on the one that has asked for those
+def _reduce_slices(
+    communicator: Communicator, op: ReduceOp, slices: IndexedSlices
+) -> IndexedSlices:
     with communicator.raise_together():  # arrays beside the slices were reduced before
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(
@@ -86,7 +98,12 @@ def _reduce_slices(communicator: Communicator, op: ReduceOp, slices: IndexedSlic
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
-def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+def reduce(
+    communicator: Communicator,
+    reduce_op: ReduceOp | str,
+    value: Any,
+    axis: int | Sequence[int] | None,
+) -> Any:
     """See `Strategy.reduce`."""
     op = ReduceOp.parse(reduce_op, current_call())
     leaves, structure = nests.flatten(value)
@@ -117,12 +134,18 @@ def reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, ax
 def require_alike(communicator: Communicator, structure: nests.Structure, *must_match: str) -> None:
     """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
     if communicator.size > 1:
-        communicator.exchange(signature_of(current_call(), *must_match, nests.describe(structure), "not distributed"))
+        communicator.exchange(
+            signature_of(current_call(), *must_match, nests.describe(structure), "not distributed")
+        )
 
 
 @np.errstate(all="ignore")  # as above
 def _reduce_along(
-    communicator: Communicator, op: ReduceOp, own: Sequence[Any], axis: int | Sequence[int], *must_match: str
+    communicator: Communicator,
+    op: ReduceOp,
+    own: Sequence[Any],
+    axis: int | Sequence[int],
+    *must_match: str,
 ) -> list[Any]:
     """Reduces along axes within each replica, too."""
     inner = [_Inner(op, leaf, axis) for leaf in own]
@@ -132,12 +155,16 @@ def _reduce_along(
         totals = [array for one in inner for array in (one.total, one.count)]
         sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *must_match)
         return [
-            one.mean_or_sum(*pair) for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
+            one.mean_or_sum(*pair)
+            for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
         ]
     extremes = communicator.all_reduce([one.total for one in inner], op, *must_match)
     # Counts are always added, so they need a message of their own here.
     counts = communicator.all_reduce([one.count for one in inner], ReduceOp.SUM)
-    return [one.extreme(*pair) for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)]
+    return [
+        one.extreme(*pair)
+        for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)
+    ]
 
 
 class _Inner:
@@ -150,7 +177,9 @@ class _Inner:
 
     def __init__(self, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
         if isinstance(value, IndexedSlices):
-            raise ValueError(f"{current_call()}: IndexedSlices are not reduced along axis {axis}; pass axis=None")
+            raise ValueError(
+                f"{current_call()}: IndexedSlices are not reduced along axis {axis}; pass axis=None"
+            )
         array = as_numeric(value)
         check_reducible(array.dtype, op)
         axes = _axes(axis, array.ndim)
@@ -162,7 +191,9 @@ class _Inner:
             wide = accumulator(array.dtype)
             if array.dtype.kind in "iu" and op is ReduceOp.MEAN:
                 wide, self._dtype = np.dtype(np.float64), mean_dtype(array.dtype)
-            elif array.dtype.kind in "iu" and array.dtype.itemsize <= 2:  # a few pixels are beyond its range
+            elif (
+                array.dtype.kind in "iu" and array.dtype.itemsize <= 2
+            ):  # a few pixels are beyond its range
                 wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
             return
@@ -210,14 +241,18 @@ def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) ->
         return array if is_foreign(value) else value
     inner = _Inner(op, array, axis)
     return (
-        inner.mean_or_sum(inner.total, inner.count) if op is ReduceOp.MEAN else inner.extreme(inner.total, inner.count)
+        inner.mean_or_sum(inner.total, inner.count)
+        if op is ReduceOp.MEAN
+        else inner.extreme(inner.total, inner.count)
     )
 
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """Concatenation over the replicas; `value` is a nest of this replica's values."""
     leaves, structure = nests.flatten(value)
-    return structure.unflatten(_gather_leaves(communicator, leaves, axis, nests.describe(structure)))
+    return structure.unflatten(
+        _gather_leaves(communicator, leaves, axis, nests.describe(structure))
+    )
 
 
 def gather(communicator: Communicator, value: Any, axis: int) -> Any:
@@ -233,7 +268,9 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
         must_match = [nests.describe(structure)]
         if len(indices) < len(leaves):
             must_match.append(f"distributed at {indices}")
-        gathered = _gather_leaves(communicator, [component_of(leaves[i]) for i in indices], axis, *must_match)
+        gathered = _gather_leaves(
+            communicator, [component_of(leaves[i]) for i in indices], axis, *must_match
+        )
         for i, result in zip(indices, gathered, strict=True):
             leaves[i] = result
     else:
@@ -241,7 +278,9 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     return structure.unflatten(leaves)
 
 
-def _gather_leaves(communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str) -> list[Any]:
+def _gather_leaves(
+    communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str
+) -> list[Any]:
     """All leaves in one message. `None` stays `None`."""
     indices = [i for i, leaf in enumerate(leaves) if leaf is not None]
     arrays = [_gatherable(leaves[i], axis) for i in indices]
@@ -271,7 +310,9 @@ def scalar(array: Array) -> Any:
 def _axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
-        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints")
+        raise TypeError(
+            f"{current_call()}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints"
+        )
     if any(not -ndim <= a < ndim for a in axes):
         raise ValueError(
             f"{current_call()}: axis {axis} does not exist in a value of {ndim} dimensions; pass one that does"

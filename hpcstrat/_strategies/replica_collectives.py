@@ -130,7 +130,9 @@ class ReplicaCollectives(abc.ABC):
         return exchange.all_to_all(self._group.communicator, values)
 
     @collective("ReplicaContext.neighbor_exchange", _REQUIRE)
-    def neighbor_exchange(self, to_left: Any, to_right: Any, periodic: bool = False) -> tuple[Any, Any]:
+    def neighbor_exchange(
+        self, to_left: Any, to_right: Any, periodic: bool = False
+    ) -> tuple[Any, Any]:
         """Sends a value to each neighbor, such as the edges of a part of a grid. Collective: all replicas call this.
 
         The left neighbor of replica r is r - 1, the right one r + 1.

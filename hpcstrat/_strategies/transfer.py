@@ -12,7 +12,14 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu, nests
-from hpcstrat._core.arrays import PLAIN, exports_array, foreign_copy, from_foreign, host_copy, is_foreign
+from hpcstrat._core.arrays import (
+    PLAIN,
+    exports_array,
+    foreign_copy,
+    from_foreign,
+    host_copy,
+    is_foreign,
+)
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import IndexedSlices, ReplicaMismatchError
 from hpcstrat._core.values import DistributedValues, PerReplica, component_of, refuse
@@ -27,7 +34,9 @@ _CALL = "Strategy.run"
 
 
 @names_call(_CALL)
-def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def require_equal_arguments(
+    communicator: Communicator, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Checks that the arrays and numbers among the arguments, but for distributed values, are equal. Collective.
 
     Raises:
@@ -35,7 +44,10 @@ def require_equal_arguments(communicator: Communicator, args: Sequence[Any], kwa
     """
     names = [f"args[{i}]" for i in range(len(args))] + [f"kwargs[{name!r}]" for name in kwargs]
     with communicator.raise_together():
-        own = {name: list(_described(value)) for name, value in zip(names, (*args, *kwargs.values()), strict=True)}
+        own = {
+            name: list(_described(value))
+            for name, value in zip(names, (*args, *kwargs.values()), strict=True)
+        }
     by_rank = communicator.all_gather_obj(own)
     # Every name of any rank, since one may pass an argument that another does not.
     for name in dict.fromkeys(name for one in by_rank for name in one):
@@ -56,7 +68,9 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     leaves, _ = nests.flatten((args, kwargs))
     # A mean of no elements, or an index out of them, says nothing of the batch that was too small.
     parts = [component_of(leaf) for leaf in leaves if isinstance(leaf, DistributedValues)]
-    if isinstance(error, Exception) and any(np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")):
+    if isinstance(error, Exception) and any(
+        np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")
+    ):
         failure.add_note(
             error,
             f"{current_call()}: this replica's part of the batch has no elements: the batch had too few for all "
@@ -127,7 +141,9 @@ def check_alike(communicator: Communicator, result: Any) -> None:
     leaves, structure = nests.flatten(result)
     nones = [i for i, leaf in enumerate(leaves) if leaf is None]
     returned = f"HPCSTRAT_CHECK: returns {nests.describe(structure)}"
-    communicator.exchange(signature_of(current_call(), returned, *([f"None at {nones}"] if nones else [])))
+    communicator.exchange(
+        signature_of(current_call(), returned, *([f"None at {nones}"] if nones else []))
+    )
 
 
 def _apart(group: ReplicaGroup, leaf: Any) -> Any:
@@ -210,6 +226,10 @@ def to_wire(nest: Any) -> Any:
 def from_wire(nest: Any, stream: gpu.Stream | None) -> Any:
     """What `to_wire` was given, with the arrays on this rank's device."""
     if stream is None:
-        return nests.map_leaves(lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest)
+        return nests.map_leaves(
+            lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest
+        )
     asarray = stream.xp.asarray
-    return nests.map_leaves(lambda leaf: asarray(leaf.host) if isinstance(leaf, _FromGpu) else leaf, nest)
+    return nests.map_leaves(
+        lambda leaf: asarray(leaf.host) if isinstance(leaf, _FromGpu) else leaf, nest
+    )

@@ -31,7 +31,9 @@ class ValueMethods:
     _group: ReplicaGroup
 
     @collective("Strategy.reduce", check_cross_replica)
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
         """Combines the replicas' values into one, the same on every rank. Collective: all ranks call this.
 
         Args:
@@ -133,8 +135,13 @@ class ValueMethods:
                     # To all ranks, each of which returns the components of all its worker's replicas.
                     packed = to_wire(own)
                     at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
-                    by_rank = self._group.communicator.all_gather_obj(packed, nests.describe(structure), *at)
-                    by_rank = [from_wire(by_rank[rank], self._group.stream) for rank in self._group.workers.peers]
+                    by_rank = self._group.communicator.all_gather_obj(
+                        packed, nests.describe(structure), *at
+                    )
+                    by_rank = [
+                        from_wire(by_rank[rank], self._group.stream)
+                        for rank in self._group.workers.peers
+                    ]
         else:
             by_rank = [own] * len(self._group.workers.peers)
         results = []
@@ -146,7 +153,9 @@ class ValueMethods:
         return tuple(results)
 
     @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
-    def experimental_distribute_values_from_function(self, value_fn: Callable[[ValueContext], Any]) -> Any:
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
         """Makes distributed values: each replica's component is what `value_fn(ValueContext)` returns there.
 
         Collective: what one replica raises, all raise.
@@ -214,7 +223,9 @@ class ValueMethods:
             )
         return tensor
 
-    def experimental_split_to_logical_devices(self, tensor: Any, partition_dimensions: Sequence[int]) -> Any:
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
         """`tensor`, in one part for the replica's one logical device.
 
         Args:
@@ -240,7 +251,9 @@ class ValueMethods:
                 "logical device all must be 1"
             )
         if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-            raise ValueError(f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}")
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}"
+            )
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:

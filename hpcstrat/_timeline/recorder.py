@@ -32,7 +32,9 @@ class Recorder:
         limit: spans that are recorded at most.
     """
 
-    def __init__(self, rank: int, size: int, file: TraceFile, zero: int, limit: int = LIMIT) -> None:
+    def __init__(
+        self, rank: int, size: int, file: TraceFile, zero: int, limit: int = LIMIT
+    ) -> None:
         self._rank = rank
         self._spans = Spans(limit)
         self._file = file
@@ -48,13 +50,17 @@ class Recorder:
         cores = worlds.own_cores().bit_count()
         file.append(
             [
-                self._events.named("process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"),
+                self._events.named(
+                    "process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"
+                ),
                 self._events.named("process_sort_index", 0, sort_index=rank),
                 self._events.named("process_labels", 0, labels=f"hpcstrat; cores: {cores}"),
             ]
         )
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._write_often, name="hpcstrat-timeline", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_often, name="hpcstrat-timeline", daemon=True
+        )
         self._thread.start()
 
     # ---- the program's threads
@@ -189,5 +195,7 @@ class Recorder:
             self._named_threads += 1
         while self._gpu is not None and self._named_streams < len(self._gpu.tracks):
             number = self._named_streams
-            yield self._events.named("thread_name", GPU_TRACKS + number, name=f"GPU, stream {number}")
+            yield self._events.named(
+                "thread_name", GPU_TRACKS + number, name=f"GPU, stream {number}"
+            )
             self._named_streams += 1

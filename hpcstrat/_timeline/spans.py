@@ -31,9 +31,22 @@ class Span:
         is_begun: its begin is in the trace already.
     """
 
-    __slots__ = ("begin", "category", "end", "events", "has_range", "is_begun", "name", "nbytes", "stream", "thread")
+    __slots__ = (
+        "begin",
+        "category",
+        "end",
+        "events",
+        "has_range",
+        "is_begun",
+        "name",
+        "nbytes",
+        "stream",
+        "thread",
+    )
 
-    def __init__(self, category: str, name: str, nbytes: int | None, thread: int, begin: int) -> None:
+    def __init__(
+        self, category: str, name: str, nbytes: int | None, thread: int, begin: int
+    ) -> None:
         self.category = category
         self.name = name
         self.nbytes = nbytes
@@ -69,7 +82,9 @@ class Spans:
         self._local = threading.local()
         self._lock = threading.Lock()
 
-    def begin(self, category: str, name: str, nbytes: int | None, anyway: bool = False) -> Span | None:
+    def begin(
+        self, category: str, name: str, nbytes: int | None, anyway: bool = False
+    ) -> Span | None:
         """Opens a span of this thread.
 
         `None`, and nothing, where all is full, or where the span would lie in one of the same category, which it is a

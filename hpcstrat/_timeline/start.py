@@ -61,7 +61,9 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
 
 def _open(path: str, is_first: bool) -> TraceFile:
     if is_first and os.path.isfile(path) and os.path.getsize(path) and not is_timeline(path):
-        raise FileExistsError(f"HPCSTRAT_TIMELINE={path}: that file exists and is not a timeline; name another")
+        raise FileExistsError(
+            f"HPCSTRAT_TIMELINE={path}: that file exists and is not a timeline; name another"
+        )
     try:
         if is_first:
             for old in parts_beside(path):

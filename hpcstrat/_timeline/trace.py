@@ -100,7 +100,9 @@ def join_parts(path: str, parts: Sequence[str]) -> None:
             except FileNotFoundError:
                 continue
             os.unlink(part)
-        whole.write(json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}).encode() + b"\n]\n")
+        whole.write(
+            json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}).encode() + b"\n]\n"
+        )
 
 
 class Events:
@@ -117,7 +119,9 @@ class Events:
 
     def named(self, kind: str, track: int, **values: Any) -> str:
         """An event that names this rank (`process_name`) or a track of it (`thread_name`)."""
-        return json.dumps({"name": kind, "ph": "M", "pid": self._rank, "tid": track, "args": values})
+        return json.dumps(
+            {"name": kind, "ph": "M", "pid": self._rank, "tid": track, "args": values}
+        )
 
     def whole(self, span: Span, track: int, begin: int, end: int) -> str:
         """A span that has ended."""

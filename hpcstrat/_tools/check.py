@@ -25,19 +25,40 @@ _ROUNDS = 5
 def check() -> int:
     """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong. Collective."""
     world = worlds.start()
-    strategy = MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
+    strategy = (
+        MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
+    )
     group = group_of(strategy)
-    table = Table("call", "bytes per rank", "microseconds", "GB/s", "", title=f"{strategy.num_replicas_in_sync} ranks")
+    table = Table(
+        "call",
+        "bytes per rank",
+        "microseconds",
+        "GB/s",
+        "",
+        title=f"{strategy.num_replicas_in_sync} ranks",
+    )
     is_right = True
     for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
         for nbytes in _SIZES:
-            seconds, right = _timed(group.communicator, lambda nbytes=nbytes, call=call: call(group, nbytes // 8))
+            seconds, right = _timed(
+                group.communicator, lambda nbytes=nbytes, call=call: call(group, nbytes // 8)
+            )
             is_right &= right
             rate = f"{nbytes / seconds / 1e9:,.2f}"
-            table.add_row(name, f"{nbytes:,}", f"{1e6 * seconds:,.0f}", rate, "right" if right else "[bold red]WRONG")
+            table.add_row(
+                name,
+                f"{nbytes:,}",
+                f"{1e6 * seconds:,.0f}",
+                rate,
+                "right" if right else "[bold red]WRONG",
+            )
     if world.rank == 0:
         Console().print(table)
-        print("All data arrived." if is_right else "Data arrived wrong: do not compute with this set-up.")
+        print(
+            "All data arrived."
+            if is_right
+            else "Data arrived wrong: do not compute with this set-up."
+        )
     strategy.close()
     return 0 if is_right else 1
 

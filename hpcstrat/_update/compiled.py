@@ -218,7 +218,13 @@ def _load_norms(norms: Norms, dtype: np.dtype[Any]) -> NormLoop:
 
 def _function(source: str) -> Any:
     function = load_library(source).update
-    function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    )
     function.restype = None
     return function
 
@@ -230,11 +236,20 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
     is_whole = "IN_PLACE 1" in stored
     places = [f"(stored *)table[{i}] + start" for i in range(1, 1 + len(changed))]
     if is_whole:  # in place
-        reads = [f"number *restrict const all_{name} = {place};" for name, place in zip(changed, places, strict=True)]
+        reads = [
+            f"number *restrict const all_{name} = {place};"
+            for name, place in zip(changed, places, strict=True)
+        ]
         writes: list[str] = []
     else:
-        reads = [f"read({place}, all_{name}, count);" for name, place in zip(changed, places, strict=True)]
-        writes = [f"write(all_{name}, {place}, count);" for name, place in zip(changed, places, strict=True)]
+        reads = [
+            f"read({place}, all_{name}, count);"
+            for name, place in zip(changed, places, strict=True)
+        ]
+        writes = [
+            f"write(all_{name}, {place}, count);"
+            for name, place in zip(changed, places, strict=True)
+        ]
     loads = [f"number {name} = all_{name}[i];" for name in changed]
     stores = [f"all_{name}[i] = {name};" for name in changed]
     buffers = [] if is_whole else [f", all_{name}[CHUNK]" for name in changed]
@@ -247,7 +262,9 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
         lanes=LANES,
         computed=computed,
         stored=stored,
-        numbers="\n".join(f"const number {name} = given[{i}];" for i, name in enumerate(kernel.constants)),
+        numbers="\n".join(
+            f"const number {name} = given[{i}];" for i, name in enumerate(kernel.constants)
+        ),
         buffers="".join(buffers),
         fixed=1 + len(changed),
         begin="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),

@@ -38,7 +38,10 @@ class Formula:
         numbers: Sequence[str],
         options: Mapping[str, bool | None],
     ) -> None:
-        given = [Symbol(ELEMENT, None, name) for name in ("gradient", "value", *[f"slot_{name}" for name in slots])]
+        given = [
+            Symbol(ELEMENT, None, name)
+            for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
+        ]
         symbols = {name: Symbol(NUMBER, None, name) for name in numbers}
         gradient, *state = given
         result = function(state[0], gradient, *state[1:], **symbols, **options)
@@ -72,7 +75,9 @@ class Formula:
 
     def rule(self, numbers: Sequence[float]) -> UpdateRule:
         """The update with these numbers, in the order of their names."""
-        constants = dict(zip(self._names, numbers, strict=True)) | self._options  # which the ranks agree on, too
+        constants = (
+            dict(zip(self._names, numbers, strict=True)) | self._options
+        )  # which the ranks agree on, too
         if self._norms is None:
             apply, values = self._bind(*numbers)
             return UpdateRule(apply, constants, self._kernel, values)
@@ -132,13 +137,17 @@ def _statements(
     texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
     lines = []
     for i, symbol in enumerate(order):
-        text = ON_ELEMENTS[symbol.function].format(*[texts[id(operand)] for operand in symbol.operands])
+        text = ON_ELEMENTS[symbol.function].format(
+            *[texts[id(operand)] for operand in symbol.operands]
+        )
         lines.append(f"const auto step_{i} = {text};")
         texts[id(symbol)] = f"step_{i}"
     return lines, texts
 
 
-def _kernel(name: str, slots: Sequence[str], numbers: Sequence[Symbol], lines: Sequence[str]) -> Kernel:
+def _kernel(
+    name: str, slots: Sequence[str], numbers: Sequence[Symbol], lines: Sequence[str]
+) -> Kernel:
     return Kernel(
         name,
         tuple(f"slot_{slot}" for slot in slots),
@@ -187,10 +196,18 @@ class Formulas:
 
     def _rule(self, values: Sequence[Any], slots: tuple[str, ...]) -> UpdateRule:
         named = dict(zip(self._names, values, strict=True))
-        options = {name: value for name, value in named.items() if value is None or isinstance(value, bool)}
+        options = {
+            name: value for name, value in named.items() if value is None or isinstance(value, bool)
+        }
         owner = self._call.partition(".")[0]
-        numbers = {name: as_number(owner, name, value) for name, value in named.items() if name not in options}
+        numbers = {
+            name: as_number(owner, name, value)
+            for name, value in named.items()
+            if name not in options
+        }
         key = (*options.items(), *slots)
         if key not in self._compiled:
-            self._compiled[key] = Formula(self._call, self._function, slots, tuple(numbers), options)
+            self._compiled[key] = Formula(
+                self._call, self._function, slots, tuple(numbers), options
+            )
         return self._compiled[key].rule(tuple(numbers.values()))

@@ -25,7 +25,14 @@ from typing import IO
 # Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
 # away is errno, and traps that nobody has set.
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+    *(
+        "-std=gnu11",
+        "-O3",
+        "-march=native",
+        "-ffp-contract=off",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+    ),
     *("-shared", "-fPIC"),
 )
 _SECONDS = 10  # for a compiler that hangs, and for the process that waits for it
@@ -52,7 +59,14 @@ def load_library(source: str) -> ctypes.CDLL:
         raise FileNotFoundError("there is no C compiler")
     status = os.stat(cc)
     # A compiler that was updated, or a home on several kinds of machines, must not find the other's code.
-    facts = (source, *_FLAGS, os.path.realpath(cc), str(status.st_size), str(status.st_mtime_ns), *_processor())
+    facts = (
+        source,
+        *_FLAGS,
+        os.path.realpath(cc),
+        str(status.st_size),
+        str(status.st_mtime_ns),
+        *_processor(),
+    )
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     with _own_folder() as folder:
         # Found from the open folder, to which nobody else can write. The name has to be in it: dlopen takes a path that
@@ -101,7 +115,9 @@ def _wait(lock: IO[bytes], library: str, until: float) -> None:
         is_over = _is_locked(lock)
         if _is_whole(library):
             return
-    raise TimeoutError(f"another process, which has locked {os.path.basename(lock.name)}, has compiled nothing")
+    raise TimeoutError(
+        f"another process, which has locked {os.path.basename(lock.name)}, has compiled nothing"
+    )
 
 
 def _compile(cc: str, source: str, library: str) -> None:
@@ -160,7 +176,9 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)  # a FIFO would wait for its other end
+    return os.open(
+        path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
+    )  # a FIFO would wait for its other end
 
 
 def _is_own(status: os.stat_result) -> bool:
@@ -175,12 +193,17 @@ def _own_folder() -> Iterator[int]:
         OSError: there is none, and it cannot be made; or an error in the block, with the folder's name.
         RuntimeError: this user has no home.
     """
-    path = pathlib.Path(os.environ.get("XDG_CACHE_HOME", "").strip() or pathlib.Path.home() / ".cache") / "hpcstrat"
+    path = (
+        pathlib.Path(os.environ.get("XDG_CACHE_HOME", "").strip() or pathlib.Path.home() / ".cache")
+        / "hpcstrat"
+    )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         if not _is_own(os.fstat(folder)):
-            raise PermissionError("others own it or can write to it; remove it, or run `chmod go-w` on it")
+            raise PermissionError(
+                "others own it or can write to it; remove it, or run `chmod go-w` on it"
+            )
         yield folder
     except OSError as error:
         raise OSError(f"{path}: {error}") from error
@@ -194,5 +217,7 @@ def _processor() -> tuple[str, ...]:
     names = ("flags", "Features", "model name", "CPU part")
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         first = file.read().partition("\n\n")[0]
-        return tuple(line for line in first.splitlines() if line.partition("\t")[0].rstrip(": ") in names)
+        return tuple(
+            line for line in first.splitlines() if line.partition("\t")[0].rstrip(": ") in names
+        )
     return (platform.machine(), platform.processor(), platform.node())

@@ -30,7 +30,11 @@ def operations(
     It gives the operations, and the numbers that these take, computed in float64. It is made from text, as the kernel
     is: a loop over a table of operations takes twice as long on small variables.
     """
-    functions: dict[str, Any] = {"wide": _wide, "empty_like": np.empty_like, "as_arrays": _as_arrays}
+    functions: dict[str, Any] = {
+        "wide": _wide,
+        "empty_like": np.empty_like,
+        "as_arrays": _as_arrays,
+    }
     arrays, steps = _arranged(given, order, results)
 
     def called(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
@@ -63,7 +67,9 @@ def norm_terms(
     given: Sequence[Symbol],
     order: Sequence[Symbol],
     wanted: Sequence[Symbol],
-) -> Callable[..., tuple[Callable[[Array, Array, Sequence[Array]], list[Array]], tuple[float, ...]]]:
+) -> Callable[
+    ..., tuple[Callable[[Array, Array, Sequence[Array]], list[Array]], tuple[float, ...]]
+]:
     """Likewise, for the arrays whose norms a formula takes: none of what is given changes."""
     functions: dict[str, Any] = {"float32": np.float32}
     places = {id(symbol): f"a{i}" for i, symbol in enumerate(given)}
@@ -81,7 +87,9 @@ def norm_terms(
         "        if dtype.itemsize == 2:",
         f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, a{GRADIENT}, *slots)]",
         f"            dtype = a{VALUE}.dtype",
-        _unpacked("n", len(numbers), "[dtype.type(number) for number in numbers]"),  # which CuPy's functions take
+        _unpacked(
+            "n", len(numbers), "[dtype.type(number) for number in numbers]"
+        ),  # which CuPy's functions take
         _unpacked("a", len(given) - 2, "slots", 2),
         *[f"        {step})" for step in steps],
         f"        return [{', '.join(places[id(symbol)] for symbol in wanted)}]",
@@ -92,7 +100,10 @@ def norm_terms(
 
 
 def _bound(
-    names: Sequence[str], norms: Sequence[Symbol], numbers: Sequence[Symbol], functions: dict[str, Any]
+    names: Sequence[str],
+    norms: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    functions: dict[str, Any],
 ) -> list[str]:
     """The first lines of the function: what operations take of numbers is computed once, and not for each chunk."""
     places = {id(norm): f"norm_{i}" for i, norm in enumerate(norms)}
@@ -115,7 +126,9 @@ def _bound(
 
 
 def _unpacked(prefix: str, count: int, of: str, first: int = 0) -> str:
-    return f"        {''.join(f'{prefix}{i + first}, ' for i in range(count))}= {of}" if count else ""
+    return (
+        f"        {''.join(f'{prefix}{i + first}, ' for i in range(count))}= {of}" if count else ""
+    )
 
 
 def _as_arrays(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
@@ -144,11 +157,17 @@ def _arranged(
     free = [] if uses[id(given[GRADIENT])] else [GRADIENT]
     steps: list[tuple[Any, list[Symbol | int], int]] = []
     for symbol in order:
-        operands = [operand if operand.kind == NUMBER else place[id(operand)] for operand in symbol.operands]
+        operands = [
+            operand if operand.kind == NUMBER else place[id(operand)] for operand in symbol.operands
+        ]
         for operand in symbol.operands:
             uses[id(operand)] -= 1
             at = place.get(id(operand), VALUE)
-            if not uses[id(operand)] and (at == GRADIENT or at >= first) and operand.kind == ELEMENT:
+            if (
+                not uses[id(operand)]
+                and (at == GRADIENT or at >= first)
+                and operand.kind == ELEMENT
+            ):
                 free.append(at)
         is_new = symbol.function in WITHOUT_OUT
         home = homes.get(id(symbol))
@@ -160,7 +179,11 @@ def _arranged(
             out, arrays = arrays, arrays + 1
         place[id(symbol)] = out
         steps.append((symbol.function, operands, out))
-    moved = [(place[id(result)], home) for home, result in enumerate(results, VALUE) if place[id(result)] != home]
+    moved = [
+        (place[id(result)], home)
+        for home, result in enumerate(results, VALUE)
+        if place[id(result)] != home
+    ]
     for i, (at, home) in enumerate(moved):
         if at < first:  # the place of another slot, which might be written first
             steps.append((np.positive, [at], arrays))

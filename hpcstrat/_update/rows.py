@@ -47,7 +47,9 @@ MAXIMUM = Combination(np.maximum, "next > total || next != next ? next : total")
 LAST = Combination(None, "next")
 
 
-def combine_rows(indices: Array, values: Array, combination: Combination = SUM) -> tuple[Array, Array]:
+def combine_rows(
+    indices: Array, values: Array, combination: Combination = SUM
+) -> tuple[Array, Array]:
     """The rows that occur, each once and ascending, and for each its values as one, in the order in which they lie.
 
     CuPy's own `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN to all rows.
@@ -70,7 +72,9 @@ def combine_rows(indices: Array, values: Array, combination: Combination = SUM) 
         if combination.ufunc is None:
             return rows, values[order[np.append(starts[1:], order.size) - 1]]
         with np.errstate(all="ignore"):  # as in the update
-            found = combination.ufunc.reduceat(values[order], starts, axis=0, dtype=accumulator(values.dtype))
+            found = combination.ufunc.reduceat(
+                values[order], starts, axis=0, dtype=accumulator(values.dtype)
+            )
             return rows, found.astype(values.dtype, copy=False)
     combined = xp.empty((rows.size, *values.shape[1:]), values.dtype)
     columns = combined.size // max(rows.size, 1)

@@ -67,7 +67,9 @@ class UpdateRule(NamedTuple):
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:
             # An assignment has no constants and uses no scratch: large variables need no memory beside them.
-            scratch = gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
+            scratch = (
+                gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
+            )
             self.apply(value, gradient, slots, scratch)
 
 
@@ -97,20 +99,28 @@ class Norms(NamedTuple):
 
     def rule(self) -> UpdateRule:
         """The update of variables whose norms are not known yet."""
-        return self.bound([1.0] * self.size)._replace(apply=self._apply, kernel_constants=(), norms=self)
+        return self.bound([1.0] * self.size)._replace(
+            apply=self._apply, kernel_constants=(), norms=self
+        )
 
     def _apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-        self.bound(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(value, gradient, slots, scratch)
+        self.bound(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(
+            value, gradient, slots, scratch
+        )
 
     def sums(self, value: Array, gradient: Array, slots: Sequence[Array]) -> Array:
         """The sum of the squares of each term, of NumPy arrays."""
         return np.array([sum_of_squares(term) for term in self.terms(value, gradient, slots)])
 
-    def sums_on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array], out: Array) -> None:
+    def sums_on_gpu(
+        self, value: Array, gradient: Array, slots: Sequence[Array], out: Array
+    ) -> None:
         """Likewise, of flat CuPy arrays, to `out`, on the current stream."""
         xp = gpu.array_module(gradient)
         if value.dtype.kind == "c":
-            squares = [xp.abs(term).astype(np.float64) ** 2 for term in self.terms(value, gradient, slots)]
+            squares = [
+                xp.abs(term).astype(np.float64) ** 2 for term in self.terms(value, gradient, slots)
+            ]
         else:
             squares = [xp.empty(value.shape, np.float64) for _ in range(self.size)]
             compiled = _compiled_norms(self.kernel, self.size, value.dtype.itemsize == 2)
@@ -127,14 +137,19 @@ def sum_of_squares(term: Array) -> float:
     lanes = np.zeros(LANES)
     lanes += np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
     lanes[: squares.size - whole] += squares[whole:]
-    return functools.reduce(operator.add, lanes.tolist())  # one after the other: `sum` compensates from Python 3.12 on
+    return functools.reduce(
+        operator.add, lanes.tolist()
+    )  # one after the other: `sum` compensates from Python 3.12 on
 
 
 @functools.cache
 def _compiled(kernel: Kernel, is_short: bool) -> Any:
     computed = "float" if is_short else "T"
     changed = ("value", *kernel.slots)
-    before = [f"{computed} {one} = ({computed})given_{one};" for one in ("gradient", *kernel.constants, *changed)]
+    before = [
+        f"{computed} {one} = ({computed})given_{one};"
+        for one in ("gradient", *kernel.constants, *changed)
+    ]
     after = [f"given_{one} = (T){one};" for one in changed]
     return gpu.load_cupy("an update").ElementwiseKernel(
         ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in kernel.constants)]),

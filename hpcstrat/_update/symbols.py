@@ -109,16 +109,22 @@ class Symbol:
 
     def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
-            _refuse(f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a formula")
+            _refuse(
+                f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a formula"
+            )
         return _applied(ufunc, *arguments)
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Symbol:
         if function is np.linalg.norm and not options and len(arguments) == 1:
-            if self.kind != ELEMENT or any(operand.function is np.linalg.norm for operand in self.inputs()):
+            if self.kind != ELEMENT or any(
+                operand.function is np.linalg.norm for operand in self.inputs()
+            ):
                 _refuse("numpy.linalg.norm takes an element that no other norm is in")
             return Symbol(NUMBER, np.linalg.norm, self)
         if function is not np.where or options or len(arguments) != 3:
-            _refuse(f"numpy.{function.__name__} has no place in a formula, where each element is by itself")
+            _refuse(
+                f"numpy.{function.__name__} has no place in a formula, where each element is by itself"
+            )
         return _applied(np.where, *arguments)
 
     def inputs(self) -> Iterator[Symbol]:
@@ -137,10 +143,14 @@ class Symbol:
         return _applied(np.power, base, self)
 
     def __bool__(self) -> NoReturn:
-        _refuse(f"whether {_article(self)} is true is not known when the formula is compiled; use numpy.where")
+        _refuse(
+            f"whether {_article(self)} is true is not known when the formula is compiled; use numpy.where"
+        )
 
     def __float__(self) -> NoReturn:
-        _refuse(f"{_article(self)} has no value when the formula is compiled; use NumPy's functions, not math's")
+        _refuse(
+            f"{_article(self)} has no value when the formula is compiled; use NumPy's functions, not math's"
+        )
 
     __int__ = __index__ = __float__
 
@@ -154,19 +164,27 @@ def _applied(function: Any, *arguments: Any) -> Symbol:
         if isinstance(argument, (int, float, np.integer, np.floating)):
             argument = Symbol(NUMBER, None, float(argument))
         elif not isinstance(argument, Symbol):
-            _refuse(f"an operand is of type {type(argument).__name__}; take what the formula is given, and numbers")
+            _refuse(
+                f"an operand is of type {type(argument).__name__}; take what the formula is given, and numbers"
+            )
         operands.append(argument)
     if all(operand.kind == NUMBER for operand in operands):
         table, kind = ON_NUMBERS, NUMBER
     else:
         table, kind = ON_ELEMENTS, CONDITION if function in _COMPARISONS else ELEMENT
-        wanted = [CONDITION, ELEMENT, ELEMENT] if function is np.where else [ELEMENT] * len(operands)
+        wanted = (
+            [CONDITION, ELEMENT, ELEMENT] if function is np.where else [ELEMENT] * len(operands)
+        )
         for operand, of in zip(operands, wanted, strict=True):
             if (operand.kind == CONDITION) != (of == CONDITION):
-                _refuse(f"numpy.{function.__name__} takes {of}s, and one operand is {_article(operand)}")
+                _refuse(
+                    f"numpy.{function.__name__} takes {of}s, and one operand is {_article(operand)}"
+                )
     if function not in table:
         names = ", ".join(sorted(known.__name__ for known in table))
-        _refuse(f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; take {names}")
+        _refuse(
+            f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; take {names}"
+        )
     return Symbol(kind, function, *operands)
 
 

@@ -125,7 +125,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- operators and indexing
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        written = inputs[:1] if method == "at" else kwargs.get("out", ())  # NumPy's `at` writes read-only arrays too
+        written = (
+            inputs[:1] if method == "at" else kwargs.get("out", ())
+        )  # NumPy's `at` writes read-only arrays too
         for out in written:
             if isinstance(out, ReadableAsArray):
                 raise TypeError(
@@ -139,7 +141,11 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> Array:
         # A part of storage may leave only where reads are views; a single element is a copy already.
         part = self._readable()[index]
-        return part if in_replica_of(self._state.group) or isinstance(part, np.generic) else part.copy()
+        return (
+            part
+            if in_replica_of(self._state.group) or isinstance(part, np.generic)
+            else part.copy()
+        )
 
     if not TYPE_CHECKING:  # to which assigning to an item is an error
 
@@ -230,23 +236,33 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     # ---- reductions, by NumPy's or CuPy's methods of these names
 
-    def sum(self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any) -> Any:
+    def sum(
+        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
+    ) -> Any:
         """The sum of the elements."""
         return self._readable().sum(axis, dtype, out, **options)
 
-    def prod(self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any) -> Any:
+    def prod(
+        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
+    ) -> Any:
         """The product of the elements."""
         return self._readable().prod(axis, dtype, out, **options)
 
-    def mean(self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any) -> Any:
+    def mean(
+        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
+    ) -> Any:
         """The mean of the elements."""
         return self._readable().mean(axis, dtype, out, **options)
 
-    def std(self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any) -> Any:
+    def std(
+        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
+    ) -> Any:
         """The standard deviation of the elements."""
         return self._readable().std(axis, dtype, out, **options)
 
-    def var(self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any) -> Any:
+    def var(
+        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
+    ) -> Any:
         """The variance of the elements."""
         return self._readable().var(axis, dtype, out, **options)
 
@@ -276,7 +292,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def dot(self, other: Any, out: Any = None) -> Any:
         """The product with another array, or variable, by NumPy's rules of `dot`."""
-        return self._readable().dot(other._readable() if isinstance(other, ReadableAsArray) else other, out)
+        return self._readable().dot(
+            other._readable() if isinstance(other, ReadableAsArray) else other, out
+        )
 
     # ---- other libraries: in place, read-only, in a replica context; as a copy elsewhere
 
@@ -304,7 +322,11 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
-        if self._state.interface is None or self._state.block.interrupted_by or not in_replica_of(self._state.group):
+        if (
+            self._state.interface is None
+            or self._state.block.interrupted_by
+            or not in_replica_of(self._state.group)
+        ):
             raise AttributeError(
                 f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
             )
@@ -324,7 +346,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
                 "copy, and read-only, pass value() in a replica context"
             )
         if dl_device not in (None, self.__dlpack_device__()):
-            raise BufferError(f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory")
+            raise BufferError(
+                f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory"
+            )
         del max_version  # what is writable needs no flag of the newer ones
         self._check_readable()
         return self._state.block.view.copy().__dlpack__(stream=stream)
@@ -335,7 +359,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         array = self._state.block.view
-        if not gpu.is_on_gpu(array) or not in_replica_of(self._state.group):  # as `__array_interface__`
+        if not gpu.is_on_gpu(array) or not in_replica_of(
+            self._state.group
+        ):  # as `__array_interface__`
             raise AttributeError(
                 f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
             )

@@ -47,7 +47,9 @@ NO_AGGREGATION = (
 
 # ---- creators
 
-creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar("hpcstrat_variable_creators", default=())
+creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar(
+    "hpcstrat_variable_creators", default=()
+)
 """The creators of every scope that this line is in, from the outside in."""
 
 

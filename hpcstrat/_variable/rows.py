@@ -82,7 +82,10 @@ class WritableByRows(ReadableAsArray):
     # ---- writing
 
     def scatter_add(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Adds values to some rows. Collective: all ranks call it.
 
@@ -106,37 +109,55 @@ class WritableByRows(ReadableAsArray):
         return self._scatter("scatter_add", sparse_delta)
 
     def scatter_sub(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Subtracts values from some rows, otherwise as `scatter_add`. Collective."""
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Multiplies some rows by values, otherwise as `scatter_add`. Collective."""
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Divides some rows by values, none of them 0, otherwise as `scatter_add`; not of integers. Collective."""
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Sets some rows to the minimum of themselves and values, otherwise as `scatter_update`. Collective."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Sets some rows to the maximum of themselves and values, otherwise as `scatter_update`. Collective."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(
-        self: _Variable, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+        self: _Variable,
+        sparse_delta: IndexedSlices,
+        use_locking: bool = False,
+        name: str | None = None,
     ) -> _Variable:
         """Sets some rows, otherwise as `scatter_add`. Collective.
 
@@ -145,7 +166,9 @@ class WritableByRows(ReadableAsArray):
         """
         return self._scatter("scatter_update", sparse_delta)
 
-    def scatter_nd_add(self: _Variable, indices: Any, updates: Any, name: str | None = None) -> _Variable:
+    def scatter_nd_add(
+        self: _Variable, indices: Any, updates: Any, name: str | None = None
+    ) -> _Variable:
         """Adds to elements, or to parts, otherwise as `scatter_add`. Collective.
 
         Args:
@@ -155,11 +178,15 @@ class WritableByRows(ReadableAsArray):
         """
         return self._scatter("scatter_nd_add", IndexedSlices(updates, indices))
 
-    def scatter_nd_sub(self: _Variable, indices: Any, updates: Any, name: str | None = None) -> _Variable:
+    def scatter_nd_sub(
+        self: _Variable, indices: Any, updates: Any, name: str | None = None
+    ) -> _Variable:
         """Subtracts from elements, or from parts, otherwise as `scatter_nd_add`. Collective."""
         return self._scatter("scatter_nd_sub", IndexedSlices(updates, indices))
 
-    def scatter_nd_update(self: _Variable, indices: Any, updates: Any, name: str | None = None) -> _Variable:
+    def scatter_nd_update(
+        self: _Variable, indices: Any, updates: Any, name: str | None = None
+    ) -> _Variable:
         """Sets elements, or parts, otherwise as `scatter_nd_add` and `scatter_update`. Collective."""
         return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
 
@@ -172,7 +199,8 @@ class WritableByRows(ReadableAsArray):
                 context.require_writable(self)
                 with group.on_stream():
                     self._scatter_alone(
-                        scatter, *combine_rows(*self._checked(method, scatter, slices), scatter.combination)
+                        scatter,
+                        *combine_rows(*self._checked(method, scatter, slices), scatter.combination),
                     )
                 return self
             state.require_writable()
@@ -189,7 +217,9 @@ class WritableByRows(ReadableAsArray):
             state.storage.update_rows(state.block, (), rows, values, scatter.rule)
         return self
 
-    def _brought_together(self, rows: Array, values: Array, op: Aggregation, in_replica: bool) -> tuple[Array, Array]:
+    def _brought_together(
+        self, rows: Array, values: Array, op: Aggregation, in_replica: bool
+    ) -> tuple[Array, Array]:
         """The rows and values of all replicas, in rank order, as the aggregation has them."""
         communicator = self._state.group.communicator
         # One value on all ranks, so at least of one size; in a replica context the others may have any.
@@ -252,7 +282,9 @@ class WritableByRows(ReadableAsArray):
                 "indices)"
             )
         if dtype.kind not in scatter.kinds:
-            raise ValueError(f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or assign")
+            raise ValueError(
+                f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or assign"
+            )
         indices, is_nd = self._as_indices(slices.indices), method.startswith("scatter_nd")
         rows, shape = self._rows(indices if is_nd else indices[..., None])
         wanted = (*(indices.shape[:-1] if is_nd else indices.shape), *shape)
@@ -265,7 +297,9 @@ class WritableByRows(ReadableAsArray):
                 )
 
         values = as_castable_value(slices.values, dtype, group.stream is not None, check_shape)
-        values = group.xp.asarray(values if group.stream is None else group.stream.here(values), dtype)
+        values = group.xp.asarray(
+            values if group.stream is None else group.stream.here(values), dtype
+        )
         if scatter is SCATTERS["div"] and not values.all():
             raise ValueError(f"{current_call()}: a value is 0; divide by other numbers")
         values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *shape)
@@ -276,7 +310,9 @@ class WritableByRows(ReadableAsArray):
         group = self._state.group
         array = as_read_only(current_call(), indices, group.stream is not None)
         if array.dtype.kind not in "iu" and array.size:
-            raise ValueError(f"{current_call()}: the indices are of dtype {array.dtype}; pass integers")
+            raise ValueError(
+                f"{current_call()}: the indices are of dtype {array.dtype}; pass integers"
+            )
         with group.on_stream():
             return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
 
@@ -292,6 +328,8 @@ class WritableByRows(ReadableAsArray):
         rows = self._state.group.xp.zeros(count, np.int64)
         for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
             if count and not 0 <= int(index.min()) <= int(index.max()) < size:
-                raise ValueError(f"{current_call()}: an index is not in 0..{size - 1}; all must be, of shape {shape}")
+                raise ValueError(
+                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, of shape {shape}"
+                )
             rows = rows * size + index
         return rows, shape[depth:]

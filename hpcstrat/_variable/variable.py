@@ -131,7 +131,11 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def _with_state(self, state: VariableState) -> Variable:
         # Not through the class, which would ask the creators of variables again.
         other = object.__new__(type(self))
-        other.name, other.synchronization, other.aggregation = self.name, self.synchronization, self.aggregation
+        other.name, other.synchronization, other.aggregation = (
+            self.name,
+            self.synchronization,
+            self.aggregation,
+        )
         other.trainable, other._state = self.trainable, state
         return other
 
@@ -165,13 +169,21 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return value.get() if gpu.is_on_gpu(value) else value.copy()
 
     def __repr__(self) -> str:
-        value = "one value a replica" if self._state.needs_aggregation_to_read() else repr(self._state.block.view)
+        value = (
+            "one value a replica"
+            if self._state.needs_aggregation_to_read()
+            else repr(self._state.block.view)
+        )
         return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
 
     # ---- writing
 
     def assign(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
     ) -> Variable | MaybeNone:
         """Sets the variable. Collective: all ranks call it; in a replica context their values are aggregated first.
 
@@ -196,7 +208,11 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return self if read_value else None
 
     def assign_add(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
     ) -> Variable | MaybeNone:
         """Adds to the variable, otherwise as `assign`. Collective."""
         del use_locking, name
@@ -204,7 +220,11 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return self if read_value else None
 
     def assign_sub(
-        self, value: Any, use_locking: bool = False, name: str | None = None, read_value: bool = True
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
     ) -> Variable | MaybeNone:
         """Subtracts from the variable, otherwise as `assign`. Collective."""
         del use_locking, name
@@ -273,7 +293,9 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def _aggregated(self) -> Array:
         group, array = self._state.group, self._state.block.view
         if self.aggregation is VariableAggregation.NONE:
-            raise ValueError(f"{current_call()} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}")
+            raise ValueError(
+                f"{current_call()} of {self.name!r} in the cross-replica context: {NO_AGGREGATION}"
+            )
         op = OPERATIONS[self.aggregation]
         require_cross_replica(group)
         if op is FIRST_REPLICA:
@@ -283,7 +305,9 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return group.communicator.all_reduce([array], op)[0]
 
     def _as_written(self, verb: str, value: Any) -> Array:
-        return as_written_value(verb, value, self.shape, self.dtype, self._state.group.stream is not None)
+        return as_written_value(
+            verb, value, self.shape, self.dtype, self._state.group.stream is not None
+        )
 
 
 def state_of(variable: Variable) -> VariableState:

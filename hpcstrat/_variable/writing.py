@@ -61,7 +61,9 @@ SCATTERS = {
 """What `scatter_...` and `scatter_nd_...` do, by the end of their names."""
 
 
-def as_initial_value(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool) -> Array:
+def as_initial_value(
+    value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool
+) -> Array:
     """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
 
     Raises:
@@ -87,7 +89,9 @@ def as_initial_value(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[in
         if not is_numeric(dtype):
             raise TypeError(f"Variable: dtype is {dtype}; it must be one of numbers or booleans")
         if not (
-            _casts(array, dtype) if array.dtype.kind not in "iu" or dtype.kind not in "iu" else _fits(array, dtype)
+            _casts(array, dtype)
+            if array.dtype.kind not in "iu" or dtype.kind not in "iu"
+            else _fits(array, dtype)
         ):
             raise ValueError(
                 f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
@@ -102,7 +106,9 @@ def as_initial_value(value: Any, dtype: npt.DTypeLike | None, shape: Sequence[in
     return array
 
 
-def as_written_value(verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool) -> Array:
+def as_written_value(
+    verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
+) -> Array:
     """`value` as an array that can be written to a variable of this shape and dtype.
 
     Raises:
@@ -123,7 +129,9 @@ def as_written_value(verb: str, value: Any, shape: tuple[int, ...], dtype: np.dt
     return array
 
 
-def as_castable_value(value: Any, dtype: np.dtype[Any], on_gpu: bool, check_shape: Callable[[Array], None]) -> Array:
+def as_castable_value(
+    value: Any, dtype: np.dtype[Any], on_gpu: bool, check_shape: Callable[[Array], None]
+) -> Array:
     """`value` as an array of a shape that passes `check_shape`, whose dtype casts safely to a variable's.
 
     Raises:
@@ -145,7 +153,9 @@ def as_castable_value(value: Any, dtype: np.dtype[Any], on_gpu: bool, check_shap
     # A Python int is int64 only because NumPy must choose a dtype: whether it fits depends on its value.
     from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
-    if not ((integers and from_python) or _casts(array, dtype)) or (integers and not _fits(array, dtype)):
+    if not ((integers and from_python) or _casts(array, dtype)) or (
+        integers and not _fits(array, dtype)
+    ):
         raise ValueError(
             f"{current_call()}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} "
             f"without loss; cast it first: value.astype({dtype.name!r})"

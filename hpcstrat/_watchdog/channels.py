@@ -76,7 +76,9 @@ class SharedMemoryChannel(StatusChannel):
         self.dead_ranks: list[int] = []
         for other, process in enumerate(processes):
             if other != rank and process:
-                with contextlib.suppress(OSError, AttributeError):  # then it is the launcher's to notice
+                with contextlib.suppress(
+                    OSError, AttributeError
+                ):  # then it is the launcher's to notice
                     # A pidfd turns readable when its process ends, so a death needs no polling, and a process id that
                     # is used again is not mistaken for the old process.
                     self._files[os.pidfd_open(process)] = other
@@ -120,7 +122,9 @@ def share_memory_channel(comm: Any, slots: Any) -> SharedMemoryChannel:
     by_rank = comm.allgather((os.getpid(), _process_namespace()))
     own = by_rank[comm.rank][1]
     # In another namespace the same number is another process.
-    return SharedMemoryChannel(comm.rank, slots, [process if space == own else 0 for process, space in by_rank])
+    return SharedMemoryChannel(
+        comm.rank, slots, [process if space == own else 0 for process, space in by_rank]
+    )
 
 
 def _process_namespace() -> str:
@@ -231,7 +235,9 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
         token, addresses = comm.bcast((token, _addresses(listener.getsockname()[1])))
         accepted: dict[int, socket.socket] = {}
         is_over = threading.Event()
-        thread = threading.Thread(target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True)
+        thread = threading.Thread(
+            target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True
+        )
         thread.start()
         # Here all ranks have tried. What is still on its way gets some seconds, unless somebody already knows that it
         # failed.
@@ -260,7 +266,10 @@ def _addresses(port: int) -> list[tuple[str, int]]:
     name = socket.gethostname()
     found = [name]
     with contextlib.suppress(OSError):
-        found += [str(entry[4][0]) for entry in socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)]
+        found += [
+            str(entry[4][0])
+            for entry in socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)
+        ]
     # Its name may be nobody else's, or mean 127.0.1.1 on the host itself, as Debian has it.
     found += [socket.getfqdn(name), *_addresses_of_links()]
     return [(one, port) for one in dict.fromkeys(found)]
@@ -272,7 +281,9 @@ def _addresses_of_links() -> list[str]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
-                answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
+                answer = fcntl.ioctl(
+                    any_socket.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode())
+                )
                 found.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in found if not address.startswith("127.")]
 
@@ -290,14 +301,20 @@ def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> soc
 
 
 def _accept(
-    listener: socket.socket, token: bytes, size: int, accepted: dict[int, socket.socket], is_over: threading.Event
+    listener: socket.socket,
+    token: bytes,
+    size: int,
+    accepted: dict[int, socket.socket],
+    is_over: threading.Event,
 ) -> None:
     """Waits for all other ranks. Strangers that connect meanwhile, whatever they do, delay nobody."""
     length = len(token) + _PREFIX.size
     listener.setblocking(False)
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    hellos: dict[int, tuple[socket.socket, bytes]] = {}  # by file: connections that have not said yet who they are
+    hellos: dict[
+        int, tuple[socket.socket, bytes]
+    ] = {}  # by file: connections that have not said yet who they are
     while len(accepted) < size - 1 and not is_over.is_set():
         for file, _ in poll.poll(1000 * _LOOK_SECONDS):
             if file == listener.fileno():

@@ -47,7 +47,9 @@ class StallDetector:
         self._dead_since: float | None = None
         self._reported = False
 
-    def diagnose(self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float) -> Diagnosis | None:
+    def diagnose(
+        self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float
+    ) -> Diagnosis | None:
         """What is to be done, if anything.
 
         Args:
@@ -65,7 +67,9 @@ class StallDetector:
             # start.
             if now - self._dead_since >= SETTLING_SECONDS:
                 first = statuses[missing[0]]
-                process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
+                process = (
+                    f" (process {first.process})" if first is not None and len(missing) == 1 else ""
+                )
                 text = (
                     f"the job ends: {_listed(missing)}{process} exited without shutting down (os._exit, a signal, or "
                     "out of memory); look at its last output and at its host's memory"
@@ -101,7 +105,9 @@ class StallDetector:
         pause = now - self._looked
         if pause >= SILENT_SECONDS:
             self._since += pause
-            self._heard = {rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()}
+            self._heard = {
+                rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()
+            }
         self._looked = now
 
     def _silence(self, statuses: Sequence[RankStatus | None], now: float) -> list[float]:
@@ -129,12 +135,17 @@ class StallDetector:
         return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
 
 
-def _anyone_waits(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> bool:
+def _anyone_waits(
+    statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
+) -> bool:
     """Whether a rank that still answers is waiting: statuses of silent ranks may be out of date."""
-    if all(_is_gone(status) for status in statuses):  # then those that have ended wait for processes that do not
+    if all(
+        _is_gone(status) for status in statuses
+    ):  # then those that have ended wait for processes that do not
         return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(statuses)))
     return any(
-        status is not None and status.waits and silence[rank] < SILENT_SECONDS for rank, status in enumerate(statuses)
+        status is not None and status.waits and silence[rank] < SILENT_SECONDS
+        for rank, status in enumerate(statuses)
     )
 
 
@@ -146,9 +157,13 @@ def _quiet(seconds: float) -> str:
     return f"the ranks have been waiting for each other for {seconds:.0f} s"
 
 
-def _reporter(statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]) -> int:
+def _reporter(
+    statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
+) -> int:
     """The lowest rank that waits and whose watchdog answers; if none waits, the lowest that lives."""
-    living = [rank for rank, status in enumerate(statuses) if status is not None and rank not in dead]
+    living = [
+        rank for rank, status in enumerate(statuses) if status is not None and rank not in dead
+    ]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
     waiting = [rank for rank in living if (status := statuses[rank]) is not None and status.waits]
     return min(waiting or living, default=0)

@@ -12,7 +12,12 @@ from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
 from hpcstrat._process import failure, guard, launchers, settings
 from hpcstrat._watchdog.channels import StatusChannel
-from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, SILENT_SECONDS, Diagnosis, StallDetector
+from hpcstrat._watchdog.stall_detector import (
+    SETTLING_SECONDS,
+    SILENT_SECONDS,
+    Diagnosis,
+    StallDetector,
+)
 
 _BEAT_SECONDS = 0.5
 _SHORTEST_BEAT_SECONDS = 0.01
@@ -90,7 +95,9 @@ class Watchdog:
 
     def _status(self) -> RankStatus:
         calls = self._calls
-        waits = calls.waiting.depth > 0  # read, and not locked: a status that is old is corrected by the next
+        waits = (
+            calls.waiting.depth > 0
+        )  # read, and not locked: a status that is old is corrected by the next
         location = self._location()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
@@ -110,18 +117,25 @@ class Watchdog:
     def _location(self) -> str:
         """Where this rank is in the program: the thread that waits for the others counts, else the main thread."""
         calls = self._calls
-        return user_frame_of(calls.thread if calls.waiting.depth else threading.main_thread().ident or 0)
+        return user_frame_of(
+            calls.thread if calls.waiting.depth else threading.main_thread().ident or 0
+        )
 
     def _watch(self) -> None:
         # Several looks within the shortest limit, so that limits of a second and less are kept too.
-        beat = max(min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4), _SHORTEST_BEAT_SECONDS)
+        beat = max(
+            min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4),
+            _SHORTEST_BEAT_SECONDS,
+        )
         reported: set[str] = set()
         while True:
             try:
                 self._look()
                 self._channel.wait(beat)
             except Exception as error:  # of the watchdog itself: no reason to end a healthy job
-                if (what := f"{type(error).__name__}: {error}") not in reported and len(reported) < _MOST_OWN_ERRORS:
+                if (what := f"{type(error).__name__}: {error}") not in reported and len(
+                    reported
+                ) < _MOST_OWN_ERRORS:
                     reported.add(what)
                     failure.say(
                         f"hpcstrat: the watchdog goes on after an error of its own, {what}; look whether the "
@@ -223,7 +237,9 @@ def end_with_launcher() -> None:
     """From now on this rank ends when the launcher process that started it is gone."""
     launcher, process = launchers.find(), launchers.find_process()
     if launcher is not None and process is not None:
-        threading.Thread(target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True
+        ).start()
 
 
 def _watch(name: str, process: int) -> None:

@@ -40,12 +40,15 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     try:
         os.makedirs(folder, exist_ok=True)
     except FileExistsError as error:
-        raise NotADirectoryError(errno.ENOTDIR, f"{error.filename} is a file and not a folder") from error
+        raise NotADirectoryError(
+            errno.ENOTDIR, f"{error.filename} is a file and not a folder"
+        ) from error
     before = _regular_file(path)  # a wrong path is an error now, not after everything is written
     for number in numbered(path):
         if keep is not None and number < keep and os.path.isdir(f"{path}.{number}"):
             raise IsADirectoryError(
-                errno.EISDIR, f"{path}.{number} is a directory, and keep={keep} needs this name; rename it"
+                errno.EISDIR,
+                f"{path}.{number} is a directory, and keep={keep} needs this name; rename it",
             )
     _remove_left(path)
     with _beside(path, before) as (partial, file):
@@ -62,7 +65,9 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         # After the rename, so that there is never one file fewer than `keep`.
         for number in numbered(path):
             if number >= keep:
-                with contextlib.suppress(FileNotFoundError, IsADirectoryError):  # a directory is none of ours
+                with contextlib.suppress(
+                    FileNotFoundError, IsADirectoryError
+                ):  # a directory is none of ours
                     os.unlink(f"{path}.{number}")
     _sync_folder(folder)
 
@@ -131,7 +136,9 @@ def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, Binar
     mode = 0o666 if like is None else 0o600
     while True:  # again if another program removed the file as a leftover before we locked it
         partial = f"{path}.partial-{secrets.token_hex(4)}"
-        with open(partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(
+            partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)
+        ) as file:
             try:
                 if not (_lock(file) and _is_at(partial, file)):
                     continue

@@ -18,7 +18,9 @@ from hpcstrat.checkpoint._pieces import Piece
 _HOUR = 3600.0  # seconds
 
 _pending: _Save | None = None
-_buffer: Bytes = np.empty(0, np.uint8)  # of the last save: fresh memory costs about as much as the copy into it
+_buffer: Bytes = np.empty(
+    0, np.uint8
+)  # of the last save: fresh memory costs about as much as the copy into it
 _waits_at_exit = False
 
 
@@ -98,4 +100,6 @@ def finish() -> tuple[str, Exception | None]:
 def _finish_at_exit() -> None:
     path, error = finish()
     if error is not None:
-        failure.end_job(f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1)
+        failure.end_job(
+            f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1
+        )

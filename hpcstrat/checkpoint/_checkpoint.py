@@ -36,7 +36,9 @@ class Checkpoint:
 
     @span(CHECKPOINT, "save")
     @collective("Checkpoint.save", communicator_of=lambda _: connect())
-    def save(self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True) -> str:
+    def save(
+        self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True
+    ) -> str:
         """Writes the objects to a file and replaces the previous one. Collective: all ranks call this.
 
         All ranks write their shares of one file at the same time; where a rank does not see the parameter rank's file,

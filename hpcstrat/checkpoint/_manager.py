@@ -139,7 +139,11 @@ class CheckpointManager:
             self._memory.note_step(self._steps)
         if self._every is not None and self._steps % self._every == 0:
             self._save()
-        elif self._takes_snapshots and self._snapshot_every is not None and self._steps % self._snapshot_every == 0:
+        elif (
+            self._takes_snapshots
+            and self._snapshot_every is not None
+            and self._steps % self._snapshot_every == 0
+        ):
             self._take_snapshot()
 
     @span(CHECKPOINT, "save")
@@ -207,7 +211,11 @@ class CheckpointManager:
             except OSError as error:
                 problem = f"the launcher's memory cannot be mapped, {error.strerror}"
             else:
-                problem = "" if memory is not None else "this rank, which saves, is not on the launcher's host"
+                problem = (
+                    ""
+                    if memory is not None
+                    else "this rank, which saves, is not on the launcher's host"
+                )
             snapshot = None if self._snapshots is None else self._snapshots.newest()
         if snapshot is not None and self._file_is_newer(snapshot.step):
             snapshot = None
@@ -223,7 +231,9 @@ class CheckpointManager:
             return False
         return True
 
-    def _restore(self, name: str, open_source: Callable[[Callable[[], None]], _safetensors.CheckpointFile]) -> None:
+    def _restore(
+        self, name: str, open_source: Callable[[Callable[[], None]], _safetensors.CheckpointFile]
+    ) -> None:
         _, step = restore_from(objects_of(self._checkpoint), name, open_source)
         self._steps = step or 0  # a file of `Checkpoint.save` has no number
 
@@ -259,6 +269,8 @@ class _Numbered:
         return path
 
 
-def _opened_snapshot(snapshot: Snapshot | None, work: Callable[[], None]) -> _safetensors.CheckpointFile:
+def _opened_snapshot(
+    snapshot: Snapshot | None, work: Callable[[], None]
+) -> _safetensors.CheckpointFile:
     assert snapshot is not None
     return _safetensors.CheckpointFile(snapshot.path, work, snapshot.nbytes)

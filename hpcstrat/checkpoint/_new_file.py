@@ -80,11 +80,17 @@ class NewFile:
             # The root closes its own writing end of the pipe: that of the others is the last one then.
             with contextlib.ExitStack() as opening:
                 with communicator.raise_together():
-                    own = None if contents is None else self._make(path, keep, contents, blocking, opening)
+                    own = (
+                        None
+                        if contents is None
+                        else self._make(path, keep, contents, blocking, opening)
+                    )
                     place: _Place = communicator.broadcast_obj(own, root)
                 self.header: int = place.header
                 self._nbytes = place.nbytes
-                self.is_shared: bool = all(communicator.all_gather_obj(contents is not None or self._open(place)))
+                self.is_shared: bool = all(
+                    communicator.all_gather_obj(contents is not None or self._open(place))
+                )
         except BaseException as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -107,7 +113,9 @@ class NewFile:
             self._descriptors.callback(os.close, self._pipe)
             opening.callback(os.close, writing)
             pipe = _PipePlace.of(writing)
-        return _Place(file.name, os.fstat(self._file).st_ino, len(contents.header), contents.nbytes, pipe)
+        return _Place(
+            file.name, os.fstat(self._file).st_ino, len(contents.header), contents.nbytes, pipe
+        )
 
     def _open(self, place: _Place) -> bool:
         """Opens the root's file, if this rank can see it."""
@@ -128,7 +136,10 @@ class NewFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._descriptors.close()
         self._replacing.__exit__(kind, error, traceback)
@@ -137,7 +148,10 @@ class NewFile:
         """The same, for a thread that goes on with it when this context has ended."""
         other = object.__new__(NewFile)
         other.__dict__.update(self.__dict__)
-        other._replacing, other._descriptors = self._replacing.pop_all(), self._descriptors.pop_all()
+        other._replacing, other._descriptors = (
+            self._replacing.pop_all(),
+            self._descriptors.pop_all(),
+        )
         return other
 
     def write(self, pieces: Iterable[Piece]) -> int:
@@ -187,9 +201,14 @@ class NewFile:
             try:
                 report = {"checksum": self._write(pieces)}
             except OSError as error:
-                report = {"errno": error.errno or errno.EIO, "text": str(error.strerror or error)[:1000]}
+                report = {
+                    "errno": error.errno or errno.EIO,
+                    "text": str(error.strerror or error)[:1000],
+                }
             with contextlib.suppress(BrokenPipeError):  # the root has failed itself, and says so
-                os.write(self._pipe, json.dumps(report).encode() + b"\n")  # short, and so in one piece
+                os.write(
+                    self._pipe, json.dumps(report).encode() + b"\n"
+                )  # short, and so in one piece
 
     def _others(self) -> Iterator[int]:
         with open(self._pipe, encoding="utf-8", closefd=False) as reports:

@@ -82,8 +82,12 @@ class CheckpointObjects:
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self._kinds or name in self.variables or name == "__metadata__":
-                raise ValueError(f"{current_call()}: two objects have the name {name!r}; rename one")
-            if id(leaf) in seen:  # shared, such as the weights of two layers: saved once, under the first name
+                raise ValueError(
+                    f"{current_call()}: two objects have the name {name!r}; rename one"
+                )
+            if (
+                id(leaf) in seen
+            ):  # shared, such as the weights of two layers: saved once, under the first name
                 continue
             seen.add(id(leaf))
             self._add(name, leaf)
@@ -136,9 +140,13 @@ class CheckpointObjects:
                         f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
                     )
                 for slot, block in zip(optimizer.all_slots, blocks, strict=True):
-                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(v, block, optimizer.all_slots[slot])
+                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(
+                        v, block, optimizer.all_slots[slot]
+                    )
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
-            raise ValueError(f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the object")
+            raise ValueError(
+                f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the object"
+            )
         return found
 
     def entries(self) -> dict[str, Entry]:
@@ -151,7 +159,9 @@ class CheckpointObjects:
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its counts."""
-        found: dict[str, dict[str, Any]] = {name: {"kind": kind} for name, kind in self._kinds.items()}
+        found: dict[str, dict[str, Any]] = {
+            name: {"kind": kind} for name, kind in self._kinds.items()
+        }
         for name, optimizer in self.optimizers.items():
             accumulator = state_of_optimizer(optimizer).accumulator
             if accumulator is not None and accumulator.calls:
@@ -166,7 +176,9 @@ class CheckpointObjects:
 
     # ---- restoring
 
-    def compatibility(self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]) -> Compatibility:
+    def compatibility(
+        self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]
+    ) -> Compatibility:
         """Compares the objects with what a file holds."""
         # All slots that the optimizers could have: usually none exists yet, because the program has made no step.
         slots = {
@@ -194,7 +206,10 @@ class CheckpointObjects:
                 wanted := _entry(self.variables[name] if name in self.variables else slots[name])
             ):
                 problems.append(f"{name} is {wanted} here and {entries.get(name)} in the file")
-        missing, left_over = tuple(sorted(needed - in_file)), tuple(sorted(in_file - needed - slots.keys()))
+        missing, left_over = (
+            tuple(sorted(needed - in_file)),
+            tuple(sorted(in_file - needed - slots.keys())),
+        )
         return Compatibility(common, missing, left_over, tuple(problems))
 
     # ---- ranks
@@ -242,7 +257,9 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
     """The saved position."""
     shuffles = tuple([(_count(seed), _count(number)) for seed, number in metadata["shuffles"]])
     return Position(
-        str(metadata["pipeline"]), shuffles, None if metadata["taken"] is None else _count(metadata["taken"])
+        str(metadata["pipeline"]),
+        shuffles,
+        None if metadata["taken"] is None else _count(metadata["taken"]),
     )
 
 
@@ -264,7 +281,9 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
         return (total / len(values)).astype(v.dtype)
     if v.aggregation is VariableAggregation.SUM:
         return total if communicator.rank == 0 else np.zeros_like(total)
-    raise NotImplementedError(f"Checkpoint: values of aggregation {v.aggregation.name} for another number of replicas")
+    raise NotImplementedError(
+        f"Checkpoint: values of aggregation {v.aggregation.name} for another number of replicas"
+    )
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
@@ -290,12 +309,20 @@ def _optimizer_problems(name: str, optimizer: Optimizer, metadata: Mapping[str, 
     _count(metadata["iterations"])
     if slots == saved:
         return []
-    return [f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"]
+    return [
+        f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"
+    ]
 
 
 def _on_read_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
-    if entry is None or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape) or not entry.shape[0]:
-        return [f"{name} is {_entry(v)} on each replica here and {entry} for all replicas in the file"]
+    if (
+        entry is None
+        or (entry.dtype, entry.shape[1:]) != (v.dtype.name, v.shape)
+        or not entry.shape[0]
+    ):
+        return [
+            f"{name} is {_entry(v)} on each replica here and {entry} for all replicas in the file"
+        ]
     replicas = state_of(v).group.communicator.size
     integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
     if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):

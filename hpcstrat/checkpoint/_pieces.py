@@ -52,7 +52,9 @@ def share_of(
         of_root: arrays that only the root has. All others every rank has.
     """
     # Equal parts of all bytes, not of each array's: few and large writes, however many arrays there are.
-    common = sum(count for name, count in nbytes.items() if name not in cuts and name not in of_root)
+    common = sum(
+        count for name, count in nbytes.items() if name not in cuts and name not in of_root
+    )
     first, last, before = common * rank // size, common * (rank + 1) // size, 0
     for name, count in nbytes.items():
         if name in cuts:

@@ -71,7 +71,9 @@ class PreemptionHandler:
         # The handler only takes a note: it may run in the middle of a collective call, where nothing can be saved.
         self._noted = 0  # the number of the received signal, or 0
         self._leaves = False
-        self._previous: dict[signal.Signals, Any] = {number: signal.signal(number, self._note) for number in signals}
+        self._previous: dict[signal.Signals, Any] = {
+            number: signal.signal(number, self._note) for number in signals
+        }
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted = number
@@ -101,14 +103,19 @@ class PreemptionHandler:
             message[0] = noted
 
         # One byte per rank: signal numbers are at most 64.
-        numbers = [int(message[0]) for message in communicator.exchange(signature_of(current_call()), 1, write)]
+        numbers = [
+            int(message[0])
+            for message in communicator.exchange(signature_of(current_call()), 1, write)
+        ]
         # One rank's signal is enough: Slurm may signal them at different moments, and all must save the same step.
         if not any(numbers):
             return
         self._noted = max(numbers)
         self._checkpoint.save(self._path, self._keep)
         if communicator.rank == 0:
-            name = {known.value: known.name for known in signal.Signals}.get(self._noted, f"signal {self._noted}")
+            name = {known.value: known.name for known in signal.Signals}.get(
+                self._noted, f"signal {self._noted}"
+            )
             print(
                 f"hpcstrat: received {name}; the checkpoint {os.fspath(self._path)} is saved, and the job exits with "
                 f"status {self._exit_status}",

@@ -19,7 +19,14 @@ from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint import _safetensors
 from hpcstrat.checkpoint._atomic_file import explained
-from hpcstrat.checkpoint._objects import CheckpointObjects, Compatibility, listed, own_share, position_of, storage_of
+from hpcstrat.checkpoint._objects import (
+    CheckpointObjects,
+    Compatibility,
+    listed,
+    own_share,
+    position_of,
+    storage_of,
+)
 from hpcstrat.checkpoint._saving import finish_background, signature
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
@@ -110,7 +117,9 @@ class _Restoring:
             if (optimizer := objects.optimizers.get(name)) is not None:
                 with_slots = [v for of, v in objects.variables.items() if self._has_slots(name, of)]
                 # A new optimizer has no slots before its first step, and what the file has for them would be lost.
-                state_of_optimizer(optimizer).make_slots(with_slots, optimizer.name, optimizer.all_slots)
+                state_of_optimizer(optimizer).make_slots(
+                    with_slots, optimizer.name, optimizer.all_slots
+                )
         slots = objects.slots()
         for name in names:
             if name in objects.variables:
@@ -137,11 +146,15 @@ class _Restoring:
 
     def _has_slots(self, optimizer: str, variable: str) -> bool:
         slots = self._objects.optimizers[optimizer].all_slots
-        return bool(slots) and all(f"{optimizer}/{slot}/{variable}" in self._compatibility.common for slot in slots)
+        return bool(slots) and all(
+            f"{optimizer}/{slot}/{variable}" in self._compatibility.common for slot in slots
+        )
 
     def _is_of_restored_optimizer(self, slot: str) -> bool:
         return any(
-            slot.startswith(f"{name}/") for name in self._objects.optimizers if name in self._compatibility.common
+            slot.startswith(f"{name}/")
+            for name in self._objects.optimizers
+            if name in self._compatibility.common
         )
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
@@ -153,14 +166,18 @@ class _Restoring:
         communicator, is_root = self._communicator, self._file is not None
         # Where each rank keeps a copy, each gets every part. Central storage is written by one rank, and published at
         # the end.
-        is_everywhere = state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
+        is_everywhere = (
+            state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
+        )
         nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
         for start in range(0, nbytes, PART):
             with communicator.raise_together():
                 part = next(parts, None)
                 if is_everywhere:
-                    part = self._shared(f"{name} from byte {start}", part, min(PART, nbytes - start))
+                    part = self._shared(
+                        f"{name} from byte {start}", part, min(PART, nbytes - start)
+                    )
             if part is not None and (is_root or is_everywhere):
                 storage_of(v).write_part(block, start, part)
 
@@ -181,7 +198,9 @@ class _Restoring:
             message[:nbytes] = part
 
         own = {} if part is None else {"nbytes": nbytes, "write": write}
-        return self._communicator.exchange(signature_of(current_call(), what), **own)[self._root][:nbytes]
+        return self._communicator.exchange(signature_of(current_call(), what), **own)[self._root][
+            :nbytes
+        ]
 
     def _load_on_read(self, name: str, v: Variable) -> None:
         communicator, array = self._communicator, None
@@ -216,9 +235,13 @@ def opened(path: str, work: Callable[[], None]) -> _safetensors.CheckpointFile:
     try:
         return _safetensors.CheckpointFile(path, work)
     except OSError as error:
-        raise explained(path, error, "nothing was changed; correct this, and restore again") from error
+        raise explained(
+            path, error, "nothing was changed; correct this, and restore again"
+        ) from error
     except ValueError as error:
-        raise ValueError(f"{current_call()}: {error}. Nothing was changed; pass another file") from error
+        raise ValueError(
+            f"{current_call()}: {error}. Nothing was changed; pass another file"
+        ) from error
 
 
 def _require_compatible(
@@ -243,7 +266,11 @@ def _require_compatible(
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-        hint = "" if compatibility.problems else "\nrestore(path, partial=True) restores what both have."
+        hint = (
+            ""
+            if compatibility.problems
+            else "\nrestore(path, partial=True) restores what both have."
+        )
         raise ValueError(
             f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects like those that "
             f"were saved.{lines}{more}{hint}"

@@ -35,11 +35,28 @@ _HEAD_PATTERN = re.compile(
 )
 # The dtype names of safetensors. Other dtypes are stored as bytes; so is complex64, whose name older readers refuse.
 _NAMES = {
-    **{"bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32"},
-    **{"uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64"},
+    **{
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "uint16": "U16",
+        "int16": "I16",
+        "uint32": "U32",
+        "int32": "I32",
+    },
+    **{
+        "uint64": "U64",
+        "int64": "I64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+    },
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-_SIZES = {name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize for dtype, name in _NAMES.items()}
+_SIZES = {
+    name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize for dtype, name in _NAMES.items()
+}
 
 
 class Entry(NamedTuple):
@@ -90,7 +107,9 @@ class Contents:
     ) -> None:
         self._names = list(sizes(entries))
         self._parts = parts
-        self.header: bytes = _header([(name, entries[name]) for name in self._names], metadata, step)
+        self.header: bytes = _header(
+            [(name, entries[name]) for name in self._names], metadata, step
+        )
         self.nbytes: int = len(self.header) + sum(entry.nbytes for entry in entries.values())
 
     def views(self) -> Iterator[memoryview]:
@@ -133,10 +152,14 @@ def write(path: str, contents: Contents, keep: int | None = None) -> None:
         OSError: the file system's error.
     """
     with replacing(path, keep) as file:
-        contents.seal(file.fileno(), write_pieces(file.fileno(), contents.pieces(), contents.nbytes))
+        contents.seal(
+            file.fileno(), write_pieces(file.fileno(), contents.pieces(), contents.nbytes)
+        )
 
 
-def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step: int | None) -> bytes:
+def _header(
+    entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step: int | None
+) -> bytes:
     """The length of the header and the header itself, with a checksum of 0."""
     described, others, offset = {}, {}, 0
     for name, entry in entries:
@@ -144,7 +167,11 @@ def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step:
         if kind is None:
             kind, shape = "U8", (*shape, entry.itemsize)
             others[name] = entry.dtype
-        described[name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + entry.nbytes]}
+        described[name] = {
+            "dtype": kind,
+            "shape": shape,
+            "data_offsets": [offset, offset + entry.nbytes],
+        }
         offset += entry.nbytes
     own = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(metadata))}'
     if step is not None:
@@ -160,7 +187,9 @@ def _header(entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step:
             f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of {length} bytes, and "
             f"the format allows {_LARGEST_HEADER}; make several checkpoints"
         )
-    head = _HEAD.format(version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0).encode()
+    head = _HEAD.format(
+        version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0
+    ).encode()
     return length.to_bytes(_LENGTH_BYTES, "little") + head + rest + b" " * padding
 
 
@@ -188,7 +217,9 @@ class CheckpointFile:
         ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
     """
 
-    def __init__(self, path: str, work: Callable[[], None] = lambda: None, checked: int | None = None) -> None:
+    def __init__(
+        self, path: str, work: Callable[[], None] = lambda: None, checked: int | None = None
+    ) -> None:
         self.path = path
         self._work = work
         self._checked = checked
@@ -200,9 +231,16 @@ class CheckpointFile:
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
             # O_NONBLOCK: opening a FIFO must not wait for a writer; it is refused below.
-            self._file = open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+            self._file = open(
+                path,
+                "rb",
+                buffering=0,
+                opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
+            )
         except FileNotFoundError as error:
-            raise FileNotFoundError(errno.ENOENT, f"there is no such file{_what_else(path, '; ')}", path) from error
+            raise FileNotFoundError(
+                errno.ENOENT, f"there is no such file{_what_else(path, '; ')}", path
+            ) from error
         try:
             header = self._checked_header()
             try:
@@ -255,7 +293,9 @@ class CheckpointFile:
         """
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file")
+            raise ValueError(
+                f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file"
+            )
         actual = self._size()
         start = self._file.read(_LENGTH_BYTES + 256)
         head = _HEAD_PATTERN.match(start, _LENGTH_BYTES)
@@ -280,13 +320,17 @@ class CheckpointFile:
         if self._checked is None:
             self._check(head, start)
         if length > min(actual - _LENGTH_BYTES, _LARGEST_HEADER):
-            raise ValueError(f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes")
+            raise ValueError(
+                f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes"
+            )
         self._file.seek(_LENGTH_BYTES)
         return b"".join(part.tobytes() for part in self._read(length))
 
     def _check(self, head: re.Match[bytes], start: bytes) -> None:
         """Compares the file's checksum; `start` was read already."""
-        checksum = zlib.crc32(start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :])
+        checksum = zlib.crc32(
+            start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :]
+        )
         for part in self._read(self._size() - len(start)):
             checksum = zlib.crc32(part.data, checksum)
         if checksum != int(head["checksum"], 16):
@@ -328,7 +372,9 @@ def step_in(path: str) -> int | None:
     """The step after which a file was made, if it says so: its contents are not checked, and may be damaged."""
     try:
         # Not blocked by a FIFO, whose contents are no header.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        with open(
+            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
+        ) as file:
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             return _step_in(_parsed(file.read(min(length, _LARGEST_HEADER)))["__metadata__"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -338,14 +384,18 @@ def step_in(path: str) -> int | None:
 def _step_in(own: Mapping[str, str]) -> int | None:
     if "step" not in own:
         return None
-    if not re.fullmatch("[0-9]{1,18}", own["step"]):  # which 64 bits hold, as the launcher's memory has them
+    if not re.fullmatch(
+        "[0-9]{1,18}", own["step"]
+    ):  # which 64 bits hold, as the launcher's memory has them
         raise ValueError(f"its step is {reprlib.repr(own['step'])}")
     return int(own["step"])
 
 
 def _parsed(text: str | bytes) -> Any:
     # No file of ours has floats, or a name twice: such a file could be read in two ways.
-    return json.loads(text, object_pairs_hook=_without_duplicates, parse_float=_refused, parse_constant=_refused)
+    return json.loads(
+        text, object_pairs_hook=_without_duplicates, parse_float=_refused, parse_constant=_refused
+    )
 
 
 def _refused(number: str) -> NoReturn:

@@ -25,7 +25,11 @@ _Result = TypeVar("_Result")
 
 
 def save_to_file(
-    objects: CheckpointObjects, path: str, keep: int | None, blocking: bool = True, step: int | None = None
+    objects: CheckpointObjects,
+    path: str,
+    keep: int | None,
+    blocking: bool = True,
+    step: int | None = None,
 ) -> None:
     """What `Checkpoint.save` does, and `CheckpointManager` with the number of a step. Collective."""
     finish_background()
@@ -35,9 +39,13 @@ def save_to_file(
         if not blocking:
             with communicator.raise_together():
                 if file.is_shared:
-                    copies = _background.copied(saved.share(file.header), saved.nbytes_of_share(file.header))
+                    copies = _background.copied(
+                        saved.share(file.header), saved.nbytes_of_share(file.header)
+                    )
                 else:
-                    copies = saved.by_root(lambda contents: _background.copied(contents.pieces(), contents.nbytes))
+                    copies = saved.by_root(
+                        lambda contents: _background.copied(contents.pieces(), contents.nbytes)
+                    )
                 # Nobody goes on, and changes what others may still read.
                 communicator.exchange(signature_of(f"{current_call()}: copied"))
             _background.start(path, file.detached(), copies or [])
@@ -67,17 +75,25 @@ class Saved:
         contents: of the file, on the root, part by part; `None` elsewhere.
     """
 
-    def __init__(self, objects: CheckpointObjects, target: tuple[str, ...], step: int | None) -> None:
+    def __init__(
+        self, objects: CheckpointObjects, target: tuple[str, ...], step: int | None
+    ) -> None:
         # All ranks of the program, and not of one strategy: the objects may belong to several.
         self._communicator = communicator = connect()
         objects.require_cross_replica()
-        entries, metadata, self.root = objects.entries(), objects.metadata(), objects.parameter_rank()
+        entries, metadata, self.root = (
+            objects.entries(),
+            objects.metadata(),
+            objects.parameter_rank(),
+        )
         # Before any file is touched, all ranks find out whether they save the same.
         communicator.exchange(signature(target, self.root, objects, entries))
         # ON_READ variables have a value on each rank, so all ranks gather them before one begins to write.
         self._arrays = {name: _all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
-        self._blocks |= {name: (slot.variable, slot.block) for name, slot in objects.slots().items()}
+        self._blocks |= {
+            name: (slot.variable, slot.block) for name, slot in objects.slots().items()
+        }
         self._entries = entries
         self.contents: _safetensors.Contents | None = None
         with communicator.raise_together():
@@ -160,14 +176,18 @@ class Saved:
             elif not storage.reads_everywhere or storage.communicator.size < communicator.size:
                 of_root.append(name)
         sizes = _safetensors.sizes(self._entries)
-        return share_of(communicator.rank, communicator.size, self.root, sizes, cuts, frozenset(of_root))
+        return share_of(
+            communicator.rank, communicator.size, self.root, sizes, cuts, frozenset(of_root)
+        )
 
 
 def _all_values(v: Variable) -> np.ndarray[Any, Any]:
     """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
     state = state_of(v)
     with state.group.on_stream():
-        return gpu.to_host(state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0])
+        return gpu.to_host(
+            state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0]
+        )
 
 
 def finish_background() -> None:
@@ -205,10 +225,15 @@ def checked_keep(keep: Any) -> int | None:
 
 
 def signature(
-    where: tuple[str, ...], root: int, objects: CheckpointObjects, entries: dict[str, _safetensors.Entry]
+    where: tuple[str, ...],
+    root: int,
+    objects: CheckpointObjects,
+    entries: dict[str, _safetensors.Entry],
 ) -> CallSignature:
     """What must match on all ranks: the file and options, who writes or reads it, the objects and their arrays."""
-    arrays = [f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())]
+    arrays = [
+        f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())
+    ]
     others = [name for name in objects.names if name not in entries]
     # `new_signature`, because `signature_of` would keep the names of all arrays for a call that seldom comes again.
     return new_signature(current_call(), *where, f"by rank {root}", Listed((*arrays, *others)))

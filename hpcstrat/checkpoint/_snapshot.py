@@ -16,7 +16,9 @@ from hpcstrat.checkpoint._safetensors import Contents
 
 _ROW_BYTES = 1 << 13
 _PIECE = 1 << 20  # bytes that are copied and summed at once, so that they are summed in the cache
-_RECORD = struct.Struct("<QqQII")  # sequence, step, bytes, checksum of these, that of the manager's path
+_RECORD = struct.Struct(
+    "<QqQII"
+)  # sequence, step, bytes, checksum of these, that of the manager's path
 _RECORD_CHECK = struct.Struct("<I")
 
 
@@ -84,7 +86,9 @@ class SnapshotMemory:
         self._memory = memory
         self._key = zlib.crc32(os.path.abspath(path).encode())
         self._segments = [_segment(file) for file in memory.files]
-        self._newest = max(range(len(self._segments)), key=lambda one: (self._record(one) or _NONE).sequence)
+        self._newest = max(
+            range(len(self._segments)), key=lambda one: (self._record(one) or _NONE).sequence
+        )
 
     def write(self, contents: Contents, step: int) -> None:
         """Writes a snapshot in place of the older one.
@@ -116,7 +120,11 @@ class SnapshotMemory:
 
     def newest(self) -> Snapshot | None:
         """The newest whole snapshot, which `write` spares from now on."""
-        records = [(record, one) for one in range(len(self._segments)) if (record := self._record(one)) is not None]
+        records = [
+            (record, one)
+            for one in range(len(self._segments))
+            if (record := self._record(one)) is not None
+        ]
         for record, one in sorted(records, reverse=True):
             if record.key == self._key and self._is_whole(one, record):
                 self._newest = one
@@ -141,7 +149,11 @@ _NONE = _Record(0, 0, 0, 0, 0)
 
 def newest_step(memory: JobMemory) -> int | None:
     """The step of the newest snapshot, which is not looked at; `None` where there is none."""
-    records = [record for one in range(GENERATIONS) if (record := _Record.unpack(memory.record(one))) is not None]
+    records = [
+        record
+        for one in range(GENERATIONS)
+        if (record := _Record.unpack(memory.record(one))) is not None
+    ]
     return max(records).step if records else None
 
 

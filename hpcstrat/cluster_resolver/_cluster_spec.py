@@ -126,7 +126,9 @@ def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
         )
     for address in numbered.values():
         if not isinstance(address, str):
-            raise TypeError(f"ClusterSpec: an address in job {job!r} is {address!r}; it must be a string")
+            raise TypeError(
+                f"ClusterSpec: an address in job {job!r} is {address!r}; it must be a string"
+            )
     return numbered
 
 

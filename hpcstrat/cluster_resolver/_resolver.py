@@ -23,7 +23,9 @@ class ClusterResolver(abc.ABC):
         rpc_layer: the protocol that `master` puts before addresses, as in `"grpc://"`; `None` or empty for no protocol.
     """
 
-    def __init__(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> None:
+    def __init__(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> None:
         self._task_type = task_type
         self._task_id = task_id
         self._rpc_layer = rpc_layer
@@ -32,7 +34,9 @@ class ClusterResolver(abc.ABC):
     def cluster_spec(self) -> ClusterSpec:
         """The jobs and the addresses of their tasks, as they are now."""
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """The address of a task, after its protocol; empty if neither the caller nor the resolver names a task.
 
         Args:
@@ -46,7 +50,9 @@ class ClusterResolver(abc.ABC):
         task_type, task_id = self._or_own(task_type, task_id)
         if task_type is None or task_id is None:
             return ""
-        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
+        return url(
+            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
+        )
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -114,7 +120,10 @@ class ClusterResolver(abc.ABC):
 
     def _or_own(self, task_type: str | None, task_id: int | None) -> tuple[str | None, int | None]:
         """The task, completed by this process's own."""
-        return self.task_type if task_type is None else task_type, self.task_id if task_id is None else task_id
+        return (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
 
 
 @final
@@ -167,7 +176,9 @@ class SimpleClusterResolver(ClusterResolver):
         """The cluster passed to the constructor."""
         return self._cluster_spec
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """The address of a task if both its job and index are given, else the constructor's `master`."""
         if task_type is None or task_id is None:
             return url(self._master, rpc_layer or self.rpc_layer)
@@ -229,14 +240,18 @@ class UnionResolver(ClusterResolver):
                 lists.setdefault(job, []).append(tasks)
         return ClusterSpec({job: _merged(job, tasks) for job, tasks in lists.items()})
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """The address of a task if both its job and index are given, else the first resolver's master.
 
         A task's address has the protocol that is passed here or was given to the union, not the first resolver's.
         """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
-        return url(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer)
+        return url(
+            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer
+        )
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None

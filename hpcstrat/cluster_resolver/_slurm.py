@@ -202,15 +202,24 @@ def expand_nodes(nodes: str) -> list[str]:
     for name in re.findall(r"(?:\[[^\[\]]*\]|[^,])+", nodes):
         pieces = list(_PIECE.finditer(name))
         if "".join(piece[0] for piece in pieces) != name:
-            raise ValueError(f"{nodes!r:.200} is not a Slurm node list: {name!r:.50} is not like n1 or n[1-3,7]")
-        choices = [_numbers(nodes, piece["ranges"]) if piece["ranges"] else [piece["text"]] for piece in pieces]
+            raise ValueError(
+                f"{nodes!r:.200} is not a Slurm node list: {name!r:.50} is not like n1 or n[1-3,7]"
+            )
+        choices = [
+            _numbers(nodes, piece["ranges"]) if piece["ranges"] else [piece["text"]]
+            for piece in pieces
+        ]
         if len(choices) > 1 and not pieces[-1]["ranges"]:
             [end] = choices.pop()
             choices[-1] = [number + end for number in choices[-1]]
         if len(found) + math.prod(map(len, choices)) > MOST_NODES:
-            raise ValueError(f"{nodes!r:.200} is not a Slurm node list: it has more than {MOST_NODES} nodes")
+            raise ValueError(
+                f"{nodes!r:.200} is not a Slurm node list: it has more than {MOST_NODES} nodes"
+            )
         *others, last = choices
-        found += ["".join([*first[::-1], end]) for *first, end in itertools.product(*others[::-1], last)]
+        found += [
+            "".join([*first[::-1], end]) for *first, end in itertools.product(*others[::-1], last)
+        ]
     return found
 
 

@@ -51,7 +51,9 @@ class TFConfigClusterResolver(ClusterResolver):
                 f'TFConfigClusterResolver: TF_CONFIG: its "cluster" is not like {{"worker": ["n1:8888"]}}. {error}'
             ) from error
 
-    def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
         """The variable's `"session_master"`, else the address of the task; empty if the cluster has a single task.
 
         Raises:
@@ -70,7 +72,10 @@ class TFConfigClusterResolver(ClusterResolver):
                 'TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "task": {"type": '
                 '"worker", "index": 0} to it, or pass task_type and task_id'
             )
-        return url(spec.task_address(task_type, task_id), self.rpc_layer if rpc_layer is None else rpc_layer)
+        return url(
+            spec.task_address(task_type, task_id),
+            self.rpc_layer if rpc_layer is None else rpc_layer,
+        )
 
     @property
     def environment(self) -> str | None:
@@ -86,7 +91,9 @@ class TFConfigClusterResolver(ClusterResolver):
         if index is None:
             return None
         if not re.fullmatch("[0-9]{1,9}", str(index)):  # `True` and 1.5 are no text of digits
-            raise ValueError(f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, from 0 up')
+            raise ValueError(
+                f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, from 0 up'
+            )
         return int(index)
 
     def _find_rpc_layer(self) -> str | None:
@@ -98,7 +105,9 @@ def _config() -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (RecursionError, ValueError) as error:
-        raise ValueError(f"TF_CONFIG is not JSON ({error}): {text!r:.200}. Correct it, or unset it") from error
+        raise ValueError(
+            f"TF_CONFIG is not JSON ({error}): {text!r:.200}. Correct it, or unset it"
+        ) from error
     if not isinstance(config, dict):
         raise ValueError(
             f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r:.200}'
@@ -116,5 +125,7 @@ def _text(name: str) -> str | None:
 def _task() -> dict[str, Any]:
     task = _config().get("task", {})
     if not isinstance(task, dict):
-        raise ValueError(f'TF_CONFIG: its "task" is {task!r:.50}; it must be like {{"type": "worker", "index": 0}}')
+        raise ValueError(
+            f'TF_CONFIG: its "task" is {task!r:.50}; it must be like {{"type": "worker", "index": 0}}'
+        )
     return task

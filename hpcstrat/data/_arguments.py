@@ -20,7 +20,9 @@ def whole(number: Any, call: str, argument: str) -> int:
     try:
         return operator.index(number)
     except TypeError:
-        raise TypeError(f"{call}: {argument} is {reprlib.repr(number)}; it must be an int") from None
+        raise TypeError(
+            f"{call}: {argument} is {reprlib.repr(number)}; it must be an int"
+        ) from None
 
 
 def at_least_one(number: Any, call: str, argument: str) -> int:
@@ -54,7 +56,9 @@ def weights_of(weights: Any, call: str, count: int) -> list[float]:
     """
     array = np.asarray(weights)
     if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise TypeError(f"{call}: weights is {reprlib.repr(weights)}; it must be a sequence of numbers")
+        raise TypeError(
+            f"{call}: weights is {reprlib.repr(weights)}; it must be a sequence of numbers"
+        )
     found = array.astype(float).tolist()
     if len(found) != count or min(found) < 0 or not 0 < sum(found) < np.inf:
         raise ValueError(
@@ -71,7 +75,9 @@ def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
         TypeError: it cannot.
     """
     if not callable(function):
-        raise TypeError(f"{call}: {argument} is {type(function).__name__}; it must be a function of an element")
+        raise TypeError(
+            f"{call}: {argument} is {type(function).__name__}; it must be a function of an element"
+        )
     return function
 
 

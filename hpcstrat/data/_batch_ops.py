@@ -38,7 +38,14 @@ class _Batching(Transformation):
     """
 
     def __init__(
-        self, source: Node, sizes: Sequence[int], drop_remainder: bool, call: str, *, user_code: bool, rows: Node | None
+        self,
+        source: Node,
+        sizes: Sequence[int],
+        drop_remainder: bool,
+        call: str,
+        *,
+        user_code: bool,
+        rows: Node | None,
     ) -> None:
         alike = len(set(sizes)) == 1
         super().__init__(
@@ -59,8 +66,14 @@ class _Batching(Transformation):
         if size < 0:
             return size
         turns, left = divmod(size, sum(self._sizes))
-        whole = list(itertools.takewhile(lambda end: end <= left, itertools.accumulate(self._sizes)))
-        return turns * len(self._sizes) + len(whole) + (not self._drop_remainder and left > (whole or [0])[-1])
+        whole = list(
+            itertools.takewhile(lambda end: end <= left, itertools.accumulate(self._sizes))
+        )
+        return (
+            turns * len(self._sizes)
+            + len(whole)
+            + (not self._drop_remainder and left > (whole or [0])[-1])
+        )
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         sizes = itertools.cycle(self._sizes)
@@ -70,7 +83,9 @@ class _Batching(Transformation):
             while stop - start >= missing:
                 if self._are_alike_keys and not waiting:
                     count = (stop - start) // missing
-                    yield chunk[start : start + count * missing].reshape(count, missing, chunk.shape[1])  # a view
+                    yield chunk[start : start + count * missing].reshape(
+                        count, missing, chunk.shape[1]
+                    )  # a view
                     start += count * missing
                     continue
                 waiting.append(chunk[start : start + missing])
@@ -95,12 +110,16 @@ class Batch(_Batching):
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
         # Rows of different shapes fail where one replica has them; steps are compared as if they came from user code.
-        may_fail = source.user_code or any(None in leaf.shape for leaf in nests.flatten(source.spec())[0])
+        may_fail = source.user_code or any(
+            None in leaf.shape for leaf in nests.flatten(source.spec())[0]
+        )
         super().__init__(source, sizes, drop_remainder, call, user_code=may_fail, rows=source)
 
     def spec(self) -> Any:
         size = self.first_size()
-        return nests.map_leaves(lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec())
+        return nests.map_leaves(
+            lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._source.spec()
+        )
 
     @property
     def threads(self) -> int:
@@ -119,7 +138,9 @@ class PaddedBatch(_Batching):
     batch, which each replica must load to find out.
     """
 
-    def __init__(self, source: Node, size: int, shapes: Any, values: Any, drop_remainder: bool) -> None:
+    def __init__(
+        self, source: Node, size: int, shapes: Any, values: Any, drop_remainder: bool
+    ) -> None:
         leaves = [] if shapes is None else nests.flatten(shapes)[0]
         fixed = shapes is not None and all(leaf is not None and leaf >= 0 for leaf in leaves)
         super().__init__(
@@ -136,9 +157,13 @@ class PaddedBatch(_Batching):
         size = self.first_size()
         specs, structure = nests.flatten(self._source.spec())
         shapes = shapes_for(self._shapes, structure, [leaf.shape for leaf in specs])
-        padded = [known_sizes(shape or (-1,) * len(leaf.shape)) for shape, leaf in zip(shapes, specs, strict=True)]
+        padded = [
+            known_sizes(shape or (-1,) * len(leaf.shape))
+            for shape, leaf in zip(shapes, specs, strict=True)
+        ]
         return structure.unflatten(
-            TensorSpec((size, *shape), leaf.dtype) for shape, leaf in zip(padded, specs, strict=True)
+            TensorSpec((size, *shape), leaf.dtype)
+            for shape, leaf in zip(padded, specs, strict=True)
         )
 
     def load(self, item: Any) -> Any:
@@ -199,7 +224,9 @@ class Unbatch(Transformation):
         size = self._source.cardinality()
         if size <= 0 or self._source.user_code:  # whose spec would call functions
             return UNKNOWN if size > 0 else size
-        sizes = {leaf.shape[0] if leaf.shape else None for leaf in nests.flatten(self._source.spec())[0]}
+        sizes = {
+            leaf.shape[0] if leaf.shape else None for leaf in nests.flatten(self._source.spec())[0]
+        }
         rows = sizes.pop() if len(sizes) == 1 else None
         return UNKNOWN if rows is None else size * rows
 
@@ -234,7 +261,13 @@ class Window(Transformation):
     """
 
     def __init__(
-        self, source: Node, size: int, shift: int, stride: int, drop_remainder: bool, dataset_of: Callable[[Node], Any]
+        self,
+        source: Node,
+        size: int,
+        shift: int,
+        stride: int,
+        drop_remainder: bool,
+        dataset_of: Callable[[Node], Any],
     ) -> None:
         super().__init__(
             source,

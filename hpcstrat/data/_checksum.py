@@ -96,14 +96,19 @@ def of_sample(array: Any, value: int = 0) -> int:
     if array.size == 0:
         return of_array(array, value)
     shape, row_bytes = array.shape, array.nbytes // len(array)
-    rows, elements = min(_SAMPLE_ROWS[1], max(_SAMPLE_ROWS[0], _SAMPLE_BYTES // max(1, row_bytes))), _ROW_ELEMENTS
+    rows, elements = (
+        min(_SAMPLE_ROWS[1], max(_SAMPLE_ROWS[0], _SAMPLE_BYTES // max(1, row_bytes))),
+        _ROW_ELEMENTS,
+    )
     if _is_memory_map(array):
         rows, elements = _FILE_SAMPLE
     indices, size = _spread(len(array), rows), math.prod(shape[1:])
     if size <= elements:
         sample = array[indices]
     else:
-        sample = array[(indices[:, np.newaxis], *np.unravel_index(_spread(size, elements), shape[1:]))]
+        sample = array[
+            (indices[:, np.newaxis], *np.unravel_index(_spread(size, elements), shape[1:]))
+        ]
     return of_array(sample, zlib.crc32(str(shape).encode(), value))
 
 
@@ -121,7 +126,9 @@ def _of_contents(array: np.ndarray[Any, Any], value: int) -> int:
         return value
     if dtype.kind == "O":
         return value
-    if dtype.char in "gGT":  # long double has undefined padding; variable-length strings lie elsewhere
+    if (
+        dtype.char in "gGT"
+    ):  # long double has undefined padding; variable-length strings lie elsewhere
         return zlib.crc32(repr(array.tolist()).encode(), value)
     return zlib.crc32(array.tobytes(), value)
 

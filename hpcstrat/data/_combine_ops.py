@@ -12,7 +12,17 @@ import numpy as np
 from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, first, join
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    Chunk,
+    EpochPass,
+    Keys,
+    Node,
+    ShuffleState,
+    first,
+    join,
+)
 
 _CHOICES = 1024
 
@@ -24,7 +34,11 @@ class _Combination(Node):
     """
 
     def load(self, item: Any) -> Any:
-        return self._load_object(item) if self.width is None else first(self._fetch_keys(item[np.newaxis]))
+        return (
+            self._load_object(item)
+            if self.width is None
+            else first(self._fetch_keys(item[np.newaxis]))
+        )
 
     def fetch(self, chunk: Chunk) -> Any:
         return super().fetch(chunk) if self.width is None else self._fetch_keys(chunk)
@@ -45,7 +59,9 @@ class Zip(_Combination):
     def __init__(self, nodes: Sequence[Node], structure: nests.Structure) -> None:
         super().__init__(
             *nodes,
-            width=None if any(node.width is None for node in nodes) else sum(node.width or 0 for node in nodes),
+            width=None
+            if any(node.width is None for node in nodes)
+            else sum(node.width or 0 for node in nodes),
             user_code=any(node.user_code for node in nodes),
             batch_sizes=_common_batch_sizes(nodes),
             rows=None,
@@ -67,10 +83,16 @@ class Zip(_Combination):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for chunks in _side_by_side([node.chunks(epoch) for node in self.inputs]):
-            yield list(zip(*chunks, strict=True)) if self.width is None else np.concatenate(chunks, axis=1)
+            yield (
+                list(zip(*chunks, strict=True))
+                if self.width is None
+                else np.concatenate(chunks, axis=1)
+            )
 
     def _load_object(self, item: Any) -> Any:
-        return self._structure.unflatten(node.load(inner) for node, inner in zip(self.inputs, item, strict=True))
+        return self._structure.unflatten(
+            node.load(inner) for node, inner in zip(self.inputs, item, strict=True)
+        )
 
     def _fetch_keys(self, keys: Keys) -> Any:
         batches, start = [], 0
@@ -107,7 +129,9 @@ class _OneAfterAnother(_Combination):
         )
         self._nodes = tuple(nodes)
         self._name = call
-        self._unmet = set(range(len(nodes))) if lazy else set[int]()  # nodes whose elements have not been compared
+        self._unmet = (
+            set(range(len(nodes))) if lazy else set[int]()
+        )  # nodes whose elements have not been compared
         self._met: Any = None  # the spec of the others' elements
 
     def spec(self) -> Any:
@@ -162,7 +186,9 @@ class _OneAfterAnother(_Combination):
                 f"{self._name}: the elements of a batch must be alike in structure, shape and dtype; those of "
                 f"{self!r} are not"
             )
-        rows = np.argsort(np.argsort(which, kind="stable"))  # the inverse of the permutation that sorts by node
+        rows = np.argsort(
+            np.argsort(which, kind="stable")
+        )  # the inverse of the permutation that sorts by node
         columns = zip(*[leaves for leaves, _ in parts], strict=True)
         return structure.unflatten([np.concatenate(column).take(rows, 0) for column in columns])
 
@@ -201,7 +227,9 @@ class _Chosen(_OneAfterAnother):
         *others: further nodes that it reads.
     """
 
-    def __init__(self, nodes: Sequence[Node], stop_on_empty: bool, call: str, *others: Node) -> None:
+    def __init__(
+        self, nodes: Sequence[Node], stop_on_empty: bool, call: str, *others: Node
+    ) -> None:
         super().__init__(nodes, call, *others)
         self._stops = stop_on_empty
         # How many are chosen at once. What user code makes is taken one by one: no sooner than needed.
@@ -234,7 +262,9 @@ class _Chosen(_OneAfterAnother):
                         ended[which] = True
                         if self._stops:
                             end = min(end, int(places[len(items)]))
-                    found.append((places[: len(items)], self._tagged(which, items) if len(items) else ()))
+                    found.append(
+                        (places[: len(items)], self._tagged(which, items) if len(items) else ())
+                    )
                 yield from self._in_order(found, end)
                 if end < len(chosen) or not (self._stops or self._can_follow(ended.tolist())):
                     return
@@ -256,18 +286,29 @@ class Sample(_Chosen):
     """The next element of a node that is drawn at random."""
 
     def __init__(
-        self, nodes: Sequence[Node], weights: Sequence[float] | None, seed: int | None, reshuffle: bool, stops: bool
+        self,
+        nodes: Sequence[Node],
+        weights: Sequence[float] | None,
+        seed: int | None,
+        reshuffle: bool,
+        stops: bool,
     ) -> None:
         super().__init__(nodes, stops, "Dataset.sample_from_datasets")
         self._weights = [1.0] * len(nodes) if weights is None else list(weights)
         self._shuffle = ShuffleState(seed, reshuffle)
 
     def __repr__(self) -> str:
-        seed = self._shuffle.own_seed  # ranks compare texts, and seeds of datasets that a function makes only so
+        seed = (
+            self._shuffle.own_seed
+        )  # ranks compare texts, and seeds of datasets that a function makes only so
         return f"Dataset.sample_from_datasets({list(self._nodes)}, {self._weights}, {seed}, {self._stops})"
 
     def cardinality(self) -> int:
-        sizes = [node.cardinality() for node, weight in zip(self._nodes, self._weights, strict=True) if weight > 0]
+        sizes = [
+            node.cardinality()
+            for node, weight in zip(self._nodes, self._weights, strict=True)
+            if weight > 0
+        ]
         return sizes[0] if len(sizes) == 1 else INFINITE if INFINITE in sizes else UNKNOWN
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
@@ -276,10 +317,14 @@ class Sample(_Chosen):
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
         random, total = epoch.generator(self._shuffle), sum(self._weights)
         while True:
-            yield random.choice(len(self._nodes), _CHOICES, p=[weight / total for weight in self._weights])
+            yield random.choice(
+                len(self._nodes), _CHOICES, p=[weight / total for weight in self._weights]
+            )
 
     def _can_follow(self, ended: Sequence[bool]) -> bool:
-        return any(weight > 0 and not over for weight, over in zip(self._weights, ended, strict=True))
+        return any(
+            weight > 0 and not over for weight, over in zip(self._weights, ended, strict=True)
+        )
 
 
 @final
@@ -295,7 +340,11 @@ class Choose(_Chosen):
 
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
         for choice in self._choice.elements(epoch):
-            if not (np.ndim(choice) == 0 and isinstance(choice, np.integer) and 0 <= choice < len(self._nodes)):
+            if not (
+                np.ndim(choice) == 0
+                and isinstance(choice, np.integer)
+                and 0 <= choice < len(self._nodes)
+            ):
                 raise ValueError(
                     f"{self._name}: choice_dataset has an element {choice!r}; it must be an integer of "
                     f"[0, {len(self._nodes)}), the number of a dataset"

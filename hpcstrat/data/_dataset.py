@@ -84,7 +84,9 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
 
     def __init__(self, node: Node) -> None:
         if not isinstance(node, Node):
-            raise TypeError("Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip")
+            raise TypeError(
+                "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip"
+            )
         super().__init__(node)
 
     @staticmethod
@@ -152,16 +154,22 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                 "because each iteration calls it again (pass `f`, not `f()`)"
             )
         if output_signature is not None and not (output_types is None and output_shapes is None):
-            raise TypeError(f"{call}: output_signature replaces output_types and output_shapes; pass one or the other")
+            raise TypeError(
+                f"{call}: output_signature replaces output_types and output_shapes; pass one or the other"
+            )
         if output_shapes is not None:
             if output_types is None:
-                raise TypeError(f"{call}: output_shapes came without output_types; pass both, or an output_signature")
+                raise TypeError(
+                    f"{call}: output_shapes came without output_types; pass both, or an output_signature"
+                )
             types, structure = nests.flatten(output_types)
             shapes: list[Any] = structure.flatten_up_to(output_shapes)
             output_signature = structure.unflatten(map(TensorSpec, shapes, types))
         for spec in [] if output_signature is None else nests.flatten(output_signature)[0]:
             if not isinstance(spec, TensorSpec):
-                raise TypeError(f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec")
+                raise TypeError(
+                    f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec"
+                )
         arrays = tuple(map(_elements.as_element, args or ()))
         return Dataset(_sources.Generated(generator, arrays, output_types, output_signature))
 
@@ -178,7 +186,9 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         leaves, structure = nests.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
-        return Dataset(_combine_ops.Zip([checked_node(leaf, "Dataset.zip") for leaf in leaves], structure))
+        return Dataset(
+            _combine_ops.Zip([checked_node(leaf, "Dataset.zip") for leaf in leaves], structure)
+        )
 
     @staticmethod
     def sample_from_datasets(
@@ -206,11 +216,17 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         call = "Dataset.sample_from_datasets"
         nodes = _nodes_of(datasets, call)
         if isinstance(weights, Dataset):
-            raise TypeError(f"{call}: weights is a Dataset, but weights that change are not possible; pass numbers")
+            raise TypeError(
+                f"{call}: weights is a Dataset, but weights that change are not possible; pass numbers"
+            )
         numbers = None if weights is None else weights_of(weights, call, len(nodes))
         return Dataset(
             _combine_ops.Sample(
-                nodes, numbers, seed_of(seed, call), bool(rerandomize_each_iteration), bool(stop_on_empty_dataset)
+                nodes,
+                numbers,
+                seed_of(seed, call),
+                bool(rerandomize_each_iteration),
+                bool(stop_on_empty_dataset),
             )
         )
 
@@ -232,10 +248,16 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """
         call = "Dataset.choose_from_datasets"
         nodes = _nodes_of(datasets, call)
-        return Dataset(_combine_ops.Choose(nodes, checked_node(choice_dataset, call), bool(stop_on_empty_dataset)))
+        return Dataset(
+            _combine_ops.Choose(
+                nodes, checked_node(choice_dataset, call), bool(stop_on_empty_dataset)
+            )
+        )
 
     @staticmethod
-    def list_files(file_pattern: Any, shuffle: bool | None = None, seed: int | None = None) -> Dataset:
+    def list_files(
+        file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
+    ) -> Dataset:
         """The names of the files that match, each a string. All ranks must find the same files.
 
         Args:
@@ -249,7 +271,10 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """
         call = "Dataset.list_files"
         several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, str)
-        patterns = [path_of(one, call, "file_pattern") for one in (file_pattern if several else [file_pattern])]
+        patterns = [
+            path_of(one, call, "file_pattern")
+            for one in (file_pattern if several else [file_pattern])
+        ]
         seed = seed_of(seed, call)
         names = sorted(name for pattern in patterns for name in glob.glob(pattern))
         if not names:
@@ -285,7 +310,12 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             ReplicaMismatchError: the ranks' pipelines or paths differ.
             Exception: whatever a function of the pipeline raised.
         """
-        _refuse(current_call(), compression=compression, shard_func=shard_func, checkpoint_args=checkpoint_args)
+        _refuse(
+            current_call(),
+            compression=compression,
+            shard_func=shard_func,
+            checkpoint_args=checkpoint_args,
+        )
         path, communicator = path_of(path, current_call()), connect()
         for shuffle in self._node.shuffles():
             shuffle.state()  # the ranks draw their seeds alike, though one alone iterates
@@ -297,13 +327,20 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         with communicator.raise_together():
             if communicator.rank == 0:
                 watchdog = communicator.watchdog
-                with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(math.inf):
+                with (
+                    contextlib.nullcontext()
+                    if watchdog is None
+                    else watchdog.extend_timeout(math.inf)
+                ):
                     _files.save(elements, path)
             communicator.exchange(signature_of(current_call(), "saved", path))
 
     @staticmethod
     def load(
-        path: str | os.PathLike[str], element_spec: Any = None, compression: None = None, reader_func: None = None
+        path: str | os.PathLike[str],
+        element_spec: Any = None,
+        compression: None = None,
+        reader_func: None = None,
     ) -> Dataset:
         """The elements that `save` wrote to the folder `path`, in their order.
 
@@ -375,7 +412,9 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
 
         def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property whose function of the user raised AttributeError: again
+            if hasattr(
+                type(self), name
+            ):  # a property whose function of the user raised AttributeError: again
                 return object.__getattribute__(self, name)
             raise missing_in_dataset(name, "'Dataset' object")
 

@@ -66,11 +66,15 @@ class _Slot:
             return None
         leaves, structure = nests.flatten(step.value)
         moved = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
         ]
         arrays = [np.asarray(leaves[i]) for i in moved]
         packed = layout_of(
-            tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays]), _ALIGNMENT
+            tuple([array.shape for array in arrays]),
+            tuple([array.dtype for array in arrays]),
+            _ALIGNMENT,
         )
         if self.copied is not None:
             # The previous transfer from this memory may still be running, while the batch it carries is long in use.
@@ -78,7 +82,15 @@ class _Slot:
         if self._pinned.size < packed.nbytes:
             self._pinned = gpu.pinned(packed.nbytes)
         packed.write(self._pinned, arrays)
-        return _Loaded(step._replace(value=None), leaves, structure, moved, packed, self._pinned[: packed.nbytes], self)
+        return _Loaded(
+            step._replace(value=None),
+            leaves,
+            structure,
+            moved,
+            packed,
+            self._pinned[: packed.nbytes],
+            self,
+        )
 
 
 def _goes_to_gpu(leaf: Any) -> bool:
@@ -141,7 +153,9 @@ class _Copies(NamedTuple):
 
 @span(
     INPUT,
-    lambda loaded, xp, copies: Details("copy a batch", loaded.layout.nbytes, _Copies(copies, copies.device_id)),
+    lambda loaded, xp, copies: Details(
+        "copy a batch", loaded.layout.nbytes, _Copies(copies, copies.device_id)
+    ),
 )
 def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.

@@ -80,9 +80,15 @@ class DistributedDataset(ResumableDataset):
         distribution = self._distribution
         every = settings.is_on("HPCSTRAT_CHECK")
         # Arrays seldom change between epochs, so their samples are compared once: that reads from disk, or from memory.
-        arrays = None if self._is_compared and not every else functools.partial(self._node.checksums, every)
+        arrays = (
+            None
+            if self._is_compared and not every
+            else functools.partial(self._node.checksums, every)
+        )
         with call_named(f"iterating over {distribution.call}"):
-            epoch = begin_together(self._node, distribution.communicator, rounds, taken, distribution.workers, arrays)
+            epoch = begin_together(
+                self._node, distribution.communicator, rounds, taken, distribution.workers, arrays
+            )
         self._is_compared = True
         iterator = DistributedIterator(distribution, epoch, taken)
         self._note_begun(iterator)
@@ -93,7 +99,10 @@ class DistributedDataset(ResumableDataset):
 
 
 def distribute_dataset(
-    dataset: Any, communicator: InputCommunicator, options: InputOptions | None, prefetcher: Prefetcher | None = None
+    dataset: Any,
+    communicator: InputCommunicator,
+    options: InputOptions | None,
+    prefetcher: Prefetcher | None = None,
 ) -> DistributedDataset:
     """Splits each batch of `dataset` between the replicas.
 
@@ -127,7 +136,9 @@ def distribute_dataset(
     evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
     split = split_evenly if evenly else split_in_order
     workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers))
+    return DistributedDataset(
+        Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers)
+    )
 
 
 def distribute_from_function(
@@ -170,7 +181,9 @@ def distribute_from_function(
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(Distribution(node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers))
+    return DistributedDataset(
+        Distribution(node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers)
+    )
 
 
 def check_sharding(dataset: Dataset) -> None:
@@ -193,11 +206,15 @@ def _is_off(dataset: Any) -> bool:
     return dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF
 
 
-def _check_options(options: InputOptions | None, call: str, takes_per_replica: bool = False) -> InputOptions:
+def _check_options(
+    options: InputOptions | None, call: str, takes_per_replica: bool = False
+) -> InputOptions:
     if options is None:
         return InputOptions()
     if not isinstance(options, InputOptions):
-        raise TypeError(f"{call}: options is {type(options).__name__}; it must be an InputOptions or None")
+        raise TypeError(
+            f"{call}: options is {type(options).__name__}; it must be an InputOptions or None"
+        )
     per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
     if per_replica and not takes_per_replica:
         raise NotImplementedError(
@@ -229,9 +246,13 @@ def _node_of(dataset: Any, call: str) -> Node:
             "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
         )
     if isinstance(getattr(dataset, "__self__", None), Dataset):
-        raise TypeError(f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it returns")
+        raise TypeError(
+            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it returns"
+        )
     if isinstance(dataset, DistributedDataset):
-        raise TypeError(f"{call}: the dataset is already distributed; pass the Dataset it was made of")
+        raise TypeError(
+            f"{call}: the dataset is already distributed; pass the Dataset it was made of"
+        )
     if isinstance(dataset, Iterator):
         raise TypeError(
             f"{call}: {kind} can be iterated over only once; pass the generator function itself (`f`, not `f()`), a "

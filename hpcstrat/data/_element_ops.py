@@ -36,7 +36,11 @@ class Map(Transformation):
     """
 
     def __init__(
-        self, source: Node, function: Callable[..., Any], calls: int, dataset_of: Callable[[Node], Any]
+        self,
+        source: Node,
+        function: Callable[..., Any],
+        calls: int,
+        dataset_of: Callable[[Node], Any],
     ) -> None:
         super().__init__(
             source,
@@ -94,7 +98,9 @@ class Map(Transformation):
             elements = map(self._source.load, chunk)
         else:  # one gather for the whole chunk, then the function row by row
             elements = _elements.unstack(self._source.fetch(chunk))
-        return _elements.stack(list(map_in_threads(self._apply, elements, min(self._calls, len(chunk)))))
+        return _elements.stack(
+            list(map_in_threads(self._apply, elements, min(self._calls, len(chunk))))
+        )
 
     def _example(self, spec: Any) -> Any:
         """An element that `spec` describes, made of zeros; a dataset in it has one element."""
@@ -102,7 +108,9 @@ class Map(Transformation):
         def example(leaf: Any) -> Any:
             if not isinstance(leaf, _elements.DatasetSpec):
                 return np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()]
-            return self._dataset_of(Generated(lambda: [self._example(leaf.element_spec)], (), None, None))
+            return self._dataset_of(
+                Generated(lambda: [self._example(leaf.element_spec)], (), None, None)
+            )
 
         return nests.map_leaves(example, spec)
 
@@ -179,7 +187,9 @@ class Scan(Transformation):
         state = self._initial_state
         for element in with_failures(self._source.elements(epoch)):
             try:
-                result = call_with(self._function, (state, unwrapped(element)), "Dataset.scan", "scan_func")
+                result = call_with(
+                    self._function, (state, unwrapped(element)), "Dataset.scan", "scan_func"
+                )
                 if not (type(result) in (tuple, list) and len(result) == 2):
                     raise TypeError(
                         f"Dataset.scan: scan_func returned {type(result).__name__}; it must return a pair, the next "
@@ -321,6 +331,8 @@ def _resized(example: Any, spec: Any) -> Any:
         for axis, size in enumerate(known.shape):
             if size is None:
                 length = leaf.shape[axis]
-                leaf = leaf.take(np.arange(length - 1) if length > 1 else np.zeros(2 * length, np.int64), axis)
+                leaf = leaf.take(
+                    np.arange(length - 1) if length > 1 else np.zeros(2 * length, np.int64), axis
+                )
         resized.append(leaf)
     return structure.unflatten(resized)

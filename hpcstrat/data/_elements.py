@@ -137,7 +137,9 @@ def with_columns(batch: Any) -> Any:
 
 def _are_of_python(values: list[Any]) -> bool:
     return all(
-        _are_of_python(value) if isinstance(value, list) else type(value) in (bool, int, float, complex, str)
+        _are_of_python(value)
+        if isinstance(value, list)
+        else type(value) in (bool, int, float, complex, str)
         for value in values
     )
 
@@ -185,14 +187,18 @@ def unlike(parts: Iterable[tuple[str, tuple[_Kind, ...]]]) -> ValueError:
     structures, kinds = zip(*parts, strict=True)
     if len(set(structures)) > 1:
         return _unlike_structures(*sorted(set(structures))[:2])
-    return _unlike_kinds(next(column for column in map(set, zip(*kinds, strict=True)) if len(column) > 1))
+    return _unlike_kinds(
+        next(column for column in map(set, zip(*kinds, strict=True)) if len(column) > 1)
+    )
 
 
 def _kind(leaf: Any, shape: tuple[int, ...]) -> _Kind:
     return _name(leaf.dtype), shape
 
 
-@functools.lru_cache(maxsize=64)  # NumPy makes the name anew each time, in as long as the rest of a step's comparison
+@functools.lru_cache(
+    maxsize=64
+)  # NumPy makes the name anew each time, in as long as the rest of a step's comparison
 def _name(dtype: np.dtype[Any]) -> str:
     return {"S": "bytes", "U": "str"}.get(dtype.kind) or dtype.name
 
@@ -233,7 +239,9 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 def copied(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return nests.map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
+    return nests.map_leaves(
+        lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element
+    )
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
@@ -256,7 +264,9 @@ def spec_of(element: Any) -> Any:
     """The nest of `TensorSpec` that describes `element`."""
     return nests.map_leaves(
         lambda leaf: (
-            DatasetSpec(leaf.element_spec) if isinstance(leaf, DatasetLeaf) else TensorSpec(leaf.shape, leaf.dtype)
+            DatasetSpec(leaf.element_spec)
+            if isinstance(leaf, DatasetLeaf)
+            else TensorSpec(leaf.shape, leaf.dtype)
         ),
         element,
     )
@@ -271,7 +281,8 @@ def common_spec(first: Any, second: Any) -> Any:
     ours, structure = nests.flatten(first)
     theirs, other = nests.flatten(second)
     if structure != other or any(
-        not are_alike(a.dtype, b.dtype) or len(a.shape) != len(b.shape) for a, b in zip(ours, theirs, strict=True)
+        not are_alike(a.dtype, b.dtype) or len(a.shape) != len(b.shape)
+        for a, b in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
             "Dataset: elements must be alike in structure, dtype and number of dimensions; they are "

@@ -76,7 +76,9 @@ def save(elements: Iterator[Any], path: str) -> None:
     """
     path = os.path.abspath(path)
     if os.path.lexists(path) and not os.path.exists(os.path.join(path, _HEADER)):
-        raise FileExistsError(errno.EEXIST, "Dataset.save: it exists and is not a dataset that was saved", path)
+        raise FileExistsError(
+            errno.EEXIST, "Dataset.save: it exists and is not a dataset that was saved", path
+        )
     partial = f"{path}.partial-{secrets.token_hex(4)}"
     os.makedirs(partial)
     try:
@@ -110,8 +112,15 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
     if structure is None:
-        raise ValueError("Dataset.save: there are no elements, so their shapes and dtypes are unknown")
-    header = {"format": _FORMAT, "count": count, "nest": skeleton, "leaves": [column.finish() for column in columns]}
+        raise ValueError(
+            "Dataset.save: there are no elements, so their shapes and dtypes are unknown"
+        )
+    header = {
+        "format": _FORMAT,
+        "count": count,
+        "nest": skeleton,
+        "leaves": [column.finish() for column in columns],
+    }
     with open(os.path.join(folder, _HEADER), "w") as file:
         json.dump(header, file)
 
@@ -153,9 +162,13 @@ def load(path: str) -> Node:
         with open(header_path) as file:
             header = json.load(file)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise FileNotFoundError(errno.ENOENT, "Dataset.load: there is no dataset that was saved", path) from error
+        raise FileNotFoundError(
+            errno.ENOENT, "Dataset.load: there is no dataset that was saved", path
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"Dataset.load: {header_path} is not a header of a dataset: {error}; save it again") from error
+        raise ValueError(
+            f"Dataset.load: {header_path} is not a header of a dataset: {error}; save it again"
+        ) from error
     if not isinstance(header, dict) or not {"format", "count", "nest", "leaves"} <= header.keys():
         raise ValueError(
             f"Dataset.load: {header_path} is not a header of a dataset: it must have a format, a count, a nest and "
@@ -163,12 +176,17 @@ def load(path: str) -> Node:
         )
     if header["format"] != _FORMAT:
         found = reprlib.repr(header["format"])
-        raise ValueError(f"Dataset.load: {path} has the format {found}; this version reads {_FORMAT}")
+        raise ValueError(
+            f"Dataset.load: {path} has the format {found}; this version reads {_FORMAT}"
+        )
     count, skeleton = header["count"], header["nest"]
     try:
         if not _is_size(count):
             raise ValueError(f"its count is {count!r}")
-        columns = [_Stored(os.path.join(path, f"leaf{i}"), kinds, count) for i, kinds in enumerate(header["leaves"])]
+        columns = [
+            _Stored(os.path.join(path, f"leaf{i}"), kinds, count)
+            for i, kinds in enumerate(header["leaves"])
+        ]
         if sorted(_numbers_in(skeleton)) != [*range(len(columns))]:
             raise ValueError(f"its nest does not have each of the {len(columns)} leaves once")
     except (
@@ -178,7 +196,9 @@ def load(path: str) -> Node:
         ValueError,
         tokenize.TokenError,
     ) as error:  # the last: NumPy's
-        raise ValueError(f"Dataset.load: {path} is damaged: {error}; save the dataset again") from error
+        raise ValueError(
+            f"Dataset.load: {path} is damaged: {error}; save the dataset again"
+        ) from error
     if all(column.whole is not None for column in columns):
         return Slices(_rebuilt(skeleton, [column.whole for column in columns]))
     return _Saved(path, skeleton, columns, count)
@@ -198,7 +218,9 @@ def _numbers_in(skeleton: Any) -> Iterator[int]:
         yield skeleton
         return
     items = [*skeleton.items()] if isinstance(skeleton, dict) else []
-    if len(items) != 1 or type(items[0][1]) is not {"tuple": list, "list": list, "dict": dict}.get(items[0][0]):
+    if len(items) != 1 or type(items[0][1]) is not {"tuple": list, "list": list, "dict": dict}.get(
+        items[0][0]
+    ):
         raise ValueError(f"a part of its nest is {reprlib.repr(skeleton)}")
     members = items[0][1]
     for member in members.values() if isinstance(members, dict) else members:
@@ -230,7 +252,9 @@ class _Stored:
         found, nbytes = os.path.getsize(path), sum(map(operator.mul, counts, sizes))
         if found != nbytes:
             raise ValueError(f"{path} has {found} bytes; it must have {nbytes}")
-        self._bytes: Any = np.asarray(np.memmap(path, np.uint8, "r")) if nbytes else np.empty(0, np.uint8)
+        self._bytes: Any = (
+            np.asarray(np.memmap(path, np.uint8, "r")) if nbytes else np.empty(0, np.uint8)
+        )
         self.whole: Any = None
         if len(sizes) == 1:
             ((dtype, shape),) = self._kinds
@@ -251,11 +275,21 @@ class _Stored:
     def spec(self) -> TensorSpec:
         """Sizes in which elements differ are `None`."""
         dtypes = {dtype for dtype, _ in self._kinds}
-        ((first, *_), ranks) = [shape for _, shape in self._kinds], {len(shape) for _, shape in self._kinds}
-        if len(ranks) > 1 or len({dtype.kind if dtype.kind in "SU" else dtype for dtype in dtypes}) > 1:
-            raise TypeError("Dataset.element_spec: the saved elements differ in dtype or number of dimensions")
+        ((first, *_), ranks) = (
+            [shape for _, shape in self._kinds],
+            {len(shape) for _, shape in self._kinds},
+        )
+        if (
+            len(ranks) > 1
+            or len({dtype.kind if dtype.kind in "SU" else dtype for dtype in dtypes}) > 1
+        ):
+            raise TypeError(
+                "Dataset.element_spec: the saved elements differ in dtype or number of dimensions"
+            )
         shapes = zip(*[shape for _, shape in self._kinds], strict=True)
-        sizes = [one if len({one, *others}) == 1 else None for one, *others in shapes] if first else []
+        sizes = (
+            [one if len({one, *others}) == 1 else None for one, *others in shapes] if first else []
+        )
         return TensorSpec(sizes, np.result_type(*dtypes))
 
 
@@ -269,7 +303,11 @@ def _as_kind(dtype: Any, shape: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     if found is None or found.kind not in _KINDS:
         raise ValueError(f"elements have the dtype {dtype!r}")
     # An empty string has no bytes, but arrays of them do.
-    if not isinstance(shape, list) or not all(map(_is_size, shape)) or (shape and not found.itemsize):
+    if (
+        not isinstance(shape, list)
+        or not all(map(_is_size, shape))
+        or (shape and not found.itemsize)
+    ):
         raise ValueError(f"elements of dtype {dtype} have the shape {reprlib.repr(shape)}")
     return found, tuple(shape)
 

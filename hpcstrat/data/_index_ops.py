@@ -10,7 +10,17 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, Transformation, join
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    Chunk,
+    EpochPass,
+    Keys,
+    Node,
+    ShuffleState,
+    Transformation,
+    join,
+)
 from hpcstrat.data._options import Options
 from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads
@@ -55,11 +65,19 @@ class Choosing(Transformation):
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         if self.threads < 2:
             return super().elements(epoch)
-        return map_in_threads(self.load, itertools.chain.from_iterable(self.chunks(epoch)), self.threads)
+        return map_in_threads(
+            self.load, itertools.chain.from_iterable(self.chunks(epoch)), self.threads
+        )
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
-        return self._infinite() if size == INFINITE else size if size == UNKNOWN else self._chosen(size)
+        return (
+            self._infinite()
+            if size == INFINITE
+            else size
+            if size == UNKNOWN
+            else self._chosen(size)
+        )
 
     @abc.abstractmethod
     def _chosen(self, size: int) -> int:
@@ -139,7 +157,11 @@ class Shard(Choosing):
         for chunk in self._source.chunks(epoch):
             if ahead < len(chunk):
                 yield chunk[ahead :: self._num_shards]
-            ahead = (ahead - len(chunk)) % self._num_shards if ahead < len(chunk) else ahead - len(chunk)
+            ahead = (
+                (ahead - len(chunk)) % self._num_shards
+                if ahead < len(chunk)
+                else ahead - len(chunk)
+            )
 
 
 @final
@@ -168,7 +190,9 @@ class Repeat(Choosing):
                 yield chunk
             done += 1
             empty = empty + 1 if given == before else 0
-            if empty and (self._source.cardinality() == 0 or (self._count < 0 and self._ends(given, empty))):
+            if empty and (
+                self._source.cardinality() == 0 or (self._count < 0 and self._ends(given, empty))
+            ):
                 return
 
     def _ends(self, given: int, empty: int) -> bool:
@@ -258,7 +282,9 @@ def _shuffled_positions(size: int, random: np.random.Generator) -> Iterator[Keys
         yield random.permutation(size)[:, np.newaxis]
 
 
-def _shuffled_items(stream: Iterator[list[Any]], size: int, random: np.random.Generator) -> Iterator[list[Any]]:
+def _shuffled_items(
+    stream: Iterator[list[Any]], size: int, random: np.random.Generator
+) -> Iterator[list[Any]]:
     """Draws from a buffer of `size` items; each new item replaces the one just drawn."""
     buffer, slots = [], iter(())
     for chunk in stream:
@@ -268,7 +294,9 @@ def _shuffled_items(stream: Iterator[list[Any]], size: int, random: np.random.Ge
                 continue
             slot = next(slots, None)
             if slot is None:
-                slots = iter(random.integers(size, size=1024).tolist())  # many per call: a call costs microseconds
+                slots = iter(
+                    random.integers(size, size=1024).tolist()
+                )  # many per call: a call costs microseconds
                 slot = next(slots)
             yield [buffer[slot]]
             buffer[slot] = item
@@ -276,7 +304,9 @@ def _shuffled_items(stream: Iterator[list[Any]], size: int, random: np.random.Ge
         yield [buffer[slot]]
 
 
-def _shuffled_keys(stream: Iterator[Keys], size: int, random: np.random.Generator) -> Iterator[Keys]:
+def _shuffled_keys(
+    stream: Iterator[Keys], size: int, random: np.random.Generator
+) -> Iterator[Keys]:
     """As `_shuffled_items`, but whole chunks at a time. A buffer that holds the whole dataset is one permutation."""
     waiting, held = [], 0
     for chunk in stream:
@@ -314,5 +344,7 @@ def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys,
     leaving = slots.astype(np.int64)
     leaving[order[again]] = order[again - 1] + size
     staying = np.arange(size)
-    staying[slots] = np.arange(size, size + steps)  # of equal indices the last assignment holds, as it should
+    staying[slots] = np.arange(
+        size, size + steps
+    )  # of equal indices the last assignment holds, as it should
     return leaving, staying

@@ -50,12 +50,22 @@ class Interleave(Transformation):
         block_length: int,
         threads: int,
     ) -> None:
-        super().__init__(source, call, width=None, user_code=True, batch_sizes=(), rows=None, inputs_per_element=None)
+        super().__init__(
+            source,
+            call,
+            width=None,
+            user_code=True,
+            batch_sizes=(),
+            rows=None,
+            inputs_per_element=None,
+        )
         self._function = function
         self._cycle_length = cycle_length
         self._block_length = block_length
         self._threads = threads
-        self._shuffle = ShuffleState(None, True)  # from which those of the datasets have their seeds
+        self._shuffle = ShuffleState(
+            None, True
+        )  # from which those of the datasets have their seeds
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)

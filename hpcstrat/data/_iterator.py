@@ -96,12 +96,18 @@ class DistributedIterator(ResumableIterator):
         distribution, communicator = self._distribution, self._communicator
         # Without user code all ranks of a worker walk the same keys and need no exchange. Workers have separate
         # pipelines, which may end at different steps.
-        self._compares = communicator.size > 1 and (self._node.user_code or distribution.workers.count > 1)
+        self._compares = communicator.size > 1 and (
+            self._node.user_code or distribution.workers.count > 1
+        )
         epoch.checksum = Checksum(self._compares, every=settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
-        steps = distribution.split(after(self._node, taken), epoch, peers.index(communicator.rank), len(peers))
+        steps = distribution.split(
+            after(self._node, taken), epoch, peers.index(communicator.rank), len(peers)
+        )
         prefetcher = distribution.prefetcher
-        self._steps = prefetched(steps, self._node, epoch) if prefetcher is None else prefetcher(steps)
+        self._steps = (
+            prefetched(steps, self._node, epoch) if prefetcher is None else prefetcher(steps)
+        )
         self._number = 0
         self._epoch, self._taken = epoch, taken
 
@@ -173,7 +179,13 @@ class DistributedIterator(ResumableIterator):
                 step = next(self._steps, _END)
                 # One exchange tells all that can differ. Without it a rank whose generator ends early would leave the
                 # others waiting in a collective of the step.
-                own = step.total, step.checksum, step.error is not None, step.is_scarce, self._kinds(step.value)
+                own = (
+                    step.total,
+                    step.checksum,
+                    step.error is not None,
+                    step.is_scarce,
+                    self._kinds(step.value),
+                )
                 everyones = self._communicator.all_gather_obj(own)
         except BaseException:
             self._end()
@@ -240,10 +252,14 @@ class DistributedIterator(ResumableIterator):
 
     def _differences(self, values: Sequence[int | None]) -> str:
         """Every rank's value as text, and ends the iteration, if values differ within a worker; else an empty text."""
-        if all(len(set(of_worker)) == 1 for of_worker in self._distribution.workers.grouped(values)):
+        if all(
+            len(set(of_worker)) == 1 for of_worker in self._distribution.workers.grouped(values)
+        ):
             return ""
         self._end()
-        return ", ".join(f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values))
+        return ", ".join(
+            f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values)
+        )
 
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended while those of another go on."""
@@ -254,7 +270,9 @@ class DistributedIterator(ResumableIterator):
                 f"{self._call}: one worker's elements end before another's, and elements without dimensions have no "
                 "empty form; batch the dataset"
             )
-        value = nests.map_leaves(lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec)
+        value = nests.map_leaves(
+            lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec
+        )
         prefetcher = self._distribution.prefetcher
         step = Step(0, value)
         return step if prefetcher is None else next(prefetcher(iter([step])))

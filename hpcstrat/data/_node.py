@@ -123,7 +123,9 @@ class EpochPass:
         if self._salt is not None:
             number = self._rounds.setdefault(shuffle, 0)
             self._rounds[shuffle] = number + 1
-            if shuffle.own_seed is None:  # two of them have different orders; two with one seed equal ones, as outside
+            if (
+                shuffle.own_seed is None
+            ):  # two of them have different orders; two with one seed equal ones, as outside
                 own, within = (0, list(self._rounds).index(shuffle)), self._salt
             else:
                 own, within = (shuffle.own_seed,), self._place
@@ -133,7 +135,10 @@ class EpochPass:
         self._rounds[shuffle] = number + 1
         self._first.setdefault(shuffle, number)
         if not self._frozen:
-            self.reached = {**self.reached, shuffle: number + 1}  # a new one, which another thread may keep
+            self.reached = {
+                **self.reached,
+                shuffle: number + 1,
+            }  # a new one, which another thread may keep
             if not self.runs_ahead:
                 self.commit(self.reached)
         return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
@@ -335,7 +340,9 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of the same stream."""
     if len(chunks) == 1:
         return chunks[0]
-    if isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2:  # keys; batches of them may differ in size
+    if (
+        isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2
+    ):  # keys; batches of them may differ in size
         return np.concatenate(chunks)
     return [item for chunk in chunks for item in chunk]
 

@@ -29,11 +29,17 @@ class _Group:
     def __setattr__(self, attribute: str, value: Any) -> None:
         known = [name for name in self.__dict__ if name != "_name"]
         if attribute not in known:
-            raise AttributeError(f"{self._name} has no attribute {attribute!r}; it has {', '.join(known)}")
+            raise AttributeError(
+                f"{self._name} has no attribute {attribute!r}; it has {', '.join(known)}"
+            )
         self.__dict__[attribute] = value
 
     def __repr__(self) -> str:
-        found = {name: value for name, value in self.__dict__.items() if name != "_name" and value is not None}
+        found = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name != "_name" and value is not None
+        }
         return f"{self._name}({', '.join(map('{}={!r}'.format, found, found.values()))})"
 
     def __eq__(self, other: object) -> bool:
@@ -53,12 +59,17 @@ class Options(_Group):
     """
 
     def __init__(self) -> None:
-        groups = {name: _Group(f"Options.{name}", dict(attributes)) for name, attributes in _GROUPS.items()}
+        groups = {
+            name: _Group(f"Options.{name}", dict(attributes))
+            for name, attributes in _GROUPS.items()
+        }
         super().__init__("Options", {**dict.fromkeys(_ATTRIBUTES), **groups})
 
     def __setattr__(self, attribute: str, value: Any) -> None:
         if attribute in _GROUPS and not isinstance(value, _Group):
-            raise TypeError(f"Options: {attribute} has attributes of its own: options.{attribute}.... = {value!r}")
+            raise TypeError(
+                f"Options: {attribute} has attributes of its own: options.{attribute}.... = {value!r}"
+            )
         super().__setattr__(attribute, value)
 
     def merge(self, options: Options) -> Options:

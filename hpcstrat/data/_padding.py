@@ -10,7 +10,9 @@ import numpy as np
 from hpcstrat._core import nests
 
 
-def shapes_for(shapes: Any, structure: nests.Structure, actual: Sequence[Any]) -> list[tuple[Any, ...] | None]:
+def shapes_for(
+    shapes: Any, structure: nests.Structure, actual: Sequence[Any]
+) -> list[tuple[Any, ...] | None]:
     """The shape that each leaf of an element is padded to; `None` for that of the largest.
 
     Raises:
@@ -26,7 +28,8 @@ def shapes_for(shapes: Any, structure: nests.Structure, actual: Sequence[Any]) -
             "a shape for each leaf"
         ) from error
     found: list[tuple[Any, ...] | None] = [
-        None if one is None else tuple(one) if isinstance(one, (tuple, list)) else (one,) for one in given
+        None if one is None else tuple(one) if isinstance(one, (tuple, list)) else (one,)
+        for one in given
     ]
     for wanted, own in zip(found, actual, strict=True):
         if wanted is not None and len(wanted) != len(own):
@@ -70,7 +73,10 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
     shape = (
         largest
         if wanted is None
-        else [most if size is None or size < 0 else size for size, most in zip(wanted, largest, strict=True)]
+        else [
+            most if size is None or size < 0 else size
+            for size, most in zip(wanted, largest, strict=True)
+        ]
     )
     if any(most > size for most, size in zip(largest, shape, strict=True)):
         raise ValueError(

@@ -61,7 +61,9 @@ class Resumable(abc.ABC):
         # saw, or twice at the same: that is worth an error. Another batch size is not: it is left out of the text.
         shuffles = len(self._node.shuffles())
         if shuffles != len(position.shuffles):
-            return f"its pipeline has {shuffles} shuffles and the saved one {len(position.shuffles)}"
+            return (
+                f"its pipeline has {shuffles} shuffles and the saved one {len(position.shuffles)}"
+            )
         if position.taken is None:
             return None
         if (pipeline := _describe(self._node)) != position.pipeline:
@@ -191,13 +193,19 @@ class ResumableDataset(Resumable):
         super().__init__(node)
         # Weak: an iteration that the program has dropped is over, and must not keep its batches in memory.
         self._last: weakref.ref[ResumableIterator] | None = None
-        self._resumed: Position | None = None  # where the next iteration begins, if not at the beginning
+        self._resumed: Position | None = (
+            None  # where the next iteration begins, if not at the beginning
+        )
 
     def _position(self) -> Position:
         if self._resumed is not None:
             return self._resumed
         last = None if self._last is None else self._last()
-        return _position_of(self._node, EpochPass(), None) if last is None or last._taken is None else last._position()
+        return (
+            _position_of(self._node, EpochPass(), None)
+            if last is None or last._taken is None
+            else last._position()
+        )
 
     def _seek(self, position: Position) -> None:
         self._restore_rounds(position)
@@ -262,8 +270,14 @@ def begin_together(
         return EpochPass(begun)
     with communicator.raise_together():
         shuffles = node.shuffles()
-        pipeline = f"{node!r} with {node.cardinality()} elements" + (f" after the first {taken}" if taken else "")
-        states = [(seed, begun.get(shuffle, number)) for shuffle in shuffles for seed, number in [shuffle.state()]]
+        pipeline = f"{node!r} with {node.cardinality()} elements" + (
+            f" after the first {taken}" if taken else ""
+        )
+        states = [
+            (seed, begun.get(shuffle, number))
+            for shuffle in shuffles
+            for seed, number in [shuffle.state()]
+        ]
         own = pipeline, states, [] if arrays is None else arrays()
         everyones = communicator.all_gather_obj(own)
     pipelines, orders, contents = zip(*everyones, strict=True)
@@ -287,7 +301,8 @@ def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Wo
             if len(set(found)) > 1:
                 ranks = [rank for rank, _ in of_worker]
                 seen = ", ".join(
-                    f"rank {rank} {checksum:08x}" for rank, (_, checksum) in zip(ranks, found, strict=True)
+                    f"rank {rank} {checksum:08x}"
+                    for rank, (_, checksum) in zip(ranks, found, strict=True)
                 )
                 raise ReplicaMismatchError(
                     f"{current_call()}: the ranks have different arrays in {found[0][0]}, with checksums {seen}. "
@@ -327,13 +342,19 @@ def after(node: Node, count: int) -> Node:
 
 
 def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
-    shuffles = tuple([(shuffle.state()[0], epoch.first_round(shuffle)) for shuffle in node.shuffles()])
+    shuffles = tuple(
+        [(shuffle.state()[0], epoch.first_round(shuffle)) for shuffle in node.shuffles()]
+    )
     if taken is None:
         return Position(_describe(node), shuffles, None)
     inner, size = _without_batches(node)
     # After a short last batch `taken * size` lies beyond the end, where no pipeline could resume.
     cardinality = inner.cardinality()
-    return Position(_describe(node), shuffles, taken * size if cardinality < 0 else min(taken * size, cardinality))
+    return Position(
+        _describe(node),
+        shuffles,
+        taken * size if cardinality < 0 else min(taken * size, cardinality),
+    )
 
 
 def _batches_covering(node: Node, taken: int) -> int:

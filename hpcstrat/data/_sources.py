@@ -28,7 +28,9 @@ class Indexed(Node):
     """A source with random access; a key is an element's position."""
 
     def __init__(self) -> None:
-        super().__init__(width=1, user_code=False, batch_sizes=(), rows=None, inputs_per_element=None)
+        super().__init__(
+            width=1, user_code=False, batch_sizes=(), rows=None, inputs_per_element=None
+        )
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return _positions(self.cardinality())
@@ -56,7 +58,9 @@ class Range(Indexed):
         return len(self._numbers)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return (chunk[:, 0] * self._numbers.step + self._numbers.start).astype(self._dtype, copy=False)
+        return (chunk[:, 0] * self._numbers.step + self._numbers.start).astype(
+            self._dtype, copy=False
+        )
 
 
 @final
@@ -77,10 +81,17 @@ class Tensors(Indexed):
         return 1
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        return [(repr(self), of_arrays([np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]], every))]
+        return [
+            (
+                repr(self),
+                of_arrays([np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]], every),
+            )
+        ]
 
     def fetch(self, chunk: Chunk) -> Any:
-        return nests.map_leaves(lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element)
+        return nests.map_leaves(
+            lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element
+        )
 
 
 @final
@@ -94,14 +105,18 @@ class Slices(Indexed):
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
         # For each batch: the structure itself takes four times as long as `tuple`.
-        is_tuple = self._structure.type is tuple and self._structure.num_nodes == 1 + len(self._leaves)
+        is_tuple = self._structure.type is tuple and self._structure.num_nodes == 1 + len(
+            self._leaves
+        )
         self._nested: Callable[[list[Any]], Any] = tuple if is_tuple else self._structure.unflatten
 
     def __repr__(self) -> str:
         return f"Dataset.from_tensor_slices({self._size} of {self.spec()})"
 
     def spec(self) -> Any:
-        return self._structure.unflatten(TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in self._leaves)
+        return self._structure.unflatten(
+            TensorSpec(leaf.shape[1:], leaf.dtype) for leaf in self._leaves
+        )
 
     def cardinality(self) -> int:
         return self._size
@@ -116,7 +131,11 @@ class Slices(Indexed):
     def fetch(self, chunk: Chunk) -> Any:
         rows, size = chunk[:, 0], len(chunk)
         # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of a file.
-        if size and rows[-1] - rows[0] == size - 1 and np.count_nonzero(rows[1:] > rows[:-1]) == size - 1:
+        if (
+            size
+            and rows[-1] - rows[0] == size - 1
+            and np.count_nonzero(rows[1:] > rows[:-1]) == size - 1
+        ):
             run = slice(int(rows[0]), int(rows[0]) + size)
             return self._nested([leaf[run].copy() for leaf in self._leaves])
         return self._nested([leaf.take(rows, 0) for leaf in self._leaves])
@@ -131,7 +150,9 @@ class _Produced(Node):
     """
 
     def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
-        super().__init__(width=None, user_code=True, batch_sizes=batch_sizes, rows=None, inputs_per_element=None)
+        super().__init__(
+            width=None, user_code=True, batch_sizes=batch_sizes, rows=None, inputs_per_element=None
+        )
         self._compared = compared
 
     def cardinality(self) -> int:
@@ -156,7 +177,11 @@ class Generated(_Produced):
     """What a generator function yields, converted to `types`, or checked against `signature`, if given."""
 
     def __init__(
-        self, generator: Callable[..., Iterable[Any]], args: tuple[Any, ...], types: Any, signature: Any
+        self,
+        generator: Callable[..., Iterable[Any]],
+        args: tuple[Any, ...],
+        types: Any,
+        signature: Any,
     ) -> None:
         super().__init__((), _FEW)
         self._generator = generator
@@ -180,10 +205,13 @@ class Generated(_Produced):
     def _produce(self) -> Iterator[Any]:
         if self._signature is not None:
             convert = _converter(
-                [(spec.dtype, spec.shape) for spec in nests.flatten(self._signature)[0]], self._signature
+                [(spec.dtype, spec.shape) for spec in nests.flatten(self._signature)[0]],
+                self._signature,
             )
         elif self._types is not None:
-            convert = _converter([(dtype, None) for dtype in nests.flatten(self._types)[0]], self._types)
+            convert = _converter(
+                [(dtype, None) for dtype in nests.flatten(self._types)[0]], self._types
+            )
         else:
             convert = _own_element
         for value in self._generator(*self._args):
@@ -194,7 +222,9 @@ def _own_element(value: Any) -> Any:
     return _elements.copied(_elements.as_element(value))
 
 
-def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any) -> Callable[[Any], Any]:
+def _converter(
+    kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
+) -> Callable[[Any], Any]:
     """A function that converts to these dtypes, checks these shapes (`None`: any), and nests like `like`."""
     _, structure = nests.flatten(like)
 
@@ -204,7 +234,8 @@ def _converter(kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
             for leaf, (dtype, shape) in zip(structure.flatten_up_to(value), kinds, strict=True):
                 array = np.array(leaf, dtype)  # a copy: generators may reuse their arrays
                 if shape is not None and not (
-                    len(shape) == array.ndim and all(m in (None, n) for m, n in zip(shape, array.shape, strict=True))
+                    len(shape) == array.ndim
+                    and all(m in (None, n) for m, n in zip(shape, array.shape, strict=True))
                 ):
                     raise ValueError(f"shape {array.shape} is not {shape}")
                 arrays.append(array[()])
@@ -227,11 +258,15 @@ class Batches(_Produced):
         self._iterable = iterable
 
     def __repr__(self) -> str:
-        return name_of(self._iterable) if callable(self._iterable) else type(self._iterable).__name__
+        return (
+            name_of(self._iterable) if callable(self._iterable) else type(self._iterable).__name__
+        )
 
     def spec(self) -> Any:
         for element in self.elements(EpochPass(frozen=True)):
-            return nests.map_leaves(lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element)
+            return nests.map_leaves(
+                lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element
+            )
         raise ValueError(
             f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are unknown; "
             "give it at least one batch"
@@ -240,7 +275,9 @@ class Batches(_Produced):
     def _produce(self) -> Iterator[Any]:
         batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()
         for batch in batches:
-            yield nests.map_leaves(lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch))
+            yield nests.map_leaves(
+                lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch)
+            )
 
 
 def name_of(function: Any) -> str:

@@ -85,7 +85,11 @@ class InputOptions:
         if self.even_batches is not None:
             warnings.warn(
                 f"InputOptions: even_batches is {self.even_batches}, but every batch is split evenly now; leave it out"
-                + ("" if self.even_batches else ", and have AutoShardPolicy.OFF in the options of the dataset"),
+                + (
+                    ""
+                    if self.even_batches
+                    else ", and have AutoShardPolicy.OFF in the options of the dataset"
+                ),
                 DeprecationWarning,
                 stacklevel=3,
             )
@@ -120,7 +124,9 @@ def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator
 
 def split_in_order(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
     """As `split_evenly`, but a short batch fills the replicas in order, each up to its share of a full one."""
-    return _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
+    return (
+        _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
+    )
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
@@ -130,14 +136,18 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
     def step(item: Any, checksum: int) -> Step:
         total, value, failed = 0, None, None
         try:
-            if node.rows is not None:  # the item is the batch's keys: only this replica's rows are loaded
+            if (
+                node.rows is not None
+            ):  # the item is the batch's keys: only this replica's rows are loaded
                 total = len(item)
                 value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
                 total = _elements.leading_size(nests.flatten(batch)[0])
                 value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
-        except Exception as error:  # every rank must come to the exchange of this step, where all raise
+        except (
+            Exception
+        ) as error:  # every rank must come to the exchange of this step, where all raise
             failed = error
         return Step(total, value, checksum, failed, _is_scarce(size, batch_size, total))
 
@@ -145,11 +155,15 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
     return map_in_threads(lambda of_item: step(*of_item), items, node.threads)
 
 
-def _split_keys(rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch_size: int) -> Iterator[Step]:
+def _split_keys(
+    rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch_size: int
+) -> Iterator[Step]:
     """As `_split`, of batches of keys. Loading a few rows takes microseconds, so little is done for each batch."""
     fetch = rows.fetch
     for chunk in chunks:
-        for batches in [chunk] if isinstance(chunk, np.ndarray) else [keys[np.newaxis] for keys in chunk]:
+        for batches in (
+            [chunk] if isinstance(chunk, np.ndarray) else [keys[np.newaxis] for keys in chunk]
+        ):
             total = batches.shape[1]
             start, stop = bounds(rank, size, batch_size, total)
             is_scarce = _is_scarce(size, batch_size, total)

@@ -46,18 +46,24 @@ class StoredArray:
         assert axis == 0
         wanted, places = np.unique(rows, return_inverse=True)
         runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
-        found = [self._read((int(run[0]), int(run[-1]) + 1) if len(run) else (0, 0)) for run in runs]
+        found = [
+            self._read((int(run[0]), int(run[-1]) + 1) if len(run) else (0, 0)) for run in runs
+        ]
         return np.concatenate(found).take(places, 0)
 
     def elements(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
         """Single elements, by their positions in the flattened array, each read by itself."""
-        places = zip(*[axis.tolist() for axis in np.unravel_index(positions, self.shape)], strict=True)
+        places = zip(
+            *[axis.tolist() for axis in np.unravel_index(positions, self.shape)], strict=True
+        )
         found = [self._read(*[(i, i + 1) for i in place]).reshape(1) for place in places]
         return np.concatenate([np.empty(0, self.dtype), *found])
 
     def _read(self, *bounds: tuple[int, int]) -> npt.NDArray[Any]:
         slices = tuple([slice(*bound) for bound in bounds])
-        found = as_array("Dataset", self._source[slices[0] if len(slices) == 1 else slices], on_gpu=False)
+        found = as_array(
+            "Dataset", self._source[slices[0] if len(slices) == 1 else slices], on_gpu=False
+        )
         expected = *[stop - start for start, stop in bounds], *self.shape[len(bounds) :]
         if found.shape != expected:
             raise ValueError(

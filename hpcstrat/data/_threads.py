@@ -28,7 +28,9 @@ read it ahead, so the number must not depend on the host."""
 _END = object()
 
 
-def map_in_threads(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> Iterator[Any]:
+def map_in_threads(
+    function: Callable[[Any], Any], items: Iterator[Any], threads: int
+) -> Iterator[Any]:
     """`map(function, items)`, with that many calls at once. `items` are taken by the caller's thread."""
     return map(function, items) if threads < 2 else map(unwrapped, _map(function, items, threads))
 
@@ -44,7 +46,9 @@ def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> 
         waiting: deque[Future[Any]] = deque()
         for item in with_failures(items):
             waiting.append(submit(attempt, item))
-            if len(waiting) > threads:  # one more than there are threads, so that none waits for the caller
+            if (
+                len(waiting) > threads
+            ):  # one more than there are threads, so that none waits for the caller
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
@@ -75,7 +79,11 @@ def _ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[An
 
 
 def blocks_ahead(
-    streams: Iterator[tuple[EpochPass, Iterator[Any]]], size: int, count: int, submit: Submit, epoch: EpochPass
+    streams: Iterator[tuple[EpochPass, Iterator[Any]]],
+    size: int,
+    count: int,
+    submit: Submit,
+    epoch: EpochPass,
 ) -> Iterator[Iterator[Any]]:
     """The streams, each read in blocks of `size` items, one block ahead. `count` are begun before they are asked for.
 

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 AUTOTUNE = -1
 """Leaves a size or a number to the library."""
 
-_CYCLE_LENGTH = 16  # of `interleave`; the order of elements depends on it, so it cannot be the number of cores
+_CYCLE_LENGTH = (
+    16  # of `interleave`; the order of elements depends on it, so it cannot be the number of cores
+)
 
 
 class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
@@ -48,7 +50,11 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         return type(self)(_batch_ops.Batch(self._node, (size,), bool(drop_remainder)))
 
     def padded_batch(
-        self, batch_size: int, padded_shapes: Any = None, padding_values: Any = None, drop_remainder: bool = False
+        self,
+        batch_size: int,
+        padded_shapes: Any = None,
+        padding_values: Any = None,
+        drop_remainder: bool = False,
     ) -> Self:
         """Pads consecutive elements to one shape, at the ends of their dimensions, and stacks them.
 
@@ -69,7 +75,11 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: while iterating: a padding value does not become one of the leaf's dtype.
         """
         size = at_least_one(batch_size, "Dataset.padded_batch", "batch_size")
-        return type(self)(_batch_ops.PaddedBatch(self._node, size, padded_shapes, padding_values, bool(drop_remainder)))
+        return type(self)(
+            _batch_ops.PaddedBatch(
+                self._node, size, padded_shapes, padding_values, bool(drop_remainder)
+            )
+        )
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Self:
         """The rows of the batches, in batches of another size: `unbatch` and `batch`.
@@ -85,7 +95,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         sizes = tuple([at_least_one(size, "Dataset.rebatch", "batch_size") for size in sizes])
         if not sizes:
             raise ValueError("Dataset.rebatch: batch_size has no sizes; pass one or more")
-        return type(self)(_batch_ops.Batch(_batch_ops.Unbatch(self._node), sizes, bool(drop_remainder)))
+        return type(self)(
+            _batch_ops.Batch(_batch_ops.Unbatch(self._node), sizes, bool(drop_remainder))
+        )
 
     def unbatch(self) -> Self:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
@@ -97,7 +109,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         return type(self)(_batch_ops.Unbatch(self._node))
 
-    def window(self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False) -> Self:
+    def window(
+        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
+    ) -> Self:
         """Datasets of `size` elements each.
 
         Where elements are nests, a window is a nest of datasets, one for each leaf. Make arrays of windows with
@@ -115,7 +129,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         size = at_least_one(size, "Dataset.window", "size")
         shift = size if shift is None else at_least_one(shift, "Dataset.window", "shift")
         stride = at_least_one(stride, "Dataset.window", "stride")
-        return type(self)(_batch_ops.Window(self._node, size, shift, stride, bool(drop_remainder), type(self)))
+        return type(self)(
+            _batch_ops.Window(self._node, size, shift, stride, bool(drop_remainder), type(self))
+        )
 
     def shard(self, num_shards: int, index: int) -> Self:
         """Every `num_shards`-th element, beginning with the one at `index`.
@@ -126,7 +142,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         call = "Dataset.shard"
         num_shards, index = whole(num_shards, call, "num_shards"), whole(index, call, "index")
         if not 0 <= index < num_shards:
-            raise ValueError(f"{call}: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)")
+            raise ValueError(
+                f"{call}: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)"
+            )
         return type(self)(_index_ops.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
@@ -138,7 +156,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         count = -1 if count is None else max(-1, whole(count, "Dataset.repeat", "count"))
         return type(self)(_index_ops.Repeat(self._node, count))
 
-    def shuffle(self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True) -> Self:
+    def shuffle(
+        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
+    ) -> Self:
         """The elements in random order: each is drawn from a buffer of the next `buffer_size` elements.
 
         So an element moves forward by at most `buffer_size - 1` places. If the source can be indexed, only indices are
@@ -163,7 +183,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 "infinite; give a size, or shuffle before Dataset.repeat"
             )
         seed = seed_of(seed, "Dataset.shuffle")
-        return type(self)(_index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration)))
+        return type(self)(
+            _index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration))
+        )
 
     def map(
         self,
@@ -233,15 +255,23 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         call = "Dataset.interleave"
         function, name = self._maker(map_func, call)
-        cycle = _CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else at_least_one(cycle_length, call, "cycle_length")
+        cycle = (
+            _CYCLE_LENGTH
+            if cycle_length in (None, AUTOTUNE)
+            else at_least_one(cycle_length, call, "cycle_length")
+        )
         block = at_least_one(block_length, call, "block_length")
         threads = _threads(num_parallel_calls, call)
         return type(self)(
-            Interleave(self._node, f"interleave({name}, {cycle}, {block})", function, cycle, block, threads)
+            Interleave(
+                self._node, f"interleave({name}, {cycle}, {block})", function, cycle, block, threads
+            )
         )
 
     @staticmethod
-    def _maker(map_func: Callable[..., TransformableDataset], call: str) -> tuple[Callable[[Any], Node], str]:
+    def _maker(
+        map_func: Callable[..., TransformableDataset], call: str
+    ) -> tuple[Callable[[Any], Node], str]:
         """A function that makes a node of an element, and the name of `map_func`."""
         function = function_of(map_func, call, "map_func")
 
@@ -288,14 +318,18 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         function = function_of(reduce_func, "Dataset.reduce", "reduce_func")
         state = _elements.as_element(initial_state)
         for element in self._node.elements(EpochPass()):
-            result = _element_ops.call_with(function, (state, element), "Dataset.reduce", "reduce_func")
+            result = _element_ops.call_with(
+                function, (state, element), "Dataset.reduce", "reduce_func"
+            )
             following = _elements.as_element(tuple(result) if type(result) is list else result)
             state = _element_ops.same_structure(state, following, "Dataset.reduce", "reduce_func")
         return state
 
     def filter(self, predicate: Callable[..., Any]) -> Self:
         """The elements for which `predicate` is true. Every rank loads all elements to find out."""
-        return type(self)(_element_ops.Filter(self._node, function_of(predicate, "Dataset.filter", "predicate")))
+        return type(self)(
+            _element_ops.Filter(self._node, function_of(predicate, "Dataset.filter", "predicate"))
+        )
 
     def take(self, count: int) -> Self:
         """The first `count` elements; all if there are fewer, or if `count` is negative."""
@@ -313,11 +347,15 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 dimensions; strings of any length are alike. If functions or generators make elements, this is raised
                 while iterating: every rank calls them for the first element of each dataset.
         """
-        return type(self)(_combine_ops.Concatenate(self._node, checked_node(dataset, "Dataset.concatenate")))
+        return type(self)(
+            _combine_ops.Concatenate(self._node, checked_node(dataset, "Dataset.concatenate"))
+        )
 
     def enumerate(self, start: int = 0) -> Self:
         """Pairs of a count, an int64 scalar that begins at `start`, and the element."""
-        return type(self)(_combine_ops.Enumerate(self._node, whole(start, "Dataset.enumerate", "start")))
+        return type(self)(
+            _combine_ops.Enumerate(self._node, whole(start, "Dataset.enumerate", "start"))
+        )
 
     def cache(self, filename: str = "") -> Self:
         """Keeps the order, and in memory the results of functions, generators and reads, for later iterations.
@@ -347,7 +385,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `buffer_size` is below -1.
         """
-        buffer_size = whole(AUTOTUNE if buffer_size is None else buffer_size, "Dataset.prefetch", "buffer_size")
+        buffer_size = whole(
+            AUTOTUNE if buffer_size is None else buffer_size, "Dataset.prefetch", "buffer_size"
+        )
         if buffer_size < AUTOTUNE:
             raise ValueError(
                 f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
@@ -367,7 +407,9 @@ def checked_node(dataset: Any, call: str) -> Node:
         TypeError: it is not a dataset.
     """
     if not isinstance(dataset, TransformableDataset):
-        raise TypeError(f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices")
+        raise TypeError(
+            f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices"
+        )
     return node_of(dataset)
 
 

@@ -5,7 +5,9 @@ from hpcstrat.metrics._accuracies import Accuracy as Accuracy
 from hpcstrat.metrics._accuracies import BinaryAccuracy as BinaryAccuracy
 from hpcstrat.metrics._accuracies import CategoricalAccuracy as CategoricalAccuracy
 from hpcstrat.metrics._accuracies import SparseCategoricalAccuracy as SparseCategoricalAccuracy
-from hpcstrat.metrics._accuracies import SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy
+from hpcstrat.metrics._accuracies import (
+    SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
+)
 from hpcstrat.metrics._accuracies import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from hpcstrat.metrics._counts import ConfusionMatrix as ConfusionMatrix
 from hpcstrat.metrics._counts import MeanIoU as MeanIoU

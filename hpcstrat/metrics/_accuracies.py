@@ -24,7 +24,9 @@ class Accuracy(PairMean):
     """
 
     _KERNEL = "value = (double)label[j] == (double)predicted[j];"
-    _KERNEL_OF_INTEGERS = "value = (long long)label[j] == (long long)predicted[j];"  # exact beyond 2**53
+    _KERNEL_OF_INTEGERS = (
+        "value = (long long)label[j] == (long long)predicted[j];"  # exact beyond 2**53
+    )
 
     def __init__(self, name: str = "accuracy", dtype: npt.DTypeLike | None = None) -> None:
         super().__init__(name, dtype)
@@ -56,7 +58,10 @@ class BinaryAccuracy(PairMean):
     _KERNEL = "value = (double)label[j] == ((double)predicted[j] > option ? 1.0 : 0.0);"
 
     def __init__(
-        self, name: str = "binary_accuracy", dtype: npt.DTypeLike | None = None, threshold: float = 0.5
+        self,
+        name: str = "binary_accuracy",
+        dtype: npt.DTypeLike | None = None,
+        threshold: float = 0.5,
     ) -> None:
         super().__init__(name, dtype)
         self.threshold: float = float(threshold)
@@ -88,7 +93,9 @@ class _ClassAccuracy(PairMean):
                     "dimension, the scores of the classes, and y_true the indices of the right ones"
                 )
         if not predicted.ndim or not predicted.shape[-1]:
-            raise ValueError(f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of classes")
+            raise ValueError(
+                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of classes"
+            )
         return true, predicted, predicted.shape[:-1]
 
     def _labels(self, true: Any) -> Any:
@@ -101,8 +108,12 @@ _FIRST_LARGEST = """
         if ({array}[j * classes + c] > {array}[j * classes + {name}]) {name} = c;
 """
 _CLASS = "const double target = (double)label[j];"
-_CLASS_OF_ONE_HOT = _FIRST_LARGEST.format(name="first", array="label") + "    const double target = (double)first;"
-_IS_LARGEST = _FIRST_LARGEST.format(name="best", array="predicted") + "    value = (double)best == target;"
+_CLASS_OF_ONE_HOT = (
+    _FIRST_LARGEST.format(name="first", array="label") + "    const double target = (double)first;"
+)
+_IS_LARGEST = (
+    _FIRST_LARGEST.format(name="best", array="predicted") + "    value = (double)best == target;"
+)
 _IS_IN_TOP = """
     if (0 <= target && target < classes) {
         const double score = (double)predicted[j * classes + (long long)target];
@@ -133,7 +144,9 @@ class SparseCategoricalAccuracy(_ClassAccuracy):
 
     _KERNEL = _CLASS + _IS_LARGEST
 
-    def __init__(self, name: str = "sparse_categorical_accuracy", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, name: str = "sparse_categorical_accuracy", dtype: npt.DTypeLike | None = None
+    ) -> None:
         super().__init__(name, dtype)
 
     def _values(self, true: Any, predicted: Any) -> Any:
@@ -146,7 +159,9 @@ class CategoricalAccuracy(SparseCategoricalAccuracy):
     _is_one_hot = True
     _KERNEL = _CLASS_OF_ONE_HOT + _IS_LARGEST
 
-    def __init__(self, name: str = "categorical_accuracy", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, name: str = "categorical_accuracy", dtype: npt.DTypeLike | None = None
+    ) -> None:
         super().__init__(name, dtype)
 
 
@@ -175,7 +190,10 @@ class SparseTopKCategoricalAccuracy(_ClassAccuracy):
     _KERNEL = _CLASS + _IS_IN_TOP
 
     def __init__(
-        self, k: int = 5, name: str = "sparse_top_k_categorical_accuracy", dtype: npt.DTypeLike | None = None
+        self,
+        k: int = 5,
+        name: str = "sparse_top_k_categorical_accuracy",
+        dtype: npt.DTypeLike | None = None,
     ) -> None:
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k is {k!r}; it must be at least 1")
@@ -187,7 +205,9 @@ class SparseTopKCategoricalAccuracy(_ClassAccuracy):
         labels = self._labels(true)[..., None]
         of_label = labels == np.arange(predicted.shape[-1])
         zero = predicted.dtype.type(0)  # NumPy 1.26 does not promote bfloat16 with a Python number
-        scores = np.where(of_label, predicted, zero).sum(axis=-1, keepdims=True, dtype=predicted.dtype)
+        scores = np.where(of_label, predicted, zero).sum(
+            axis=-1, keepdims=True, dtype=predicted.dtype
+        )
         is_known = of_label.any(axis=-1) & np.isfinite(predicted).all(axis=-1)
         return is_known & ((predicted > scores).sum(axis=-1) < self.k)
 
@@ -208,7 +228,10 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
     _KERNEL = _CLASS_OF_ONE_HOT + _IS_IN_TOP
 
     def __init__(
-        self, k: int = 5, name: str = "top_k_categorical_accuracy", dtype: npt.DTypeLike | None = None
+        self,
+        k: int = 5,
+        name: str = "top_k_categorical_accuracy",
+        dtype: npt.DTypeLike | None = None,
     ) -> None:
         super().__init__(k, name, dtype)
 

@@ -46,7 +46,9 @@ class CountMetric(Metric):
             self._add_on_gpu(self._launch, true, predicted, weights)
             return
         bins = self._bins(gpu.to_host(true), gpu.to_host(predicted)).ravel()
-        counts = np.bincount(bins, None if weights is None else gpu.to_host(weights).ravel(), self.totals.size)
+        counts = np.bincount(
+            bins, None if weights is None else gpu.to_host(weights).ravel(), self.totals.size
+        )
         if (bins == self.totals.size - 1).any():
             raise ValueError(f"{call}: {self._INVALID}")
         self._add(counts.astype(np.float64, copy=False))
@@ -61,7 +63,9 @@ class CountMetric(Metric):
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         if totals[-1]:
-            raise ValueError(f"{type(self).__name__}.result: update_state was passed arrays in which {self._INVALID}")
+            raise ValueError(
+                f"{type(self).__name__}.result: update_state was passed arrays in which {self._INVALID}"
+            )
         return self._of_counts(totals[:-1])
 
     @abc.abstractmethod
@@ -106,7 +110,9 @@ class ConfusionMatrix(CountMetric):
         ignore_class: int | None = None,
     ) -> None:
         if num_classes < 1:
-            raise ValueError(f"{type(self).__name__}: num_classes is {num_classes!r}; it must be at least 1")
+            raise ValueError(
+                f"{type(self).__name__}: num_classes is {num_classes!r}; it must be at least 1"
+            )
         super().__init__(name, dtype, num_classes**2 + 1)
         self.num_classes: int = num_classes
         self.ignore_class: int | None = ignore_class
@@ -116,7 +122,9 @@ class ConfusionMatrix(CountMetric):
         row, column = _classes(true), _classes(predicted)
         is_valid = (row >= 0) & (row < size) & (column >= 0) & (column < size)
         bins = np.where(is_valid, row * size + column, size**2 + 1)
-        return bins if self.ignore_class is None else np.where(row == self.ignore_class, size**2, bins)
+        return (
+            bins if self.ignore_class is None else np.where(row == self.ignore_class, size**2, bins)
+        )
 
     def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
         ignored = [0, 0] if self.ignore_class is None else [1, self.ignore_class]
@@ -173,7 +181,11 @@ def _classes(values: Any) -> np.ndarray[Any, Any]:
     """Class indices as integers; `_NO_CLASS` for what is not whole, such as a probability."""
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)
-        return whole if values.dtype.kind in "iub" else np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
+        return (
+            whole
+            if values.dtype.kind in "iub"
+            else np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
+        )
 
 
 @functools.cache

@@ -13,7 +13,9 @@ _ERROR = "const double error = (double)label[j] - (double)predicted[j];"
 
 
 def _errors(true: Any, predicted: Any) -> Any:
-    return true.astype(np.float64) - predicted  # cast first: differences of unsigned integers wrap around
+    return (
+        true.astype(np.float64) - predicted
+    )  # cast first: differences of unsigned integers wrap around
 
 
 class MeanAbsoluteError(PairMean):
@@ -21,7 +23,9 @@ class MeanAbsoluteError(PairMean):
 
     _KERNEL = f"{_ERROR} value = fabs(error);"
 
-    def __init__(self, name: str = "mean_absolute_error", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, name: str = "mean_absolute_error", dtype: npt.DTypeLike | None = None
+    ) -> None:
         super().__init__(name, dtype)
 
     def _values(self, true: Any, predicted: Any) -> Any:
@@ -33,7 +37,9 @@ class MeanSquaredError(PairMean):
 
     _KERNEL = f"{_ERROR} value = error * error;"
 
-    def __init__(self, name: str = "mean_squared_error", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, name: str = "mean_squared_error", dtype: npt.DTypeLike | None = None
+    ) -> None:
         super().__init__(name, dtype)
 
     def _values(self, true: Any, predicted: Any) -> Any:
@@ -51,7 +57,9 @@ class RootMeanSquaredError(MeanSquaredError):
         2.0
     """
 
-    def __init__(self, name: str = "root_mean_squared_error", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, name: str = "root_mean_squared_error", dtype: npt.DTypeLike | None = None
+    ) -> None:
         super().__init__(name, dtype)
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:

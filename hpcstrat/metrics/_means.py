@@ -95,7 +95,11 @@ class MeanMetricWrapper(_WeightedMean):
     """
 
     def __init__(
-        self, fn: Callable[..., Any], name: str | None = None, dtype: npt.DTypeLike | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        **kwargs: Any,
     ) -> None:
         super().__init__(fn.__name__ if name is None else name, dtype)
         self._fn = functools.partial(fn, **kwargs)
@@ -138,7 +142,9 @@ class PairMean(_WeightedMean):
             self._add_values(self._values(true, predicted), sample_weight)
         elif self._runs_on_gpu():
             weights = None if sample_weight is None else as_weights(call, sample_weight, shape)
-            self._add_on_gpu(functools.partial(self._launch, math.prod(shape)), true, predicted, weights)
+            self._add_on_gpu(
+                functools.partial(self._launch, math.prod(shape)), true, predicted, weights
+            )
         else:
             self._add_values(self._values(gpu.to_host(true), gpu.to_host(predicted)), sample_weight)
 
@@ -155,12 +161,16 @@ class PairMean(_WeightedMean):
         """The kernel's, for arrays of these dtypes."""
         return self._KERNEL
 
-    def _launch(self, size: int, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
+    def _launch(
+        self, size: int, true: Array, predicted: Array, weights: Array | None, totals: Array
+    ) -> None:
         if size:
             threads = min(size, _THREADS)
             given = [true, predicted] if weights is None else [true, predicted, weights]
             kernel = _add_values_of(self._statements(true, predicted), weights is not None)
-            kernel(*given, size, predicted.size // size, self._option, threads, totals, size=threads)
+            kernel(
+                *given, size, predicted.size // size, self._option, threads, totals, size=threads
+            )
 
 
 def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
@@ -176,7 +186,9 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     if sample_weight is None and gpu.is_on_gpu(values):
         if values.ndim == 0 and values.dtype.kind in "fiu":
             return values, 1
-        return values.sum(dtype=np.float64), values.size  # one kernel that casts and sums, instead of two
+        return values.sum(
+            dtype=np.float64
+        ), values.size  # one kernel that casts and sums, instead of two
     if sample_weight is None:
         return np.asarray(values, np.float64).sum(), values.size
     weights = as_weights(call, sample_weight, values.shape)
@@ -196,7 +208,12 @@ _THREADS = 1 << 13
 def _add_both() -> Any:
     """A kernel that adds a total and a count to the sums. Both may be on the GPU: the host need not wait for them."""
     return gpu.load_cupy("a metric").ElementwiseKernel(
-        *("T total, float64 count", "float64 sums", "sums += i ? count : (double)total;", "hpcstrat_metric"),
+        *(
+            "T total, float64 count",
+            "float64 sums",
+            "sums += i ? count : (double)total;",
+            "hpcstrat_metric",
+        ),
         no_return=True,
     )
 

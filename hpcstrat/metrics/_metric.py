@@ -34,7 +34,9 @@ class Metric(abc.ABC):
         totals: an `ON_READ` variable that sums: each replica's own totals.
     """
 
-    def __init__(self, name: str, dtype: npt.DTypeLike | None = None, shape: Sequence[int] = (2,)) -> None:
+    def __init__(
+        self, name: str, dtype: npt.DTypeLike | None = None, shape: Sequence[int] = (2,)
+    ) -> None:
         self.name: str = name
         self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
         # Totals, which are summed when read: results of replicas with batches of different sizes would not combine.
@@ -63,10 +65,14 @@ class Metric(abc.ABC):
         if isinstance(context, contexts.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
             with call_name.call_named(f"{type(self).__name__}.result"):
-                totals = gpu.to_host(communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0])
+                totals = gpu.to_host(
+                    communicator.all_reduce([self.totals.value()], ReduceOp.SUM)[0]
+                )
         else:
             totals = self.totals.numpy()
-        with np.errstate(all="ignore"):  # an overflow is inf on all ranks, and no exception on the one that asks for it
+        with np.errstate(
+            all="ignore"
+        ):  # an overflow is inf on all ranks, and no exception on the one that asks for it
             return np.asarray(self._combine(totals)).astype(self._dtype)[()]
 
     def reset_state(self) -> None:
@@ -82,14 +88,27 @@ class Metric(abc.ABC):
             TypeError: a metric is of another class.
             ValueError: its totals have another shape, or it belongs to another strategy. Nothing has changed.
         """
-        call, state, metrics = f"{type(self).__name__}.merge_state", variable.state_of(self.totals), list(metrics)
+        call, state, metrics = (
+            f"{type(self).__name__}.merge_state",
+            variable.state_of(self.totals),
+            list(metrics),
+        )
         for other in metrics:
             if type(other) is not type(self):
-                raise TypeError(f"{call}: {other!r} is a {type(other).__name__}; pass metrics of the same class")
-            if other.totals.shape != self.totals.shape or variable.state_of(other.totals).group is not state.group:
-                raise ValueError(f"{call}: {other!r} differs in its options or its strategy; they must be the same")
+                raise TypeError(
+                    f"{call}: {other!r} is a {type(other).__name__}; pass metrics of the same class"
+                )
+            if (
+                other.totals.shape != self.totals.shape
+                or variable.state_of(other.totals).group is not state.group
+            ):
+                raise ValueError(
+                    f"{call}: {other!r} differs in its options or its strategy; they must be the same"
+                )
         for other in metrics:
-            state.storage.write(state.block, variable.state_of(other.totals).block.array, RULES["assign_add"])
+            state.storage.write(
+                state.block, variable.state_of(other.totals).block.array, RULES["assign_add"]
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"
@@ -146,7 +165,9 @@ def as_numbers(call: str, argument: str, value: Any) -> Any:
         return array
     # Python objects, such as fractions. NumPy would make a number of text, and nan of `None`.
     if array.dtype != object or not all(hasattr(one, "__float__") for one in array.flat):
-        raise TypeError(f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers")
+        raise TypeError(
+            f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers"
+        )
     return array.astype(np.float64)
 
 
@@ -162,7 +183,9 @@ def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
             return y_true, y_pred
     true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
     if true.shape != predicted.shape:
-        raise ValueError(f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal")
+        raise ValueError(
+            f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal"
+        )
     return true, predicted
 
 
@@ -178,7 +201,9 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
         weights = weights[..., 0]
     xp = gpu.array_module(weights)
     try:
-        return xp.broadcast_to(weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape)
+        return xp.broadcast_to(
+            weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape
+        )
     except ValueError as error:
         raise ValueError(
             f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass one weight for each value, "

@@ -28,7 +28,9 @@ class _Counts(NamedTuple):
 class ThresholdMetric(CountMetric):
     """Its bins count negative and positive labels, by how many thresholds their predictions exceed."""
 
-    _INVALID = "predictions are not between 0 and 1; pass probabilities, or logits with from_logits=True"
+    _INVALID = (
+        "predictions are not between 0 and 1; pass probabilities, or logits with from_logits=True"
+    )
     _needs_probabilities = False
     _from_logits = False
 
@@ -58,7 +60,9 @@ class ThresholdMetric(CountMetric):
     def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
         dtype = predicted.dtype
         if dtype not in self._ascending_on_gpu:
-            self._ascending_on_gpu[dtype] = gpu.array_module(totals).asarray(self._ascending_for(dtype))
+            self._ascending_on_gpu[dtype] = gpu.array_module(totals).asarray(
+                self._ascending_for(dtype)
+            )
         thresholds, weight = self._ascending_on_gpu[dtype], 1.0 if weights is None else weights
         options = self._from_logits, self._needs_probabilities
         _count_exceeded()(true, predicted, weight, thresholds, thresholds.size, *options, totals)
@@ -229,13 +233,19 @@ class AUC(ThresholdMetric):
     ) -> None:
         if thresholds is None and num_thresholds < 2:
             raise ValueError(f"AUC: num_thresholds is {num_thresholds!r}; it must be at least 2")
-        inner = np.arange(1, num_thresholds - 1) / (num_thresholds - 1) if thresholds is None else np.sort(thresholds)
+        inner = (
+            np.arange(1, num_thresholds - 1) / (num_thresholds - 1)
+            if thresholds is None
+            else np.sort(thresholds)
+        )
         if not ((inner >= 0) & (inner <= 1)).all():
             raise ValueError(f"AUC: thresholds is {thresholds!r}; they must be between 0 and 1")
         if curve not in ("ROC", "PR"):
             raise ValueError(f"AUC: curve is {curve!r}; it must be 'ROC' or 'PR'")
         if summation_method not in _HEIGHTS:
-            raise ValueError(f"AUC: summation_method is {summation_method!r}; it must be one of {[*_HEIGHTS]}")
+            raise ValueError(
+                f"AUC: summation_method is {summation_method!r}; it must be one of {[*_HEIGHTS]}"
+            )
         super().__init__(name, dtype, [-_EPSILON, *inner.tolist(), 1 + _EPSILON])
         self.curve: str = curve
         self.summation_method: str = summation_method
@@ -246,14 +256,24 @@ class AUC(ThresholdMetric):
             return _interpolated_precision(counts)
         recall = _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
         if self.curve == "PR":
-            x, y = recall, _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
+            x, y = (
+                recall,
+                _ratio(counts.true_positives, counts.true_positives + counts.false_positives),
+            )
         else:
-            x, y = _ratio(counts.false_positives, counts.false_positives + counts.true_negatives), recall
+            x, y = (
+                _ratio(counts.false_positives, counts.false_positives + counts.true_negatives),
+                recall,
+            )
         return ((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:])).sum()
 
 
 _EPSILON = 1e-7
-_HEIGHTS = {"interpolation": lambda a, b: (a + b) / 2, "minoring": np.minimum, "majoring": np.maximum}
+_HEIGHTS = {
+    "interpolation": lambda a, b: (a + b) / 2,
+    "minoring": np.minimum,
+    "majoring": np.maximum,
+}
 
 
 def _interpolated_precision(counts: _Counts) -> Any:
@@ -264,7 +284,9 @@ def _interpolated_precision(counts: _Counts) -> Any:
     intercept = true[1:] - slope * predicted[1:]
     both = (predicted[:-1] > 0) & (predicted[1:] > 0)
     growth = np.divide(predicted[:-1], predicted[1:], out=np.ones_like(step), where=both)
-    return _ratio(slope * (step + intercept * np.log(growth)), true[1:] + counts.false_negatives[1:]).sum()
+    return _ratio(
+        slope * (step + intercept * np.log(growth)), true[1:] + counts.false_negatives[1:]
+    ).sum()
 
 
 @functools.cache

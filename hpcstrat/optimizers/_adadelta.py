@@ -54,9 +54,20 @@ class Adadelta(Optimizer):
 
     @staticmethod
     def formula(
-        value: Any, gradient: Any, squares: Any, changes: Any, *, learning_rate: Any, rho: Any, epsilon: Any
+        value: Any,
+        gradient: Any,
+        squares: Any,
+        changes: Any,
+        *,
+        learning_rate: Any,
+        rho: Any,
+        epsilon: Any,
     ) -> Any:
         """See `Optimizer.formula`."""
         squares = rho * squares + (1 - rho) * (gradient * gradient)
         change = np.sqrt(changes + epsilon) * gradient / np.sqrt(squares + epsilon)
-        return value - learning_rate * change, squares, rho * changes + (1 - rho) * (change * change)
+        return (
+            value - learning_rate * change,
+            squares,
+            rho * changes + (1 - rho) * (change * change),
+        )

@@ -49,7 +49,9 @@ class Adagrad(Optimizer):
         return {"accumulator": self.initial_accumulator_value}
 
     @staticmethod
-    def formula(value: Any, gradient: Any, accumulator: Any, *, learning_rate: Any, epsilon: Any) -> Any:
+    def formula(
+        value: Any, gradient: Any, accumulator: Any, *, learning_rate: Any, epsilon: Any
+    ) -> Any:
         """See `Optimizer.formula`."""
         accumulator = accumulator + gradient * gradient
         return value - learning_rate * (gradient / np.sqrt(accumulator + epsilon)), accumulator

@@ -108,7 +108,9 @@ class AdamW(Adam):
         epsilon: float = 1e-7,
         **options: Any,
     ) -> None:
-        super().__init__(learning_rate, beta_1, beta_2, epsilon, weight_decay=weight_decay, **options)
+        super().__init__(
+            learning_rate, beta_1, beta_2, epsilon, weight_decay=weight_decay, **options
+        )
 
 
 @final
@@ -170,7 +172,11 @@ class Nadam(_Moments):
         TypeError: an argument is not a number.
     """
 
-    _product: tuple[int, float, float] = (0, 0.0, 1.0)  # the steps that are in it, beta_1, and the product
+    _product: tuple[int, float, float] = (
+        0,
+        0.0,
+        1.0,
+    )  # the steps that are in it, beta_1, and the product
 
     @property
     def momentum_product(self) -> float:
@@ -201,5 +207,8 @@ class Nadam(_Moments):
         now, following = (beta_1 * (1 - 0.5 * 0.96**t) for t in (step, step + 1))
         m = m + (1 - beta_1) * (gradient - m)
         v = v + (1 - beta_2) * (gradient * gradient - v)
-        ahead = following / (1 - momentum_product * following) * m + (1 - now) / (1 - momentum_product) * gradient
+        ahead = (
+            following / (1 - momentum_product * following) * m
+            + (1 - now) / (1 - momentum_product) * gradient
+        )
         return value - learning_rate * (ahead / (np.sqrt(v / (1 - beta_2**step)) + epsilon)), m, v

@@ -32,7 +32,9 @@ def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
     group = group_of(variables[0], "of")
     with group.communicator.raise_together():
         check_variables(group, variables)
-        group.communicator.exchange(signature_of(current_call(), *[state_of(v).block.held() for v in variables]))
+        group.communicator.exchange(
+            signature_of(current_call(), *[state_of(v).block.held() for v in variables])
+        )
     return group
 
 
@@ -124,7 +126,9 @@ class GradientBuffers(list[Any]):
         """
         plan = self._plan
         if not buffers:
-            raise ValueError(f"{current_call()}: it takes gradient buffers, at least one, and got none")
+            raise ValueError(
+                f"{current_call()}: it takes gradient buffers, at least one, and got none"
+            )
         try:
             places = places_of(buffers, plan.in_order(plan.buffers or []))
         except LookupError as error:
@@ -170,7 +174,9 @@ class GradientBuffers(list[Any]):
                     f"{current_call()}: some gradient buffers are marked ready in this step, so it takes all of them, "
                     "with their variables in their order: zip(buffers, variables)"
                 )
-            if self._group.communicator.size > 1 and (are_summed or not isinstance(contexts.context(), InReplica)):
+            if self._group.communicator.size > 1 and (
+                are_summed or not isinstance(contexts.context(), InReplica)
+            ):
                 raise ValueError(
                     f"{current_call()}: gradient buffers that are marked ready are summed over the replicas; call it "
                     "in the replica function, without skip_gradients_aggregation"

@@ -22,11 +22,15 @@ def clipped(
 ) -> tuple[list[Array], list[tuple[Array, Array]]]:
     """All gradients, scaled down together so that their norm is at most `most`."""
     arrays = [*gradients, *(values for _, values in rows)]
-    with np.errstate(all="ignore"):  # as in the update: infinite gradients are no reason to stop on one rank
+    with np.errstate(
+        all="ignore"
+    ):  # as in the update: infinite gradients are no reason to stop on one rank
         # In float64, where the squares of large float32 numbers do not overflow.
         norm = xp.sqrt(sum(xp.sum(xp.abs(g).astype(np.float64) ** 2) for g in arrays))
         scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
-        return [g * scale.astype(g.dtype) for g in gradients], [(i, v * scale.astype(v.dtype)) for i, v in rows]
+        return [g * scale.astype(g.dtype) for g in gradients], [
+            (i, v * scale.astype(v.dtype)) for i, v in rows
+        ]
 
 
 def clipped_each(
@@ -50,7 +54,9 @@ class Accumulator:
         self.calls: int = 0
         self._sums: dict[int, tuple[Variable, Array]] = {}
 
-    def add(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> list[tuple[Array, Variable]] | None:
+    def add(
+        self, gradients: Sequence[Array], variables: Sequence[Variable]
+    ) -> list[tuple[Array, Variable]] | None:
         """Adds the gradients of a call. Returns the means over the calls where it is the last, otherwise `None`."""
         for gradient, v in zip(gradients, variables, strict=True):
             with state_of(v).group.on_stream():
@@ -110,18 +116,26 @@ def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Ar
     """
     group = state_of(variable).group
     on_gpu = group.stream is not None
-    indices, values = (as_read_only(current_call(), array, on_gpu) for array in (slices.indices, slices.values))
+    indices, values = (
+        as_read_only(current_call(), array, on_gpu) for array in (slices.indices, slices.values)
+    )
     if group.stream is not None:
         with group.on_stream():
             indices, values = group.stream.here(indices), group.stream.here(values)
-    if indices.ndim != 1 or indices.dtype.kind not in "iu" or values.shape != (*indices.shape, *variable.shape[1:]):
+    if (
+        indices.ndim != 1
+        or indices.dtype.kind not in "iu"
+        or values.shape != (*indices.shape, *variable.shape[1:])
+    ):
         raise ValueError(
             f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices "
             f"of shape {indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape "
             f"{variable.shape} they must be {('k', *variable.shape[1:])} and ('k',), of integers"
         )
     indices = indices.astype(np.int64)
-    if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:  # negative ones are large ones there
+    if (
+        indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]
+    ):  # negative ones are large ones there
         raise ValueError(
             f"{current_call()}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be"
         )
@@ -167,7 +181,11 @@ def sorted_pairs(
             sparse.append((gradient, variable))
             continue
         view = state_of(variable).block.view
-        if type(gradient) is not type(view) or gradient.shape != view.shape or gradient.dtype != view.dtype:
+        if (
+            type(gradient) is not type(view)
+            or gradient.shape != view.shape
+            or gradient.dtype != view.dtype
+        ):
             gradient = _as_gradient(gradient, variable)
         gradients.append(gradient)
         dense.append(variable)
@@ -213,10 +231,14 @@ def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
         )
     found: Any = loss()
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise TypeError(f"{call}: loss() returned {type(found).__name__}; it must return (loss, gradients)")
+        raise TypeError(
+            f"{call}: loss() returned {type(found).__name__}; it must return (loss, gradients)"
+        )
     value, gradients = found[0], list(found[1])
     if len(gradients) != count:
-        raise ValueError(f"{call}: {len(gradients)} gradients for {count} variables; return one for each")
+        raise ValueError(
+            f"{call}: {len(gradients)} gradients for {count} variables; return one for each"
+        )
     return value, gradients
 
 
@@ -239,7 +261,9 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
     for v in variables:
         state = state_of(v)
         if state.group is not group:
-            raise ValueError(f"{call}: the variables belong to different strategies; make them in one scope")
+            raise ValueError(
+                f"{call}: the variables belong to different strategies; make them in one scope"
+            )
         if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
             raise ValueError(
                 f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
@@ -251,7 +275,9 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
             )
 
 
-def summed_rows(group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool) -> tuple[Array, Array]:
+def summed_rows(
+    group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
+) -> tuple[Array, Array]:
     """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
     communicator = group.communicator
     with communicator.raise_together():
@@ -264,7 +290,9 @@ def summed_rows(group: ReplicaGroup, slices: IndexedSlices, variable: Variable, 
         return combine_rows(indices, values)
 
 
-def accumulated(pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator) -> list[tuple[Any, Variable]] | None:
+def accumulated(
+    pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator
+) -> list[tuple[Any, Variable]] | None:
     """Adds gradients to those of the calls before; gives the means of all with their variables where they are due."""
     for pair in pairs:
         check_pair(pair)

@@ -53,7 +53,9 @@ class Lion(Optimizer):
         return {"m": 0.0}
 
     @staticmethod
-    def formula(value: Any, gradient: Any, m: Any, *, learning_rate: Any, beta_1: Any, beta_2: Any) -> Any:
+    def formula(
+        value: Any, gradient: Any, m: Any, *, learning_rate: Any, beta_1: Any, beta_2: Any
+    ) -> Any:
         """See `Optimizer.formula`."""
         change = np.sign(beta_1 * m + (1 - beta_1) * gradient)
         return value - learning_rate * change, beta_2 * m + (1 - beta_2) * gradient

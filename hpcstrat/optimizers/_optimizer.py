@@ -70,10 +70,16 @@ class Optimizer(metaclass=_options.OptimizerType):
         owner = type(self).__name__
         self.name: str = owner if name is None else name
         self.global_clipnorm: float | None
-        for option, value in _options.checked(owner, {"global_clipnorm": global_clipnorm, **options}).items():
-            if option in options or option not in vars(self):  # a subclass may have one of its own, such as its decay
+        for option, value in _options.checked(
+            owner, {"global_clipnorm": global_clipnorm, **options}
+        ).items():
+            if option in options or option not in vars(
+                self
+            ):  # a subclass may have one of its own, such as its decay
                 setattr(self, option, value)
-        of_formula = [option for option in ("clipvalue", "weight_decay", "use_ema") if options.get(option)]
+        of_formula = [
+            option for option in ("clipvalue", "weight_decay", "use_ema") if options.get(option)
+        ]
         if of_formula and type(self).update_rule is not Optimizer.update_rule:
             raise ValueError(
                 f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; leave it out"
@@ -82,7 +88,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         steps = self.gradient_accumulation_steps
         self._state = OptimizerState(accumulator=None if steps is None else Accumulator(int(steps)))
         call, overwrites = f"{owner}.formula", self.ema_overwrite_frequency is not None
-        self._formulas = Formulas(call, _options.with_options(call, self.formula, self.use_ema, overwrites))
+        self._formulas = Formulas(
+            call, _options.with_options(call, self.formula, self.use_ema, overwrites)
+        )
 
     # ---- what a kind of optimizer fills in
 
@@ -111,7 +119,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         Returns:
             The new value, or a tuple of it and the new value of each slot.
         """
-        raise NotImplementedError("an optimizer must have a `formula`, or an `update_rule` of its own")
+        raise NotImplementedError(
+            "an optimizer must have a `formula`, or an `update_rule` of its own"
+        )
 
     def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
         """The update of step number `step`, counted from 1; by default from `formula`. Called in every step.
@@ -190,7 +200,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         memo[id(self)] = other
         other.learning_rate = copy.deepcopy(self._learning_rate, memo)
         other._state = OptimizerState(self._state.iterations)  # the rate's function reads it
-        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]  # in one order on all ranks
+        pairs = [
+            (v, copy.deepcopy(v, memo)) for v in self._state.variables()
+        ]  # in one order on all ranks
         other._state.copy_from(self._state, pairs, self.name, self.all_slots)
         return other
 
@@ -200,7 +212,9 @@ class Optimizer(metaclass=_options.OptimizerType):
     # ---- the step
 
     def apply_gradients(
-        self, grads_and_vars: Iterable[tuple[Any, Variable]], skip_gradients_aggregation: bool = False
+        self,
+        grads_and_vars: Iterable[tuple[Any, Variable]],
+        skip_gradients_aggregation: bool = False,
     ) -> None:
         """Updates variables by their gradients, once. Collective: all ranks call this.
 
@@ -232,7 +246,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         finally:
             leave_call(outer)
 
-    def _add_or_apply(self, pairs: list[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
+    def _add_or_apply(
+        self, pairs: list[tuple[Any, Variable]], skip_gradients_aggregation: bool
+    ) -> None:
         if self._state.accumulator is not None:
             if (means := accumulated(pairs, self._state.accumulator)) is None:
                 return
@@ -240,7 +256,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         if skip_gradients_aggregation or not self._apply_as_before(pairs):
             self._apply(pairs, skip_gradients_aggregation)
 
-    def _apply(self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool) -> None:
+    def _apply(
+        self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool
+    ) -> None:
         if not pairs:
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
@@ -281,14 +299,18 @@ class Optimizer(metaclass=_options.OptimizerType):
                 group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
             self._state.iterations += 1
         except BaseException as error:
-            group.storage.mark_interrupted(error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))])
+            group.storage.mark_interrupted(
+                error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))]
+            )
             raise
 
     def _clips_norms(self) -> bool:
         return self.global_clipnorm is not None or self.clipnorm is not None
 
     def _current_rule(self, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> UpdateRule:
-        rule = self.update_rule(float(self._rate_after(self._state.iterations)), self._state.iterations + 1)
+        rule = self.update_rule(
+            float(self._rate_after(self._state.iterations)), self._state.iterations + 1
+        )
         if sparse and rule.norms is not None:
             raise ValueError(
                 f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
@@ -306,7 +328,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             return False
         group = context.group
         try:
-            plan = self._state.plans.get((id(group), *[id(variable) for _, variable in pairs]))  # `key`, without a call
+            plan = self._state.plans.get(
+                (id(group), *[id(variable) for _, variable in pairs])
+            )  # `key`, without a call
         except (TypeError, ValueError):  # no pairs
             return False
         if plan is None:
@@ -323,7 +347,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             raise
         return True
 
-    def minimize(self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]) -> Any:
+    def minimize(
+        self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
+    ) -> Any:
         """Computes a loss and its gradients, and applies these, as `apply_gradients` does. Collective.
 
         Args:
@@ -351,7 +377,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             ValueError: the optimizer keeps no averages: it was made without `use_ema`.
         """
         if not self.use_ema:
-            raise ValueError(f"{current_call()}: there are no moving averages; pass use_ema=True to the optimizer")
+            raise ValueError(
+                f"{current_call()}: there are no moving averages; pass use_ema=True to the optimizer"
+            )
         if not (variables := list(var_list)):
             return
         group = group_of(variables[0], "of")
@@ -391,7 +419,11 @@ class Optimizer(metaclass=_options.OptimizerType):
         if plan.buffers is None:
             group.storage.make_buffers(plan)
         return GradientBuffers(
-            state.step, group, plan, variables, lambda: state.accumulator is None and not self._clips_norms()
+            state.step,
+            group,
+            plan,
+            variables,
+            lambda: state.accumulator is None and not self._clips_norms(),
         )
 
 

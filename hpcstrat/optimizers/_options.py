@@ -84,24 +84,36 @@ def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     if unknown := given.keys() - DEFAULTS.keys():
         names = ", ".join([*DEFAULTS, "name"])
-        raise TypeError(f"{owner}: {min(unknown)} is not an argument; besides its own it takes {names}")
+        raise TypeError(
+            f"{owner}: {min(unknown)} is not an argument; besides its own it takes {names}"
+        )
     options = {**DEFAULTS, **given}
     for name in ("global_clipnorm", "clipnorm", "clipvalue"):
         if options[name] is not None and not as_number(owner, name, options[name]) > 0:
             raise ValueError(f"{owner}: {name} is {options[name]!r}; it must be positive or None")
-    clipping = [name for name in ("global_clipnorm", "clipnorm", "clipvalue") if options[name] is not None]
+    clipping = [
+        name for name in ("global_clipnorm", "clipnorm", "clipvalue") if options[name] is not None
+    ]
     if len(clipping) > 1:
         raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
     if options["weight_decay"] is not None:
         options["weight_decay"] = not_negative(owner, "weight_decay", options["weight_decay"])
     if not 0 <= as_number(owner, "ema_momentum", options["ema_momentum"]) <= 1:
-        raise ValueError(f"{owner}: ema_momentum is {options['ema_momentum']!r}; it must be from 0 to 1")
+        raise ValueError(
+            f"{owner}: ema_momentum is {options['ema_momentum']!r}; it must be from 0 to 1"
+        )
     for name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
         count = options[name]
-        if count is not None and (isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1):
-            raise ValueError(f"{owner}: {name} is {count!r}; it must be an int of at least 1, or None")
+        if count is not None and (
+            isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1
+        ):
+            raise ValueError(
+                f"{owner}: {name} is {count!r}; it must be an int of at least 1, or None"
+            )
     if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
-        raise ValueError(f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too")
+        raise ValueError(
+            f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too"
+        )
     return options
 
 
@@ -121,7 +133,9 @@ class OptimizerType(abc.ABCMeta):
         return constructor_signature(cls)
 
 
-def set_attribute(optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]) -> None:
+def set_attribute(
+    optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]
+) -> None:
     """Sets an attribute of an optimizer, where that has an effect.
 
     Args:
@@ -141,7 +155,9 @@ def set_attribute(optimizer: Any, name: str, value: Any, assign: Callable[[str, 
         import difflib  # a millisecond, which `import hpcstrat` need not take
 
         known = sorted(["learning_rate", *(one for one in own if not one.startswith("_"))])
-        nearest = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(name, known, 1))
+        nearest = "".join(
+            f"; did you mean {one}?" for one in difflib.get_close_matches(name, known, 1)
+        )
         raise AttributeError(
             f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; a class of your own sets "
             "more of them in its __init__"
@@ -175,7 +191,9 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
     return found
 
 
-def with_options(call: str, formula: Callable[..., Any], averages: bool, overwrites: bool) -> Callable[..., Any]:
+def with_options(
+    call: str, formula: Callable[..., Any], averages: bool, overwrites: bool
+) -> Callable[..., Any]:
     """The formula of an optimizer together with that of the options: still one, so one pass over memory.
 
     An option that is `None` leaves no trace, and one that the formula itself takes is the formula's own.
@@ -229,7 +247,9 @@ def averaged(value: Any, gradient: Any, *slots: Any) -> Any:
 
 def arguments_of(optimizer: Any) -> dict[str, Any]:
     """What makes such an optimizer: its own arguments, and the options that are not as usual."""
-    own = [name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)]
+    own = [
+        name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)
+    ]
     usual = {**DEFAULTS, "name": type(optimizer).__name__}
     options = [name for name, value in usual.items() if getattr(optimizer, name) != value]
     return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}

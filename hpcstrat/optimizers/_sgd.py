@@ -52,7 +52,13 @@ class SGD(Optimizer):
 
     @staticmethod
     def formula(
-        value: Any, gradient: Any, velocity: Any = None, *, learning_rate: Any, momentum: Any, nesterov: bool
+        value: Any,
+        gradient: Any,
+        velocity: Any = None,
+        *,
+        learning_rate: Any,
+        momentum: Any,
+        nesterov: bool,
     ) -> Any:
         """See `Optimizer.formula`."""
         change = learning_rate * gradient

@@ -32,7 +32,11 @@ class OptimizerVariable:
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], read: Callable[[], np.ndarray[Any, Any]]
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        read: Callable[[], np.ndarray[Any, Any]],
     ) -> None:
         self.name = name
         self.shape = shape
@@ -82,16 +86,24 @@ class OptimizerState:
     def shown(self, name: str, rate: float, kinds: Sequence[str]) -> list[OptimizerVariable]:
         """The number of steps, the learning rate, and the slots of all variables, one kind after the other."""
         numbers = [("iterations", np.int64(self.iterations)), ("learning_rate", np.float64(rate))]
-        found = [OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers]
+        found = [
+            OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers
+        ]
         pairs = [self.slots[id(v)] for v in self.variables() if id(v) in self.slots]
         return found + [
-            OptimizerVariable(f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i]))
+            OptimizerVariable(
+                f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i])
+            )
             for i, kind in enumerate(kinds)
             for v, blocks in pairs
         ]
 
     def slots_of(
-        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
+        self,
+        group: ReplicaGroup,
+        variables: Sequence[Variable],
+        name: str,
+        initial: Mapping[str, float | None],
     ) -> list[tuple[Block, ...]]:
         """Each variable's slots, made when it is first seen, which is at the same call on all ranks.
 
@@ -103,21 +115,28 @@ class OptimizerState:
             # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
             cuts = group.storage.split([state_of(v).block for v in new])
             kinds = [
-                [_slot(group, f"{name}: {kind}", v, value, of) for v, of in zip(new, cuts, strict=True)]
+                [
+                    _slot(group, f"{name}: {kind}", v, value, of)
+                    for v, of in zip(new, cuts, strict=True)
+                ]
                 for kind, value in initial.items()
             ]
             for i, v in enumerate(new):
                 self.slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
         return [self.slots[id(v)][1] for v in variables]
 
-    def make_slots(self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]) -> None:
+    def make_slots(
+        self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
+    ) -> None:
         """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.
 
         Raises:
             MemoryError: there is no room for them, on any rank.
         """
         for group in dict.fromkeys(state_of(v).group for v in variables):
-            self.slots_of(group, [v for v in variables if state_of(v).group is group], name, initial)
+            self.slots_of(
+                group, [v for v in variables if state_of(v).group is group], name, initial
+            )
 
     def copy_from(
         self,
@@ -141,11 +160,17 @@ class OptimizerState:
         for old, new in updated:
             group = state_of(new).group
             if group.updates_here:
-                for own, copied in zip(other.slots[id(old)][1], self.slots[id(new)][1], strict=True):
+                for own, copied in zip(
+                    other.slots[id(old)][1], self.slots[id(new)][1], strict=True
+                ):
                     copy_block(group.storage, own, copied)
 
     def plan_of(
-        self, group: ReplicaGroup, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
+        self,
+        group: ReplicaGroup,
+        variables: Sequence[Variable],
+        name: str,
+        initial: Mapping[str, float | None],
     ) -> Plan:
         """The plan for these variables, kept; of those without buffers only the newest few are."""
         wanted = key(group, variables)
@@ -172,7 +197,9 @@ def copy_block(storage: Storage, source: Block, target: Block) -> None:
         start += part.size
 
 
-def _slot(group: ReplicaGroup, kind: str, variable: Variable, value: float | None, cuts: Cuts | None) -> Block:
+def _slot(
+    group: ReplicaGroup, kind: str, variable: Variable, value: float | None, cuts: Cuts | None
+) -> Block:
     own = state_of(variable).block
     with call_named(f"{kind} of {variable.name!r}"):
         block = group.storage.create_slot(own, 0.0 if value is None else value, cuts)

@@ -77,7 +77,12 @@ class Cell:
         if words[0] == "hpcstrat":
             words = [sys.executable, "-m", *words]
         kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
-        own = {"HOME": self.home, "TMPDIR": self._temporary, "CUDA_VISIBLE_DEVICES": "", _MARK: self._mark}
+        own = {
+            "HOME": self.home,
+            "TMPDIR": self._temporary,
+            "CUDA_VISIBLE_DEVICES": "",
+            _MARK: self._mark,
+        }
         options = [self.folder / "left", _SETTLE_SECONDS, "\n".join(leaves), shm, before]
         init = [sys.executable, "-I", "-S", _INIT, *options, *words]
         self.write(stdin, "stdin")
@@ -108,7 +113,9 @@ class Cell:
             with contextlib.suppress(OSError):
                 variables = pathlib.Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
                 if f"{_MARK}={self._mark}".encode() in variables:
-                    found[int(name)] = dict(one.decode().split("=", 1) for one in variables if b"=" in one)
+                    found[int(name)] = dict(
+                        one.decode().split("=", 1) for one in variables if b"=" in one
+                    )
         return found
 
     def kill(self):
@@ -143,7 +150,11 @@ class Attacked:
 
     @property
     def said(self):
-        return [line for line in self.stderr.splitlines() if "hpcstrat" in line and not line.startswith(" ")]
+        return [
+            line
+            for line in self.stderr.splitlines()
+            if "hpcstrat" in line and not line.startswith(" ")
+        ]
 
     def wait_for(self, name):
         """Waits until the program has made this file in its folder."""
@@ -172,14 +183,18 @@ class Attacked:
         """The process that was started."""
 
         def find():
-            own = {process for process, env in self._cell.processes().items() if "CELL_COMMAND" in env}
+            own = {
+                process for process, env in self._cell.processes().items() if "CELL_COMMAND" in env
+            }
             return sorted(process for process in own if _parent(process) not in own)
 
         return self._wait(find, "the command")[0]
 
     def wait_for_death(self, process):
         """Waits until a process is gone."""
-        self._wait(lambda: not pathlib.Path(f"/proc/{process}").exists(), f"the end of process {process}")
+        self._wait(
+            lambda: not pathlib.Path(f"/proc/{process}").exists(), f"the end of process {process}"
+        )
 
     def pause(self, seconds):
         """Lets the command run on for so long, or to its end."""
@@ -202,7 +217,9 @@ class Attacked:
         except subprocess.TimeoutExpired:
             pytest.fail(f"no end after {seconds} s")
         finally:
-            print(self.stdout[-10_000:], self.stderr[-10_000:], sep="\n")  # pytest shows it where the test fails
+            print(
+                self.stdout[-10_000:], self.stderr[-10_000:], sep="\n"
+            )  # pytest shows it where the test fails
         report = json.loads((self._cell.folder / "left").read_text())
         self.status = report["status"]
         assert report["left"] == []

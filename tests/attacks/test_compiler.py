@@ -63,8 +63,12 @@ def zero(data, moments):
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [cut, pytest.param(flip, marks=slow), pytest.param(zero, marks=slow)])
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(4)])
+@pytest.mark.parametrize(
+    "damage", [cut, pytest.param(flip, marks=slow), pytest.param(zero, marks=slow)]
+)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(4)]
+)
 def test_a_damaged_library_is_made_again(cell, damage, seed):
     library = compiles(cell)
     whole = library.read_bytes()
@@ -105,7 +109,9 @@ def test_a_stopped_job_that_compiles_stops_no_other(cell):
 
 
 @needs_compiler
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(6)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(6)]
+)
 def test_a_job_that_is_killed_while_it_compiles_leaves_nothing(cell, seed):
     cell.write(UPDATE)
     env = compiler(cell, f"touch {cell.folder}/compiles", "sleep 0.3")
@@ -124,7 +130,9 @@ def test_jobs_that_start_at_once_compile_once(cell):
     cell.write(UPDATE)
     env = compiler(cell, f"echo compiles >>{cell.folder}/noted")
     start = 'for job in 1 2 3; do mpirun -n 2 "$0" program.py & jobs="$jobs $!"; done'
-    ended = cell("bash", "-c", f"{start}; for job in $jobs; do wait $job || exit; done", cell.python, **env)
+    ended = cell(
+        "bash", "-c", f"{start}; for job in $jobs; do wait $job || exit; done", cell.python, **env
+    )
     assert (ended.status, ended.stdout) == (0, 3 * weight(2))
     assert (cell.folder / "noted").read_text() == "compiles\n" and len(files(cell)) == 1
 
@@ -137,7 +145,9 @@ LIES = {
 
 
 @needs_compiler
-@pytest.mark.parametrize("lie", [pytest.param(lie, marks=[slow] * (lie != "other numbers")) for lie in LIES])
+@pytest.mark.parametrize(
+    "lie", [pytest.param(lie, marks=[slow] * (lie != "other numbers")) for lie in LIES]
+)
 def test_a_compiler_that_lies_is_not_believed(cell, lie):
     cell.write(UPDATE)
     wrapper = cell.folder / "compiler"
@@ -192,7 +202,8 @@ print(digest.hexdigest())
 @needs_compiler
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
 @pytest.mark.parametrize(
-    "flags", ["", *(pytest.param(one, marks=slow) for one in ("-ffast-math", "-O0", "-fno-such-flag"))]
+    "flags",
+    ["", *(pytest.param(one, marks=slow) for one in ("-ffast-math", "-O0", "-fno-such-flag"))],
 )
 def test_compiled_updates_have_numpys_bits_or_are_not_used(cell, flags, ranks):
     """Of numbers of each kind, and a formula with infinities; under compilers that add flags of their own too."""
@@ -200,7 +211,10 @@ def test_compiled_updates_have_numpys_bits_or_are_not_used(cell, flags, ranks):
     wrapper = cell.folder / "compiler"
     wrapper.write_text(f'#!/bin/sh\nexec {CC} "$@" {flags}\n')
     wrapper.chmod(0o755)
-    found = [cell("mpirun", "-n", ranks, cell.python, "program.py", HPCSTRAT_COMPILE=on, CC=wrapper) for on in (1, 0)]
+    found = [
+        cell("mpirun", "-n", ranks, cell.python, "program.py", HPCSTRAT_COMPILE=on, CC=wrapper)
+        for on in (1, 0)
+    ]
     compiled, plain = found
     assert all((one.status, one.stderr) == (0, "") for one in found)
     assert compiled.stdout == plain.stdout

@@ -60,13 +60,18 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "PMI_RANK")) for name in LAUNCHERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "PMI_RANK")) for name in LAUNCHERS],
 )
 def test_a_launchers_variable_that_is_crafted_is_named(cell, name):
     cell.write("import hpcstrat")
     ended = cell("python", "program.py", **LAUNCHERS[name])
     *_, line = ended.stderr.splitlines()
-    assert ended.status == 1 and line.startswith(f"RuntimeError: the environment variable {name}") and len(line) < 400
+    assert (
+        ended.status == 1
+        and line.startswith(f"RuntimeError: the environment variable {name}")
+        and len(line) < 400
+    )
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(1500, marks=pytest.mark.slow)])
@@ -82,7 +87,10 @@ def test_a_crafted_timeline_is_refused_in_a_line(cell, count):
         for _ in range(5):
             strategy.run(lambda: optimizer.apply_gradients([(np.ones(5), w)]))
     """)
-    assert cell("mpirun", "-n", "2", cell.python, "program.py", HPCSTRAT_TIMELINE="trace.json").status == 0
+    assert (
+        cell("mpirun", "-n", "2", cell.python, "program.py", HPCSTRAT_TIMELINE="trace.json").status
+        == 0
+    )
     cell.write(f"""{CRAFT}
 import contextlib, io, sys
 from hpcstrat.__main__ import main

@@ -40,7 +40,9 @@ def rows_of(batches, strategy, steps=1000):
 """
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 60), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 def test_a_pipeline_that_is_stopped_anywhere_goes_on_where_it_was(cell, seeds):
     cell.write(f"""{PIPELINES}
 strategy = hs.CentralStorageStrategy()
@@ -114,7 +116,11 @@ def test_no_element_is_lost_or_seen_twice_where_ranks_are_killed(cell, seed):
         print(int(w) == sum(t * int(batch.sum()) for t, batch in enumerate(epochs, start=1)), len(epochs))
     """)
     ended = cell("hpcstrat", "run", "-n", "2", "--restarts", "3", "program.py")
-    assert ended.status == 0 and ended.stdout.splitlines()[-1] == "True 40" and "restart 3 of 3" in ended.said[-1]
+    assert (
+        ended.status == 0
+        and ended.stdout.splitlines()[-1] == "True 40"
+        and "restart 3 of 3" in ended.said[-1]
+    )
 
 
 ODD_EXCEPTIONS = """
@@ -179,7 +185,12 @@ print("all raised")
     assert (ended.status, ended.stdout) == (0, "all raised\n")
 
 
-ENDS = ["sys.exit(0)", "os._exit(0)", "exec('raise KeyboardInterrupt')", "exec('raise GeneratorExit')"]
+ENDS = [
+    "sys.exit(0)",
+    "os._exit(0)",
+    "exec('raise KeyboardInterrupt')",
+    "exec('raise GeneratorExit')",
+]
 
 
 @pytest.mark.slow

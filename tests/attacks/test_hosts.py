@@ -60,14 +60,18 @@ def test_a_slow_link(on_two_hosts):
 
 @pytest.mark.slow
 def test_a_slow_link_under_large_gradients(on_two_hosts):
-    came_to_its_end(on_two_hosts(training(strategy=STRATEGY, **LARGE), gbit=0.1, **PATIENT), ranks=2)
+    came_to_its_end(
+        on_two_hosts(training(strategy=STRATEGY, **LARGE), gbit=0.1, **PATIENT), ranks=2
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("commands", [f"{PLUG} down", f"{PLUG} down; {KILL}"], ids=["link", "host"])
 def test_a_link_or_host_that_is_lost(on_two_hosts, commands, options):
-    ended = on_two_hosts(training(in_step_13(commands), strategy=STRATEGY, **options), ranks=3, **LIMITS)
+    ended = on_two_hosts(
+        training(in_step_13(commands), strategy=STRATEGY, **options), ranks=3, **LIMITS
+    )
     ended_with_a_report(ended, "rank 2")
 
 
@@ -77,7 +81,9 @@ def test_a_link_that_is_cut_for_some_seconds(on_two_hosts, options):
     """For longer than until the report, which does no harm."""
     attack = in_step_13(f"{PLUG} down; sleep 4; {PLUG} up")
     ended = on_two_hosts(
-        training(attack, strategy=STRATEGY, **options), HPCSTRAT_STALL_SECONDS=2, HPCSTRAT_TIMEOUT_SECONDS=60
+        training(attack, strategy=STRATEGY, **options),
+        HPCSTRAT_STALL_SECONDS=2,
+        HPCSTRAT_TIMEOUT_SECONDS=60,
     )
     assert (ended.status, ended.stdout) == (0, f"weight {weight(2)}\n")
 
@@ -88,7 +94,10 @@ def test_a_link_that_is_cut_under_the_exchanging_thread(on_two_hosts):
     commands = f"{PLUG} down; sleep 0.3; {PLUG} up"
     update = MARKED.format(f"if step % 5 == 0 and rank == last: {started(commands)}")
     came_to_its_end(
-        on_two_hosts(training(strategy=STRATEGY, sizes=LARGE["sizes"], update=update), ranks=3, **PATIENT), ranks=3
+        on_two_hosts(
+            training(strategy=STRATEGY, sizes=LARGE["sizes"], update=update), ranks=3, **PATIENT
+        ),
+        ranks=3,
     )
 
 
@@ -98,7 +107,9 @@ def test_a_link_that_fails_now_and_then(on_two_hosts, seed):
     """At random moments; not in the start of MPI, which gives up at once where a host is unreachable."""
     moments = random.Random(seed)
     times = [(moments.uniform(0.1, 1.0), moments.uniform(0.05, 0.8)) for _ in range(6)]
-    commands = "; ".join(f"sleep {up:.2f}; {PLUG} down; sleep {down:.2f}; {PLUG} up" for up, down in times)
+    commands = "; ".join(
+        f"sleep {up:.2f}; {PLUG} down; sleep {down:.2f}; {PLUG} up" for up, down in times
+    )
     attack = f"if step == 1 and rank == last: {started(commands)}"
     program = training(attack, step_seconds=0.05, strategy=STRATEGY)
     came_to_its_end(on_two_hosts(program, **PATIENT), ranks=2)

@@ -77,10 +77,17 @@ def test_users_signals_reach_the_ranks(cell, name):
     attacked.signal(attacked.launcher(), name)
     ended = attacked.end()
     number = getattr(signal, name).value
-    assert (ended.status, sorted(ended.stdout.splitlines())) == (0, [f"rank {rank} got {number}" for rank in range(2)])
+    assert (ended.status, sorted(ended.stdout.splitlines())) == (
+        0,
+        [f"rank {rank} got {number}" for rank in range(2)],
+    )
 
 
-WORDS = [["data", ":", "touch", "injected"], [":"], ["a b", "", ":", "$HOME", "'", "\n", "--", "-genv", ":"]]
+WORDS = [
+    ["data", ":", "touch", "injected"],
+    [":"],
+    ["a b", "", ":", "$HOME", "'", "\n", "--", "-genv", ":"],
+]
 
 
 @pytest.mark.parametrize("words", WORDS, ids=["another program", "alone", "odd words"])
@@ -110,7 +117,12 @@ def test_what_is_crafted_is_named_in_a_line(cell, options, env, name):
     ended = cell("hpcstrat", "run", *options, "program.py", **env)
     assert (ended.status, ended.stdout) == (2, "")
     *usage, line = ended.stderr.splitlines()
-    assert name in line and "hpcstrat run: " in line and len(line) < 200 and "Traceback" not in "".join(usage)
+    assert (
+        name in line
+        and "hpcstrat run: " in line
+        and len(line) < 200
+        and "Traceback" not in "".join(usage)
+    )
 
 
 @pytest.mark.parametrize("blocks, runs", [(1, False), (64, True)], ids=["nothing", "little"])
@@ -129,12 +141,18 @@ def test_a_rank_that_leaves_the_others_is_no_success(cell, status):
     cell.write(training(f"if step == 13 and rank == last: os._exit({status})"))
     ended = cell("hpcstrat", "run", "-n", "2", "program.py")
     assert ended.status != 0 and "weight" not in ended.stdout
-    if status == 0 and "BAD TERMINATION" not in ended.stdout:  # mpiexec's, if the one that it kills ends first
-        assert "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
+    if (
+        status == 0 and "BAD TERMINATION" not in ended.stdout
+    ):  # mpiexec's, if the one that it kills ends first
+        assert (
+            "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
+        )
 
 
 @pytest.mark.parametrize("options", [[], ["--prefix"], ["--restarts", "3"]], ids=" ".join)
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)]
+)
 def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(cell, options, seed):
     cell.write(training(step_seconds=0.05))
     attacked = cell.start("hpcstrat", "run", "-n", "3", *options, "program.py")
@@ -143,7 +161,9 @@ def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(cell, option
     assert attacked.end().status == 128 + signal.SIGKILL
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)]
+)
 def test_ctrl_c_ends_all_ranks_at_any_moment(cell, seed):
     """The first tenths of a second too, in which Python and MPI are loaded."""
     cell.write(training(step_seconds=0.05))

@@ -5,7 +5,9 @@ from training import training, weight
 
 
 @pytest.mark.parametrize(
-    "options", [[], pytest.param(["--tee", "logs"], marks=pytest.mark.slow)], ids=["plain", "copied"]
+    "options",
+    [[], pytest.param(["--tee", "logs"], marks=pytest.mark.slow)],
+    ids=["plain", "copied"],
 )
 def test_bytes_of_any_kind_arrive_as_they_are(cell, options):
     """From Python, from C, from a child, through a copy of the descriptor, and in pieces."""
@@ -30,7 +32,9 @@ def test_bytes_of_any_kind_arrive_as_they_are(cell, options):
     expected = (cell.folder / "expected").read_bytes()
     found = (cell.folder / "stdout").read_bytes()
     # Of two ranks mpirun mixes what comes close together.
-    assert ended.status == 0 and (found == expected if options else sorted(found) == sorted(expected))
+    assert ended.status == 0 and (
+        found == expected if options else sorted(found) == sorted(expected)
+    )
 
 
 @pytest.mark.slow
@@ -62,7 +66,9 @@ def test_lines_of_threads_and_replicas_stay_whole(cell):
     """)
     ended = cell("hpcstrat", "run", "-n", "2", "program.py")
     lines = [line for line in ended.stdout.splitlines() if line]
-    assert ended.status == 0 and sorted(set(lines)) == [f"line {rank}{200 * 'x'}" for rank in range(2)]
+    assert ended.status == 0 and sorted(set(lines)) == [
+        f"line {rank}{200 * 'x'}" for rank in range(2)
+    ]
 
 
 VARIABLES = {
@@ -73,7 +79,11 @@ VARIABLES = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "HPCSTRAT_CHECK")) for name in VARIABLES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "HPCSTRAT_CHECK"))
+        for name in VARIABLES
+    ],
 )
 def test_odd_settings_are_named_or_do_no_harm(cell, name):
     cell.write(training())

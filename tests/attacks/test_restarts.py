@@ -15,7 +15,9 @@ def went_on(ended, ranks=2, restarts=1):
     """Whether it has gone on so often, each time said in a line, and come to the right end."""
     said = [line for line in ended.said if "restart" in line]
     assert ended.status == 0 and ended.stdout.splitlines()[-1] == f"weight {weight(ranks)}"
-    assert len(said) == restarts and all(f"restart {n} of" in line for n, line in enumerate(said, start=1))
+    assert len(said) == restarts and all(
+        f"restart {n} of" in line for n, line in enumerate(said, start=1)
+    )
     return said
 
 
@@ -23,7 +25,11 @@ SIGNALS = ["SIGKILL", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("SIGABRT", "SIGBUS"))) for name in SIGNALS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("SIGABRT", "SIGBUS")))
+        for name in SIGNALS
+    ],
 )
 def test_a_rank_that_dies_of_a_signal(cell, name):
     """MPICH's status has the bits of all ranks: ABRT, and the KILL of the other, look like TERM."""
@@ -32,7 +38,9 @@ def test_a_rank_that_dies_of_a_signal(cell, name):
     assert "after step 12 " in line and line.endswith("the newest snapshot is of step 12")
 
 
-@pytest.mark.parametrize("status", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2, 15, 75, 143))])
+@pytest.mark.parametrize(
+    "status", [0, *(pytest.param(one, marks=pytest.mark.slow) for one in (1, 2, 15, 75, 143))]
+)
 def test_a_rank_that_leaves_the_others(cell, status):
     attack = f"if start == 0 and step == 13 and rank == last: os._exit({status})"
     (line,) = went_on(restarting(cell, training(attack)))
@@ -50,7 +58,9 @@ def test_a_harmless_signal_takes_no_restart_away(cell):
     handler = "signal.signal(signal.SIGUSR1, lambda number, frame: print('status', flush=True))"
     attack = "if start == 0 and step == 13 and rank == last: os.kill(os.getpid(), signal.SIGKILL)"
     # After the manager's own handlers.
-    text = training(attack, step_seconds=0.05).replace("    while manager", f"    {handler}\n    while manager")
+    text = training(attack, step_seconds=0.05).replace(
+        "    while manager", f"    {handler}\n    while manager"
+    )
     cell.write(text)
     attacked = cell.start("hpcstrat", "run", "-n", 2, "--restarts", 5, "program.py")
     attacked.wait_for("step-4")
@@ -65,7 +75,9 @@ def test_a_launcher_that_is_asked_to_end_says_so(cell, name):
     attacked.wait_for("step-4")
     attacked.signal(attacked.launcher(), name)
     ended = attacked.end()
-    assert ended.status != 0 and ended.said[-1].endswith(f"no restart: the launcher was sent {name}")
+    assert ended.status != 0 and ended.said[-1].endswith(
+        f"no restart: the launcher was sent {name}"
+    )
 
 
 @pytest.mark.parametrize("prefix", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -76,7 +88,11 @@ def test_what_a_dead_rank_has_started_is_not_waited_for(cell, prefix):
     cell.write(training(attack))
     options = ["--prefix"] * prefix
     ended = cell("hpcstrat", "run", "-n", 2, "--restarts", 5, *options, "program.py")
-    assert ended.status == 0 and f"weight {weight(2)}" in ended.stdout and "restart 1 of 5" in ended.stderr
+    assert (
+        ended.status == 0
+        and f"weight {weight(2)}" in ended.stdout
+        and "restart 1 of 5" in ended.stderr
+    )
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ def test_shared_memory_of_a_containers_size_suffices_for_eight_ranks(cell):
 
 
 @pytest.mark.parametrize(
-    "ranks, size", [(4, "8m"), pytest.param(2, "1m", marks=slow), pytest.param(8, "24m", marks=slow)]
+    "ranks, size",
+    [(4, "8m"), pytest.param(2, "1m", marks=slow), pytest.param(8, "24m", marks=slow)],
 )
 def test_too_little_shared_memory_is_named_and_ends_all_ranks(cell, ranks, size):
     cell.write(training(before=LATE))
@@ -30,7 +31,9 @@ def test_too_little_shared_memory_is_named_and_ends_all_ranks(cell, ranks, size)
 def test_without_proc_the_start_says_so(cell, ranks):
     cell.write(training())
     without = 'mount -t tmpfs tmpfs /proc; exec mpirun -n "$0" "$@"'
-    ended = cell("unshare", "-m", "bash", "-c", without, ranks, cell.python, "program.py", seconds=30)
+    ended = cell(
+        "unshare", "-m", "bash", "-c", without, ranks, cell.python, "program.py", seconds=30
+    )
     assert ended.status != 0 and "/proc is not mounted" in ended.stderr
 
 
@@ -53,7 +56,9 @@ HOMES = {
 }
 
 
-@pytest.mark.parametrize("home", [pytest.param(home, marks=[slow] * (home != "read-only")) for home in HOMES])
+@pytest.mark.parametrize(
+    "home", [pytest.param(home, marks=[slow] * (home != "read-only")) for home in HOMES]
+)
 def test_a_home_is_not_needed(cell, home):
     cell.write(training(sizes=(120_000, 5)))
     ended = cell("mpirun", "-n", 2, cell.python, "program.py", before=HOMES[home])
@@ -83,7 +88,9 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(cell):
     assert (ended.status, ended.stdout) == (0, "0 True\n3.0\n")
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(8)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(8)]
+)
 def test_a_ctrl_c_in_the_first_tenths_of_a_second_ends_all_ranks(cell, seed):
     moments = random.Random(seed)
     cell.write(training(step_seconds=0.1))
@@ -105,4 +112,7 @@ def test_a_rank_that_is_stopped_for_a_while_goes_on(cell):
     attacked.pause(3)
     attacked.signal(victim, "SIGCONT")
     ended = attacked.end()
-    assert (ended.status, ended.stdout) == (0, f"weight {weight(3)}\n") and "rank 1: " in ended.stderr
+    assert (ended.status, ended.stdout) == (
+        0,
+        f"weight {weight(3)}\n",
+    ) and "rank 1: " in ended.stderr

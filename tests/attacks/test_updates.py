@@ -14,7 +14,9 @@ slow = pytest.mark.slow
 
 def on_hosts(hosts, shard_updates=False):
     """The strategy of ranks on so many hosts, which MPICH poses as."""
-    return {"strategy": f"MultiWorkerMirroredStrategy(shard_updates={shard_updates})"}, {"MPIR_CVAR_NUM_CLIQUES": hosts}
+    return {"strategy": f"MultiWorkerMirroredStrategy(shard_updates={shard_updates})"}, {
+        "MPIR_CVAR_NUM_CLIQUES": hosts
+    }
 
 
 def went_on(ended, ranks, restarts=1):
@@ -29,15 +31,26 @@ def test_slots_of_a_rank_that_dies_are_found_again(cell, ranks):
 
 
 @slow
-@pytest.mark.parametrize("first, second", [(SHARDED, "MirroredStrategy()"), ("CentralStorageStrategy()", SHARDED)])
+@pytest.mark.parametrize(
+    "first, second", [(SHARDED, "MirroredStrategy()"), ("CentralStorageStrategy()", SHARDED)]
+)
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 3)], ids=str)
 def test_another_number_of_ranks_goes_on_with_a_dead_jobs_slots(cell, ranks, first, second):
     """From its last file, which is of step 21."""
-    cell.write(training("if rank == last and step == 26: os.kill(os.getpid(), signal.SIGKILL)", strategy=first, **ODD))
+    cell.write(
+        training(
+            "if rank == last and step == 26: os.kill(os.getpid(), signal.SIGKILL)",
+            strategy=first,
+            **ODD,
+        )
+    )
     assert cell("hpcstrat", "run", "-n", ranks[0], "program.py").status != 0
     cell.write(training(strategy=second, **ODD))
     ended = cell("hpcstrat", "run", "-n", ranks[1], "program.py")
-    assert (ended.status, ended.stdout) == (0, f"weight {weight(ranks[1], 0.5, before=21 * [ranks[0]])}\n")
+    assert (ended.status, ended.stdout) == (
+        0,
+        f"weight {weight(ranks[1], 0.5, before=21 * [ranks[0]])}\n",
+    )
 
 
 # What each strategy does, step by step, by random choices which are the same on all ranks.
@@ -93,7 +106,9 @@ ANY_STEPS = """
 """
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(8)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(8)]
+)
 def test_any_steps_give_the_bits_of_whole_updates(cell, seed):
     cell.write(ANY_STEPS)
     ended = cell("hpcstrat", "run", "-n", 2 + seed % 3, "program.py", seed)
@@ -131,7 +146,12 @@ WRONG_MARKS = """
 
 @pytest.mark.parametrize(
     "ranks, hosts",
-    [(2, 2), pytest.param(3, 1, marks=slow), pytest.param(3, 2, marks=slow), pytest.param(4, 3, marks=slow)],
+    [
+        (2, 2),
+        pytest.param(3, 1, marks=slow),
+        pytest.param(3, 2, marks=slow),
+        pytest.param(4, 3, marks=slow),
+    ],
 )
 def test_wrong_marks_in_each_step_leave_no_trace(cell, ranks, hosts):
     """Sums of what is not a number are under way when it is refused, and the next step is right."""
@@ -142,7 +162,9 @@ def test_wrong_marks_in_each_step_leave_no_trace(cell, ranks, hosts):
 
 
 @slow
-@pytest.mark.parametrize("attack", [KILL, KILL.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise OSError")])
+@pytest.mark.parametrize(
+    "attack", [KILL, KILL.replace("os.kill(os.getpid(), signal.SIGKILL)", "raise OSError")]
+)
 @pytest.mark.parametrize("ranks, hosts, shard_updates", [(2, 2, True), (3, 2, False), (4, 3, True)])
 def test_a_rank_that_is_gone_while_sums_are_under_way(cell, attack, ranks, hosts, shard_updates):
     options, env = on_hosts(hosts, shard_updates)
@@ -154,7 +176,9 @@ def test_a_rank_that_is_gone_while_sums_are_under_way(cell, attack, ranks, hosts
 @pytest.mark.parametrize("ranks, hosts", [(2, 2), (4, 2)])
 def test_a_rain_of_kills_on_marked_and_sharded_updates(cell, ranks, hosts):
     moments, (options, env) = random.Random(ranks), on_hosts(hosts, True)
-    cell.write(training(step_seconds=0.02, update=MARKED.format("time.sleep(0.02)"), **options, **FEW))
+    cell.write(
+        training(step_seconds=0.02, update=MARKED.format("time.sleep(0.02)"), **options, **FEW)
+    )
     attacked = cell.start("hpcstrat", "run", "-n", ranks, "--restarts", 50, "program.py", **env)
     for _ in range(5):
         victim = attacked.rank(moments.randrange(ranks))

@@ -27,7 +27,12 @@ _FOLDER = pathlib.Path(__file__).parent
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 # The compiler puts a call before each access to memory: see checked_memory.hpp, which is what is called.
 _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
-_LIBRARIES = ("-lstdc++", "-lm", "-lc", "-lgcc")  # without the sanitizer's, which `-nodefaultlibs` leaves out
+_LIBRARIES = (
+    "-lstdc++",
+    "-lm",
+    "-lc",
+    "-lgcc",
+)  # without the sanitizer's, which `-nodefaultlibs` leaves out
 _REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
 _TYPES = {
     **{np.dtype(kind): f"{kind}_t" for kind in ("int8", "int16", "int32", "int64")},
@@ -94,11 +99,15 @@ class RawKernel:
         passed = [_by_value(argument) for argument in arguments]
         expected = tuple(one.size for one in self.parameters)
         if (sizes := tuple(map(len, passed))) != expected:
-            raise TypeError(f"{self.name}: its arguments have {expected} bytes, and it is called with {sizes}")
+            raise TypeError(
+                f"{self.name}: its arguments have {expected} bytes, and it is called with {sizes}"
+            )
         return (ctypes.c_char_p * len(passed))(*passed)
 
     def _ranges(self, passed):
-        found = (_Range * (sum(one.size for one in self.parameters) // 8))()  # no structure has more pointers
+        found = (
+            _Range * (sum(one.size for one in self.parameters) // 8)
+        )()  # no structure has more pointers
         return found[: self._library.on_host_ranges(passed, found)]
 
 
@@ -121,7 +130,9 @@ class ElementwiseKernel:
     def __call__(self, *arguments, size=None):
         parameters = [*self.inputs, *self.outputs]
         if len(arguments) != len(parameters):
-            raise TypeError(f"{self.name}: it takes {len(parameters)} arguments and is called with {len(arguments)}")
+            raise TypeError(
+                f"{self.name}: it takes {len(parameters)} arguments and is called with {len(arguments)}"
+            )
         dtypes = self.dtypes([getattr(argument, "dtype", None) for argument in arguments])
         arrays = [
             argument if isinstance(argument, np.ndarray) else np.asarray(argument, dtype)
@@ -129,12 +140,22 @@ class ElementwiseKernel:
         ]
         for (_, kind, name), array, dtype in zip(parameters, arrays, dtypes, strict=True):
             if array.dtype != dtype:
-                raise TypeError(f"{self.name}: {kind} {name} is {dtype}, and it is called with {array.dtype}")
-        elementwise = [array for (raw, _, _), array in zip(parameters, arrays, strict=True) if not raw]
-        shape = np.broadcast_shapes(*[array.shape for array in elementwise]) if size is None else (size,)
+                raise TypeError(
+                    f"{self.name}: {kind} {name} is {dtype}, and it is called with {array.dtype}"
+                )
+        elementwise = [
+            array for (raw, _, _), array in zip(parameters, arrays, strict=True) if not raw
+        ]
+        shape = (
+            np.broadcast_shapes(*[array.shape for array in elementwise])
+            if size is None
+            else (size,)
+        )
         for (raw, _, name), array in zip(self.outputs, arrays[len(self.inputs) :], strict=True):
             if not raw and array.shape != shape:
-                raise ValueError(f"{self.name}: the output {name} has shape {array.shape} and the call {shape}")
+                raise ValueError(
+                    f"{self.name}: the output {name} has shape {array.shape} and the call {shape}"
+                )
         if int(np.prod(shape)) == 0:
             return
         views = [
@@ -161,7 +182,10 @@ class ElementwiseKernel:
         for (_, kind, name), dtype in zip([*self.inputs, *self.outputs], given, strict=True):
             if len(kind) == 1 and dtype is not None and meant.setdefault(kind, dtype) != dtype:
                 raise TypeError(f"{self.name}: {kind} is {meant[kind]}, and {name} is {dtype}")
-        return tuple(meant[kind] if len(kind) == 1 else np.dtype(kind) for _, kind, _ in [*self.inputs, *self.outputs])
+        return tuple(
+            meant[kind] if len(kind) == 1 else np.dtype(kind)
+            for _, kind, _ in [*self.inputs, *self.outputs]
+        )
 
     def compile(self, dtypes):
         """The loop over elements, for parameters of these dtypes."""
@@ -172,13 +196,17 @@ class ElementwiseKernel:
     def source(self, dtypes, function):
         """The text of a function of this name that applies the kernel to arrays of these dtypes."""
         declared, kinds = [], {}
-        for i, ((raw, kind, name), dtype) in enumerate(zip([*self.inputs, *self.outputs], dtypes, strict=True)):
+        for i, ((raw, kind, name), dtype) in enumerate(
+            zip([*self.inputs, *self.outputs], dtypes, strict=True)
+        ):
             kinds |= {kind: type_name(dtype)} if len(kind) == 1 else {}
             element = f"const {type_name(dtype)}" if i < len(self.inputs) else type_name(dtype)
             if raw:
                 declared.append(f"const auto {name} = on_host::raw<{element}>(views[{i}]);")
             else:
-                declared.append(f"{element}& {name} = *({element}*)(views[{i}].first + offsets[{i}]);")
+                declared.append(
+                    f"{element}& {name} = *({element}*)(views[{i}].first + offsets[{i}]);"
+                )
         flags = ", ".join(str(int(raw)) for raw, _, _ in [*self.inputs, *self.outputs])
         lines = [
             *[f"typedef {meaning} {kind};" for kind, meaning in kinds.items()],
@@ -295,8 +323,13 @@ def compiled(source, is_checked=False):
     """
     if refused := _REFUSED.search(source):
         raise CompilationError(f"kernels on the host do not have {refused[0]}")
-    flags, libraries = (*FLAGS, *_CHECKED) if is_checked else FLAGS, _LIBRARIES if is_checked else ()
-    key = hashlib.sha256(repr((_headers(), source, flags, libraries, _version())).encode()).hexdigest()[:32]
+    flags, libraries = (
+        (*FLAGS, *_CHECKED) if is_checked else FLAGS,
+        _LIBRARIES if is_checked else (),
+    )
+    key = hashlib.sha256(
+        repr((_headers(), source, flags, libraries, _version())).encode()
+    ).hexdigest()[:32]
     path = cache() / f"{key}.so"
     if not path.exists():
         build(f'#include "cuda_on_host.hpp"\n{source}', path, (*flags, f"-I{_FOLDER}"), libraries)
@@ -333,7 +366,9 @@ def _compiler():
 
 @functools.cache
 def _version():
-    return subprocess.run([_compiler(), "--version"], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [_compiler(), "--version"], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _by_value(argument):

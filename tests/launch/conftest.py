@@ -35,7 +35,15 @@ def simulated(launch):
         if package is not None:
             changes["PYTHONPATH"] = f"{package}:{changes['PYTHONPATH']}"
         changes |= env or {}
-        return launch(program, ranks, *arguments, env=changes, gpus=True, timeout=_SIMULATED_SECONDS, **options)
+        return launch(
+            program,
+            ranks,
+            *arguments,
+            env=changes,
+            gpus=True,
+            timeout=_SIMULATED_SECONDS,
+            **options,
+        )
 
     return start
 

@@ -29,7 +29,8 @@ NEEDS = {
 }
 _WORDS = {"file", "continues", "needs", "not run", "fails", "ranks", "any order"}
 _FENCE = re.compile(
-    r"(?:^<!-- (?P<says>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:^<!-- (?P<says>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -81,7 +82,9 @@ class Block:
             return stdout
         shown = self.output.text.splitlines(keepends=True)
         lines = stdout.splitlines(keepends=True)
-        return "".join(sorted(lines, key=lambda line: shown.index(line) if line in shown else len(shown)))
+        return "".join(
+            sorted(lines, key=lambda line: shown.index(line) if line in shown else len(shown))
+        )
 
 
 def blocks_of(path):
@@ -93,7 +96,16 @@ def blocks_of(path):
         assert says.keys() <= _WORDS, f"{path}: {match['says']}"
         output = found[-1] if found and found[-1].language == "text" else None
         line = text.count("\n", 0, match.start("language")) + 1
-        found.append(Block(path.relative_to(ROOT).as_posix(), line, match["language"], match["text"], says, output))
+        found.append(
+            Block(
+                path.relative_to(ROOT).as_posix(),
+                line,
+                match["language"],
+                match["text"],
+                says,
+                output,
+            )
+        )
     found.reverse()
     for i, block in enumerate(found):
         if "continues" in block.says:

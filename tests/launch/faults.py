@@ -12,7 +12,13 @@ from faults_on_hosts import ON_HOSTS
 
 def harmless(program, *prints, **others):
     """What looks like a fault and is none: the job ends well, and says nothing."""
-    return Fault(textwrap.dedent(program) + WAIT, prints=[*prints, r"went on\n\Z"], status=0, ranks=2, **others)
+    return Fault(
+        textwrap.dedent(program) + WAIT,
+        prints=[*prints, r"went on\n\Z"],
+        status=0,
+        ranks=2,
+        **others,
+    )
 
 
 HARMLESS = {
@@ -20,11 +26,16 @@ HARMLESS = {
         "with hs.extend_timeout(60):\n    if last: time.sleep(4)\n    hs.barrier()", limits=(1, 3)
     ),
     "an extended time-out of the late rank alone": harmless(
-        "if last:\n    with hs.extend_timeout(60): time.sleep(4); hs.barrier()\nelse: hs.barrier()", limits=(1, 3)
+        "if last:\n    with hs.extend_timeout(60): time.sleep(4); hs.barrier()\nelse: hs.barrier()",
+        limits=(1, 3),
     ),
-    "a function of rank 0 alone that takes long": harmless("hs.on_lead(time.sleep, 4)", limits=(1, 3)),
+    "a function of rank 0 alone that takes long": harmless(
+        "hs.on_lead(time.sleep, 4)", limits=(1, 3)
+    ),
     "long work without a call": harmless("time.sleep(4)", limits=(3, 3)),
-    "waits that are each shorter": harmless("if last: time.sleep(0.5)\nhs.barrier()\n" * 8, limits=(3, 3)),
+    "waits that are each shorter": harmless(
+        "if last: time.sleep(0.5)\nhs.barrier()\n" * 8, limits=(3, 3)
+    ),
     "time-outs extended by odd lengths": harmless(
         """
         extend = hs.extend_timeout
@@ -128,7 +139,9 @@ HARMLESS = {
         with contextlib.suppress(ValueError): strategy.run(lambda: int("x"))
         """
     ),
-    "an exit within a thread": harmless("threading.Thread(target=sys.exit).start()\ntime.sleep(0.5)"),
+    "an exit within a thread": harmless(
+        "threading.Thread(target=sys.exit).start()\ntime.sleep(0.5)"
+    ),
 }
 
 KINDS = [STALLS, STARTS, EARLY, ENDS, ERRORS, MISMATCHES, BROKEN, CAUGHT, TWICE, ON_HOSTS, HARMLESS]

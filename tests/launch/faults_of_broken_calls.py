@@ -36,7 +36,10 @@ except {error}:
 {end}"""
     return Fault(
         program,
-        [rf"\[rank \d\] {error}", rf"this exception interrupted {named} on this rank .* the job ends, at {ends}"],
+        [
+            rf"\[rank \d\] {error}",
+            rf"this exception interrupted {named} on this rank .* the job ends, at {ends}",
+        ],
         r"\[rank \d\] Traceback",
         begin=BEGIN.replace("CentralStorageStrategy", strategy),
         ranks=2,
@@ -53,19 +56,32 @@ APPLY = r"SGD\.apply_gradients"
 BROKEN = {
     **with_each("an update interrupted", "'apply'", "apply(numbers)", APPLY),
     **with_each("an update interrupted on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
-    **with_each("an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY),
+    **with_each(
+        "an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY
+    ),
     **with_each("an update of rows interrupted", "'update_rows'", "apply(rows)", APPLY),
-    **with_each("an assignment interrupted", "'apply'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"),
-    "a new variable interrupted": broken("'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"),
+    **with_each(
+        "an assignment interrupted",
+        "'apply'",
+        "v.assign_add(numbers)",
+        "Variable.assign_add of 'Variable'",
+    ),
+    "a new variable interrupted": broken(
+        "'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"
+    ),
     "an update interrupted by an alarm": broken(
         "'apply', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
     ),
     "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction interrupted": broken(
-        "'reduce_flat'", "strategy.reduce('SUM', strategy.run(lambda: numbers), None)", r"Strategy\.reduce"
+        "'reduce_flat'",
+        "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
+        r"Strategy\.reduce",
     ),
     "a barrier interrupted": broken("'exchange_records'", "hs.barrier()", "barrier"),
-    "an own value interrupted": broken("'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"),
+    "an own value interrupted": broken(
+        "'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"
+    ),
     "an update interrupted before the end of the program": broken(
         "'apply'", "apply(numbers)", APPLY, end="", ends="the end of the program"
     ),
@@ -82,7 +98,11 @@ def caught(program, error, *says):
     """An exception that comes to one rank after the ranks have met, and that it catches."""
     return Fault(
         program + WAIT,
-        [rf"\[rank 1\] {error}", r"\[rank 1\] .* on rank 1 and was caught, but other ranks did not raise there", *says],
+        [
+            rf"\[rank 1\] {error}",
+            r"\[rank 1\] .* on rank 1 and was caught, but other ranks did not raise there",
+            *says,
+        ],
         r"\[rank 1\] Traceback",
         ranks=2,
     )
@@ -143,7 +163,9 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 print("went on")
 """,
-        [rf"RuntimeError: Strategy\.\w+ was called in the thread '.*', at {HERE}work, while .*: one thread at a time"],
+        [
+            rf"RuntimeError: Strategy\.\w+ was called in the thread '.*', at {HERE}work, while .*: one thread at a time"
+        ],
         ranks=2,
     ),
     "two threads at once, and nobody looks": Fault(
@@ -155,7 +177,10 @@ def work():
 with ThreadPoolExecutor(2) as pool: pool.submit(work), pool.submit(work)
 print("went on")
 """,
-        [rf"was called in the thread '.*', at {HERE}work, while .*: one thread at a time", "the job ends, at Variable"],
+        [
+            rf"was called in the thread '.*', at {HERE}work, while .*: one thread at a time",
+            "the job ends, at Variable",
+        ],
         ranks=2,
     ),
     "a forked child in its parent's place": Fault(

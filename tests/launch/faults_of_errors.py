@@ -20,7 +20,9 @@ ENDS = {
     "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", status=ANY),
     "os._exit(5)": ended("if last: os._exit(5)"),
     "SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
-    "SIGKILL of rank 0": ended("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER),
+    "SIGKILL of rank 0": ended(
+        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER
+    ),
     "SIGKILL while the others compute": Fault(
         "if last: os.kill(os.getpid(), signal.SIGKILL)\ncompute()", [CLOSED_OR_LAUNCHER], ranks=2
     ),
@@ -31,7 +33,9 @@ ENDS = {
         r"\A(?![^\0]*Fatal Python error)",
     ),
     "SIGTERM": ended("if last: os.kill(os.getpid(), signal.SIGTERM)", CLOSED_OR_LAUNCHER),
-    "SIGINT": ended("if last: os.kill(os.getpid(), signal.SIGINT)", r"\[rank 1\] KeyboardInterrupt"),
+    "SIGINT": ended(
+        "if last: os.kill(os.getpid(), signal.SIGINT)", r"\[rank 1\] KeyboardInterrupt"
+    ),
     "SIGTERM of all": ended("if rank == 0: os.kill(mpirun(), signal.SIGTERM)\ntime.sleep(1000)"),
     "Ctrl-C": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT)\ntime.sleep(1000)"),
     "Ctrl-C twice": ended(
@@ -62,11 +66,15 @@ def step():
 """
 
 ERRORS = {
-    "an exception": raised("if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3),
+    "an exception": raised(
+        "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
+    ),
     "an exception of rank 0": raised(
         "if rank == 0: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=0
     ),
-    "an exception while the others compute": raised("if last: 1 / 0\ncompute()", "ZeroDivisionError"),
+    "an exception while the others compute": raised(
+        "if last: 1 / 0\ncompute()", "ZeroDivisionError"
+    ),
     "an error of a GPU that is found as the program ends": raised(
         """
         class Gpu:
@@ -79,11 +87,15 @@ ERRORS = {
     ),
     "an exception of all": raised("raise ValueError('the cause')", "ValueError: the cause", rank=0),
     "an exception in a thread": raised(
-        "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)" + WAIT, "ZeroDivisionError"
+        "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)" + WAIT,
+        "ZeroDivisionError",
     ),
-    "an exception in a replica function": raised(IN_RUN.format("1 / 0") + "strategy.run(step)", "ZeroDivisionError"),
+    "an exception in a replica function": raised(
+        IN_RUN.format("1 / 0") + "strategy.run(step)", "ZeroDivisionError"
+    ),
     "an exception in the function of merge_call": raised(
-        "strategy.run(lambda: hs.get_replica_context().merge_call(lambda s: 1 / (not last)))" + WAIT,
+        "strategy.run(lambda: hs.get_replica_context().merge_call(lambda s: 1 / (not last)))"
+        + WAIT,
         "ZeroDivisionError",
     ),
     "an exception in the function of an update": raised(
@@ -111,7 +123,9 @@ ERRORS = {
     "endless recursion": raised("def f(): f()\nif last: f()" + WAIT, "RecursionError"),
     "want of memory": raised("if last: bytearray(1 << 60)" + WAIT, "MemoryError"),
     "an exception after MPI has ended": Fault(
-        "hs.barrier()\nMPI.Finalize()\nif last: raise ValueError('late')", [r"ValueError: late"], ranks=2
+        "hs.barrier()\nMPI.Finalize()\nif last: raise ValueError('late')",
+        [r"ValueError: late"],
+        ranks=2,
     ),
     "an exception that one rank catches": Fault(
         IN_RUN.format("raise KeyError('of one')")
@@ -170,7 +184,10 @@ MISMATCHES = {
     ),
     "another structure of results, checked": Fault(
         "strategy.run(lambda: list(range(rank)))" + WAIT,
-        [r"rank 0: Strategy\.run\(HPCSTRAT_CHECK: returns \[\]\)", r"rank 2: .*returns \[\*, \*\]\)"],
+        [
+            r"rank 0: Strategy\.run\(HPCSTRAT_CHECK: returns \[\]\)",
+            r"rank 2: .*returns \[\*, \*\]\)",
+        ],
         r"\[rank 0\] Traceback",
         env={"HPCSTRAT_CHECK": "1"},
     ),
@@ -183,7 +200,10 @@ MISMATCHES = {
         hs.barrier()
         print("went on")
         """,
-        [r"rank 0: Variable\.assign of .* of storage \d", r"rank 2: Variable\.assign of .* of storage \d"],
+        [
+            r"rank 0: Variable\.assign of .* of storage \d",
+            r"rank 2: Variable\.assign of .* of storage \d",
+        ],
         r"\[rank 0\] Traceback",
     ),
     "caught: another call": differs_but("v.assign(ones)", "v.assign_sub(ones)"),

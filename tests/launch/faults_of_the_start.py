@@ -32,7 +32,9 @@ def left(program, value, **others):
 EARLY = {
     "early: an exception": early("if last: raise ValueError('the cause')", "ValueError: the cause"),
     "early: an exception of rank 0": early("if rank == 0: 1 / 0", "ZeroDivisionError", rank=0),
-    "early: an import that fails": early("if last: import no_such_module", "ModuleNotFoundError: .*no_such_module"),
+    "early: an import that fails": early(
+        "if last: import no_such_module", "ModuleNotFoundError: .*no_such_module"
+    ),
     "early: an exception while the others compute": early(
         "if last: raise ValueError('the cause')\ncompute()", "ValueError: the cause"
     ),
@@ -45,12 +47,17 @@ EARLY = {
     ),
     "early: an exception of all": early("open('/no/such/file')", "FileNotFoundError", rank=0),
     "early: a warning that is an error": early(
-        "", "UserWarning: .*did you mean HPCSTRAT_CHECK", rank=0, env={"HPCSTRAT_CHEK": "1", "PYTHONWARNINGS": "error"}
+        "",
+        "UserWarning: .*did you mean HPCSTRAT_CHECK",
+        rank=0,
+        env={"HPCSTRAT_CHEK": "1", "PYTHONWARNINGS": "error"},
     ),
     "early: sys.exit(3)": left("if last: sys.exit(3)", 3, status=3),
     "early: sys.exit of a text": left("if last: sys.exit('no data')", "'no data'", status=1),
     "early: exit(3)": left("if last: exit(3)", 3, status=3),
-    "early: sys.exit(3) where MPI has started": left("from mpi4py import MPI\nif last: sys.exit(3)", 3, status=3),
+    "early: sys.exit(3) where MPI has started": left(
+        "from mpi4py import MPI\nif last: sys.exit(3)", 3, status=3
+    ),
     "early: sys.exit(3) of all": Fault("sys.exit(3)", status=3, begin=IMPORT, ranks=2),
     "early: sys.exit(3), caught": Fault(
         "def main():\n    try: sys.exit(3)\n    except SystemExit: pass\nmain()" + CONNECT,

@@ -1,25 +1,46 @@
 """Faults by which ranks wait for one that does not come."""
 
-from fault import BARRIER, BEGIN, BEGIN_ON_HOSTS, HERE, STALLED, WAIT, Fault, missing, silenced, silent, stalled, waits
+from fault import (
+    BARRIER,
+    BEGIN,
+    BEGIN_ON_HOSTS,
+    HERE,
+    STALLED,
+    WAIT,
+    Fault,
+    missing,
+    silenced,
+    silent,
+    stalled,
+    waits,
+)
 
 STALLS = {
     "an endless loop": stalled("if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")),
     "an endless loop of rank 0": stalled(
-        "if rank == 0: compute()" + WAIT, waits("ranks 1, 2", "barrier"), missing("rank 0", "compute")
+        "if rank == 0: compute()" + WAIT,
+        waits("ranks 1, 2", "barrier"),
+        missing("rank 0", "compute"),
     ),
     "an endless loop of two ranks": stalled(
         "if rank: loop()" + WAIT, waits("rank 0", "barrier"), missing("ranks 1, 2", "loop")
     ),
-    "an endless sleep": stalled("if last: time.sleep(1000)" + WAIT, BARRIER, missing("rank 2", "<module>")),
+    "an endless sleep": stalled(
+        "if last: time.sleep(1000)" + WAIT, BARRIER, missing("rank 2", "<module>")
+    ),
     "C code that holds Python": silenced(
         "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
     ),
     "C code that holds Python, rank 0": silenced(
-        "if rank == 0: hold_python()" + WAIT, waits("ranks 1, 2", "barrier"), silent("rank 0", "(hold_python|<module>)")
+        "if rank == 0: hold_python()" + WAIT,
+        waits("ranks 1, 2", "barrier"),
+        silent("rank 0", "(hold_python|<module>)"),
     ),
     "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
     "SIGSTOP of rank 0": silenced(
-        "if rank == 0: stop()\nhs.barrier()" + WAIT, waits("ranks 1, 2", "barrier"), silent("rank 0", "(stop|<module>)")
+        "if rank == 0: stop()\nhs.barrier()" + WAIT,
+        waits("ranks 1, 2", "barrier"),
+        silent("rank 0", "(stop|<module>)"),
     ),
     "SIGSTOP in the midst of calls": silenced(
         "for i in range(10**9):\n    if i == 2_000 and last: stop()\n    hs.any_rank(False)",
@@ -91,7 +112,9 @@ STALLS = {
         missing("rank 2", "loop"),
     ),
     "a deadlock in the program's own MPI calls": stalled(
-        "if last: MPI.COMM_WORLD.recv(source=0, tag=7)" + WAIT, BARRIER, missing("rank 2", "<module>")
+        "if last: MPI.COMM_WORLD.recv(source=0, tag=7)" + WAIT,
+        BARRIER,
+        missing("rank 2", "<module>"),
     ),
     "a thread that does not end": stalled(
         "if last: threading.Thread(target=loop).start()",
@@ -112,7 +135,9 @@ STALLS = {
         "",
         "  ranks 0, 1: has finished",
         rf"  rank 2: has finished, but its process does not end; now at {HERE}loop",
-        begin=BEGIN.replace("strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="),
+        begin=BEGIN.replace(
+            "strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="
+        ),
     ),
     "a time-out extended without end, which has ended": stalled(
         "with hs.extend_timeout(float('inf')): hs.barrier()\nif last: time.sleep(1000)" + WAIT,
@@ -133,7 +158,9 @@ STALLS = {
 }
 
 SOON = {"HPCSTRAT_STALL_SECONDS": "0.3", "HPCSTRAT_TIMEOUT_SECONDS": "0.8"}
-START = r"hpcstrat: this rank has waited 0 s for the others to connect \(HPCSTRAT_STALL_SECONDS\), at "
+START = (
+    r"hpcstrat: this rank has waited 0 s for the others to connect \(HPCSTRAT_STALL_SECONDS\), at "
+)
 NOT_ALL = "hpcstrat: the job ends: this rank has waited 1 s for the others to connect"
 
 STARTS = {
@@ -173,7 +200,9 @@ STARTS = {
     ),
     "other versions": Fault(
         "hs.barrier()",
-        [r"RuntimeError: hpcstrat cannot connect the ranks: .* the same versions, but NumPy is .*, 0\.1 on rank 2"],
+        [
+            r"RuntimeError: hpcstrat cannot connect the ranks: .* the same versions, but NumPy is .*, 0\.1 on rank 2"
+        ],
         r"\[rank 0\] Traceback",
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: np.__version__ = '0.1'\nstrategy ="),
     ),
@@ -181,7 +210,9 @@ STARTS = {
         "hs.barrier()",
         ["must run the same versions, but HPCSTRAT_CHECK is 0 on rank 0, 0 on rank 1, 1 on rank 2"],
         r"\[rank 0\] Traceback",
-        begin=BEGIN.replace("strategy =", "if hs.rank() == 2: os.environ['HPCSTRAT_CHECK'] = '1'\nstrategy ="),
+        begin=BEGIN.replace(
+            "strategy =", "if hs.rank() == 2: os.environ['HPCSTRAT_CHECK'] = '1'\nstrategy ="
+        ),
     ),
     "a bad HPCSTRAT_TIMEOUT_SECONDS": Fault(
         "hs.barrier()",
@@ -189,7 +220,9 @@ STARTS = {
         env={"HPCSTRAT_TIMEOUT_SECONDS": "soon"},
     ),
     "a bad HPCSTRAT_CHECK": Fault(
-        "hs.barrier()", ["HPCSTRAT_CHECK is 'yes'; it must be 1 or 0"], env={"HPCSTRAT_CHECK": "yes"}
+        "hs.barrier()",
+        ["HPCSTRAT_CHECK is 'yes'; it must be 1 or 0"],
+        env={"HPCSTRAT_CHECK": "yes"},
     ),
     "no such GPU": Fault(
         "",
@@ -198,10 +231,15 @@ STARTS = {
         begin=BEGIN.replace("Strategy()", "Strategy(['GPU:0', 'GPU:1', 'GPU:2'])"),
     ),
     "too few devices": Fault(
-        "", ["mpirun -n 2"], r"\[rank 0\] Traceback", begin=BEGIN.replace("Strategy()", "Strategy(['CPU:0', 'CPU:0'])")
+        "",
+        ["mpirun -n 2"],
+        r"\[rank 0\] Traceback",
+        begin=BEGIN.replace("Strategy()", "Strategy(['CPU:0', 'CPU:0'])"),
     ),
     "one device with mpirun": Fault(
-        "hs.OneDeviceStrategy('CPU:0')", ["RuntimeError: .*without mpirun|without `mpirun"], r"\[rank 0\] Traceback"
+        "hs.OneDeviceStrategy('CPU:0')",
+        ["RuntimeError: .*without mpirun|without `mpirun"],
+        r"\[rank 0\] Traceback",
     ),
     "several hosts for a strategy of one": Fault(
         "hs.CentralStorageStrategy()",
@@ -212,7 +250,9 @@ STARTS = {
     ),
     "more memory than there is": Fault(
         "with strategy.scope(): hs.Variable(np.broadcast_to(np.float32(1), 1 << 43))",
-        [r"MemoryError: no [\d,]+ contiguous bytes are left of the memory that was reserved for variables"],
+        [
+            r"MemoryError: no [\d,]+ contiguous bytes are left of the memory that was reserved for variables"
+        ],
         r"\[rank 0\] Traceback",
     ),
 }

@@ -32,22 +32,29 @@ def step():
 """
 
 ON_HOSTS = {
-    "hosts: an endless loop": stalled("if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")),
+    "hosts: an endless loop": stalled(
+        "if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")
+    ),
     "hosts: an endless loop of rank 0": stalled(
         "if rank == 0: loop()" + WAIT, waits("ranks 1, 2", "barrier"), missing("rank 0", "loop")
     ),
     "hosts: C code that holds Python": silenced(
         "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
     ),
-    "hosts: SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
+    "hosts: SIGSTOP": silenced(
+        "if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")
+    ),
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
         [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
         limits=(1, 3),
     ),
-    "hosts: SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
+    "hosts: SIGKILL": ended(
+        "if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3
+    ),
     "hosts: SIGKILL of rank 0": ended(
-        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER + "|rank 0, or the network"
+        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)",
+        CLOSED_OR_LAUNCHER + "|rank 0, or the network",
     ),
     "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
     "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
@@ -55,19 +62,29 @@ ON_HOSTS = {
         "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
     ),
     "hosts: SIGKILL while sums are under way": ended(
-        MARKED + "if last: os.kill(os.getpid(), signal.SIGKILL)\nstrategy.run(step)", CLOSED_OR_LAUNCHER, ranks=3
+        MARKED + "if last: os.kill(os.getpid(), signal.SIGKILL)\nstrategy.run(step)",
+        CLOSED_OR_LAUNCHER,
+        ranks=3,
     ),
     "hosts: an exception while sums are under way": raised(
-        MARKED + "if last: fails.append(True)\nstrategy.run(step)", "ValueError: the cause", rank=2, ranks=3
+        MARKED + "if last: fails.append(True)\nstrategy.run(step)",
+        "ValueError: the cause",
+        rank=2,
+        ranks=3,
     ),
     "hosts: a loop while sums are under way": stalled(
-        MARKED + "if last: strategy.run(lambda: (buffers.ready(*buffers), loop()))\nstrategy.run(step)",
+        MARKED
+        + "if last: strategy.run(lambda: (buffers.ready(*buffers), loop()))\nstrategy.run(step)",
         r"  ranks 0, 1: waiting in call \d+, SGD\.apply_gradients from buffers",
         missing("rank 2", "loop"),
     ),
     "hosts: another buffer": Fault(
         MARKED + "strategy.run(lambda: buffers.ready(buffers[last]))",
-        ["ReplicaMismatchError: ", "rank 0: GradientBuffers.ready of 'a'", "rank 2: GradientBuffers.ready of 'b'"],
+        [
+            "ReplicaMismatchError: ",
+            "rank 0: GradientBuffers.ready of 'a'",
+            "rank 2: GradientBuffers.ready of 'b'",
+        ],
         r"\[rank 0\] Traceback",
     ),
     "hosts: another call": Fault(
@@ -95,11 +112,15 @@ def addresses(port, addresses=tcp._addresses):
 tcp._addresses = addresses
 """
 
-ON_HOSTS = {name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fault in ON_HOSTS.items()}
+ON_HOSTS = {
+    name: replace(fault, begin=BEGIN_ON_HOSTS, hosts=True) for name, fault in ON_HOSTS.items()
+}
 ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
     ON_HOSTS["hosts: an endless loop"], begin=STRANGERS + BEGIN_ON_HOSTS
 )
-ON_HOSTS["hosts: an exception before the first strategy"] = replace(EARLY["early: an exception"], hosts=True)
+ON_HOSTS["hosts: an exception before the first strategy"] = replace(
+    EARLY["early: an exception"], hosts=True
+)
 ON_HOSTS["hosts: an exception while some wait"] = early(  # rank 0, and rank 1 never starts MPI
     "if rank == 2: raise ValueError('the cause')\nif rank == 1: time.sleep(1000)",
     "ValueError: the cause",

@@ -43,7 +43,9 @@ class Launched:
 
     def tagged(self, rank):
         """The lines of standard error that carry the rank's tag, without it."""
-        return [match[1] for match in re.finditer(rf"^\[rank {rank}\] (.*)$", self.stderr, re.MULTILINE)]
+        return [
+            match[1] for match in re.finditer(rf"^\[rank {rank}\] (.*)$", self.stderr, re.MULTILINE)
+        ]
 
 
 class Launcher:
@@ -52,7 +54,9 @@ class Launcher:
     def __init__(self, folder):
         self.folder = folder
         self.mpirun = ["mpirun"]
-        self.version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+        self.version = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, check=True
+        ).stdout
         self.open_mpi = "Open MPI" in self.version
         if self.open_mpi:
             self.mpirun += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
@@ -88,7 +92,10 @@ class Launcher:
         if ranks is not None:
             command = [*self.mpirun, *options, "-n", str(ranks), *command]
         begin = time.monotonic()
-        with open(self.folder / "stdout", "w+b") as stdout, open(self.folder / "stderr", "w+b") as stderr:
+        with (
+            open(self.folder / "stdout", "w+b") as stdout,
+            open(self.folder / "stderr", "w+b") as stderr,
+        ):
             process = subprocess.Popen(
                 [os.fspath(word) for word in command],
                 stdin=subprocess.DEVNULL,
@@ -98,7 +105,9 @@ class Launcher:
                 cwd=self.folder,
                 start_new_session=True,
             )
-            end = threading.Thread(target=process.wait, daemon=True)  # a wait with a limit looks every 50 ms only
+            end = threading.Thread(
+                target=process.wait, daemon=True
+            )  # a wait with a limit looks every 50 ms only
             end.start()
             while end.is_alive() and time.monotonic() - begin < timeout:
                 job.look()
@@ -121,7 +130,9 @@ def _environment(changes):
     kept = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(_LAUNCHERS) and name not in _THREADS and not name.startswith("PYTEST_")
+        if not name.startswith(_LAUNCHERS)
+        and name not in _THREADS
+        and not name.startswith("PYTEST_")
     }
     return {name: value for name, value in (kept | changes).items() if value is not None}
 
@@ -175,7 +186,9 @@ class _Job:
 def _runs(process):
     """Not one that has ended and waits for `init` to take its status, who may look once a second only."""
     fields = _read(process, "stat").rpartition(b")")[2].split()
-    return bool(fields) and (fields[0] != b"Z" or fields[17] != b"1")  # threads, which may outlive the first
+    return bool(fields) and (
+        fields[0] != b"Z" or fields[17] != b"1"
+    )  # threads, which may outlive the first
 
 
 def _read(process, name):

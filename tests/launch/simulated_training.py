@@ -23,18 +23,25 @@ def train(strategy, folder):
         weights = [
             hs.Variable(np.zeros((6, 3), np.float32)),
             hs.Variable(np.zeros(4)),
-            hs.Variable(np.zeros((401, 3), np.float32)),  # a part for each of 4 ranks; it ends off 16 bytes
+            hs.Variable(
+                np.zeros((401, 3), np.float32)
+            ),  # a part for each of 4 ranks; it ends off 16 bytes
         ]
         counter = hs.Variable(0, aggregation="SUM")
         optimizer = hs.optimizers.Adam(0.1)
-        marked, momentum = [hs.Variable(np.zeros(1100)), hs.Variable(np.zeros(5))], hs.optimizers.SGD(0.1, momentum=0.5)
+        marked, momentum = (
+            [hs.Variable(np.zeros(1100)), hs.Variable(np.zeros(5))],
+            hs.optimizers.SGD(0.1, momentum=0.5),
+        )
         buffers = momentum.gradient_buffers(marked)
         error = hs.metrics.MeanSquaredError()
 
         def step(x):
             gradient = (x * 1.0).T[:6, :3].astype(np.float32)  # in Fortran's order
             tall = gradient[0] + xp.zeros((401, 3), np.float32)
-            optimizer.apply_gradients(list(zip([gradient, x.sum(axis=0)[:4], tall], weights, strict=True)))
+            optimizer.apply_gradients(
+                list(zip([gradient, x.sum(axis=0)[:4], tall], weights, strict=True))
+            )
             for buffer in reversed(buffers):
                 buffer[...] = 1 / N
                 buffers.ready(buffer)
@@ -47,14 +54,20 @@ def train(strategy, folder):
 
         rows = np.arange(40.0 * 4 * N * 8).reshape(-1, 8)
         sums = []
-        for x in strategy.experimental_distribute_dataset(hs.data.Dataset.from_tensor_slices(rows).batch(4 * N)):
+        for x in strategy.experimental_distribute_dataset(
+            hs.data.Dataset.from_tensor_slices(rows).batch(4 * N)
+        ):
             found = strategy.run(step, args=(x,))
-            sums.append(strategy.reduce("SUM", found["sum"], axis=None))  # the host waits for nothing
+            sums.append(
+                strategy.reduce("SUM", found["sum"], axis=None)
+            )  # the host waits for nothing
             strategy.gather(found["part"], axis=0)
         velocity = np.cumsum(0.5 ** np.arange(40))  # of each step, over the learning rate
         for w in marked:
             np.testing.assert_allclose(w.numpy(), -0.1 * velocity.sum())
-        assert float(sum(sums)) == 2 * rows.sum() and counter.numpy() == 40 * N and error.result() == 9
+        assert (
+            float(sum(sums)) == 2 * rows.sum() and counter.numpy() == 40 * N and error.result() == 9
+        )
         kept = [w.numpy() for w in weights]
         checkpoint = hs.checkpoint.Checkpoint(weights=weights, optimizer=optimizer)
         checkpoint.save(folder / "saved")

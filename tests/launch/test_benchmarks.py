@@ -54,7 +54,9 @@ def rows_of(text):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program, ranks", [(program, ranks) for program, (runs, _) in SMALL.items() for ranks in runs])
+@pytest.mark.parametrize(
+    "program, ranks", [(program, ranks) for program, (runs, _) in SMALL.items() for ranks in runs]
+)
 def test_under_mpirun(rows, program, ranks):
     rows(program, ranks, *SMALL[program][1].split())
 
@@ -74,7 +76,9 @@ def test_that_starts_mpirun(launch, rows, program, tmp_path):
     options = ["--plot", plot] if program == "growth.py" else []
     if options and importlib.util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed")
-    rows(program, None, *START_MPIRUN[program].split(), "--mpirun", " ".join(launch.mpirun), *options)
+    rows(
+        program, None, *START_MPIRUN[program].split(), "--mpirun", " ".join(launch.mpirun), *options
+    )
     assert not options or plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -107,10 +111,14 @@ HANGS = r"report after [\d.]+ s, end after [\d.]+ s; status [1-9]\d*, no process
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("parts", slow_but(["queue events calls"], ["queue events calls", "hangs", "kills"]))
+@pytest.mark.parametrize(
+    "parts", slow_but(["queue events calls"], ["queue events calls", "hangs", "kills"])
+)
 def test_hazards_of_gpus(launch, simulated, parts, tmp_path):
     env, log = {"MPIRUN": " ".join(launch.mpirun)}, tmp_path / "log"
-    result = simulated(BENCHMARKS / "gpu_hazards.py", None, "--parts", *parts.split(), "--log", log, env=env)
+    result = simulated(
+        BENCHMARKS / "gpu_hazards.py", None, "--parts", *parts.split(), "--log", log, env=env
+    )
     assert (result.status, result.leftovers) == (0, []), result.stdout
     seen = {(part, case): text for part, case, text, _ in rows_of(result.stdout)}
     assert " ".join(dict.fromkeys(part for part, _ in seen)) == parts

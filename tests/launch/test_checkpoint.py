@@ -53,13 +53,19 @@ TRAIN = """
 
 def read(path):
     with CheckpointFile(str(path)) as file:
-        return {name: b"".join(part.tobytes() for part in file.parts(name)) for name in file.entries}, file.metadata
+        return {
+            name: b"".join(part.tobytes() for part in file.parts(name)) for name in file.entries
+        }, file.metadata
 
 
 def numbers(output):
     """The last line's."""
     *arrays, loss, steps = output.splitlines()[-1].split()
-    return np.concatenate([np.frombuffer(bytes.fromhex(a)) for a in arrays]), float.fromhex(loss), int(steps)
+    return (
+        np.concatenate([np.frombuffer(bytes.fromhex(a)) for a in arrays]),
+        float.fromhex(loss),
+        int(steps),
+    )
 
 
 def well(result):
@@ -78,7 +84,11 @@ OTHERS = [
 @pytest.mark.parametrize(
     ("saved_on", "others"),
     [
-        pytest.param(2, [("ShardedMirroredStrategy", 3), ("OneDeviceStrategy", None)], id="of 2 ranks on 3 and 1"),
+        pytest.param(
+            2,
+            [("ShardedMirroredStrategy", 3), ("OneDeviceStrategy", None)],
+            id="of 2 ranks on 3 and 1",
+        ),
         pytest.param(4, OTHERS, id="of 4 ranks on all", marks=pytest.mark.slow),
     ],
 )
@@ -106,7 +116,9 @@ def test_any_number_of_ranks_restores(launch, tmp_path, saved_on, others):
     arrays, facts = read(tmp_path / "saved")
     assert facts["batches"]["taken"] == 24 and facts["optimizer"]["iterations"] == 10
     for name, ranks in others:
-        at, end = well(launch(again, ranks, name, tmp_path / "saved", tmp_path / "again")).splitlines()
+        at, end = well(
+            launch(again, ranks, name, tmp_path / "saved", tmp_path / "again")
+        ).splitlines()
         assert at.split()[:2] == first[0].split()[:2]
         assert numbers(at)[1] == numbers(first[0])[1]
         again_arrays, again_facts = read(tmp_path / "again")
@@ -122,7 +134,10 @@ def test_any_number_of_ranks_restores(launch, tmp_path, saved_on, others):
 
 @pytest.mark.parametrize(
     "ranks, how",
-    slow_but([(2, "SIGTERM")], [(2, "SIGTERM"), *itertools.product([1, 3], ["SIGTERM", "SIGUSR1", "many"])]),
+    slow_but(
+        [(2, "SIGTERM")],
+        [(2, "SIGTERM"), *itertools.product([1, 3], ["SIGTERM", "SIGUSR1", "many"])],
+    ),
 )
 def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks):
     program = (
@@ -301,7 +316,9 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
 
 
-@pytest.mark.parametrize("disk, rank", slow_but([("full", 1)], itertools.product(["slow", "full"], [0, 1])))
+@pytest.mark.parametrize(
+    "disk, rank", slow_but([("full", 1)], itertools.product(["slow", "full"], [0, 1]))
+)
 def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk, rank):
     """Whose ranks then wait in the end of MPI, for longer than they would elsewhere."""
     program = """
@@ -379,9 +396,15 @@ def test_a_rank_that_is_killed_in_saving(launch, tmp_path, victim):
 MOMENTS = [(3, 0, "pwrite"), (3, 1, "pwrite"), (3, 1, "fsync"), (3, 0, "replace")]
 
 
-@pytest.mark.parametrize("blocking", slow_but([False], [True, False]), ids={True: "blocking", False: "background"}.get)
-@pytest.mark.parametrize("ranks, victim, moment", slow_but([(2, 1, "fsync")], [(2, 1, "fsync"), *MOMENTS]))
-def test_a_rank_that_is_killed_at_a_moment_of_saving(launch, tmp_path, ranks, victim, moment, blocking):
+@pytest.mark.parametrize(
+    "blocking", slow_but([False], [True, False]), ids={True: "blocking", False: "background"}.get
+)
+@pytest.mark.parametrize(
+    "ranks, victim, moment", slow_but([(2, 1, "fsync")], [(2, 1, "fsync"), *MOMENTS])
+)
+def test_a_rank_that_is_killed_at_a_moment_of_saving(
+    launch, tmp_path, ranks, victim, moment, blocking
+):
     program = """
     import os, signal, sys
     import numpy as np
@@ -446,12 +469,17 @@ def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, 
     assert result.status == 0
     lines = sorted(result.stderr.splitlines())
     assert [line[0] for line in lines] == [str(rank) for rank in range(ranks)]
-    assert all(re.search(r"Checkpoint\.save of \S*saved: File too large; nothing was saved", line) for line in lines)
+    assert all(
+        re.search(r"Checkpoint\.save of \S*saved: File too large; nothing was saved", line)
+        for line in lines
+    )
     assert sorted(path.name for path in folder.iterdir()) == ["saved", "saved.1"]
     assert result.leftovers == []
 
 
-@pytest.mark.parametrize("name", slow_but(["MirroredStrategy"], [kind.__name__ for kind in STRATEGIES]))
+@pytest.mark.parametrize(
+    "name", slow_but(["MirroredStrategy"], [kind.__name__ for kind in STRATEGIES])
+)
 def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     program = """
     import re, sys
@@ -485,7 +513,9 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
 
 @pytest.mark.slow
 def test_an_error_in_saving_ends_the_job(launch, tmp_path):
-    result = launch(TRAIN + "    checkpoint.save(path)\n", 2, "CentralStorageStrategy", "/proc/nothing/saved")
+    result = launch(
+        TRAIN + "    checkpoint.save(path)\n", 2, "CentralStorageStrategy", "/proc/nothing/saved"
+    )
     assert result.status != 0
     assert any("Checkpoint.save of /proc/nothing/saved: " in line for line in result.tagged(0))
     assert result.leftovers == []

@@ -32,7 +32,9 @@ def test_a_worker_is_a_host(launch):
     assert (result.status, result.leftovers) == (0, []), result.stderr
     name = socket.gethostname()
     cluster = {"worker": [name, name]}
-    assert result.stdout.splitlines() == [f"({host}, '{name}', {{'GPU': 0}}, {cluster})" for host in (0, 1, 0)]
+    assert result.stdout.splitlines() == [
+        f"({host}, '{name}', {{'GPU': 0}}, {cluster})" for host in (0, 1, 0)
+    ]
 
 
 @pytest.mark.slow

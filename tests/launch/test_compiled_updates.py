@@ -24,7 +24,11 @@ print(w.numpy().tobytes().hex()[:16])
 @pytest.mark.parametrize("ranks, starts", slow_but([], [(2, 1), (None, 2), (3, 2)]))
 def test_one_process_compiles_and_the_others_wait(launch, tmp_path, ranks, starts):
     """Unless that is forbidden; NumPy then gives the same bits, and nothing is kept."""
-    compiler, folder, noted = tmp_path / "compiler", tmp_path / "cache" / "hpcstrat", tmp_path / "noted"
+    compiler, folder, noted = (
+        tmp_path / "compiler",
+        tmp_path / "cache" / "hpcstrat",
+        tmp_path / "noted",
+    )
     compiler.write_text(f'#!/bin/sh\necho started >>{noted}\nexec {compiled.compiler()} "$@"\n')
     compiler.chmod(0o700)
     env = {"XDG_CACHE_HOME": os.fspath(tmp_path / "cache"), "CC": os.fspath(compiler)}
@@ -39,4 +43,6 @@ def test_one_process_compiles_and_the_others_wait(launch, tmp_path, ranks, start
 @pytest.mark.parametrize("ranks", slow_but([None], [None, 2]))
 def test_a_setting_that_means_nothing(launch, ranks):
     result = launch(PROGRAM, ranks, env={"HPCSTRAT_COMPILE": "perhaps"})
-    assert result.status != 0 and "HPCSTRAT_COMPILE is 'perhaps'; it must be 1 or 0" in result.stderr
+    assert (
+        result.status != 0 and "HPCSTRAT_COMPILE is 'perhaps'; it must be 1 or 0" in result.stderr
+    )

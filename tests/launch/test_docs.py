@@ -18,7 +18,10 @@ SECONDS = re.compile(r"\d+ s\b")
 def blocks(language):
     """A parameter for each block of a language."""
     return [
-        pytest.param(block, id=str(block)) for page in BLOCKS.values() for block in page if block.language == language
+        pytest.param(block, id=str(block))
+        for page in BLOCKS.values()
+        for block in page
+        if block.language == language
     ]
 
 
@@ -30,7 +33,11 @@ def programs():
             numbers = [int(block.says["ranks"])] if "ranks" in block.says else RANKS
             for ranks in numbers:
                 is_slow = block.page != "README.md" or ranks != numbers[-1]
-                found.append(pytest.param(block, ranks, id=f"{block}-{ranks}", marks=[pytest.mark.slow] * is_slow))
+                found.append(
+                    pytest.param(
+                        block, ranks, id=f"{block}-{ranks}", marks=[pytest.mark.slow] * is_slow
+                    )
+                )
     return found
 
 
@@ -41,7 +48,12 @@ def skip_unless_it_runs(block: Block):
 
 
 def test_there_are_blocks_of_all_pages():
-    assert {"README.md", "examples/README.md", "slurm/README.md", "benchmarks/README.md"} <= BLOCKS.keys()
+    assert {
+        "README.md",
+        "examples/README.md",
+        "slurm/README.md",
+        "benchmarks/README.md",
+    } <= BLOCKS.keys()
     for name in "index", "model", "moving", "hangs", "checkpoints", "performance":
         assert BLOCKS[f"docs/{name}.md"]
 
@@ -55,7 +67,9 @@ def test_code_stands_in_blocks_of_a_known_language():
         if others := {block.language for block in BLOCKS[page]} - {"python", "sh", "text"}:
             wrong[page, "languages"] = others
         outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        if indented := re.findall(r"\n\n(?: {4,}|\t).*", outside):  # code too, and no fence says of which language
+        if indented := re.findall(
+            r"\n\n(?: {4,}|\t).*", outside
+        ):  # code too, and no fence says of which language
             wrong[page, "without a fence"] = indented
     assert wrong == {}
 
@@ -80,7 +94,9 @@ def test_program(launch, block, ranks, gpus):
 def test_output_belongs_to_what_runs():
     everything = [block for page in BLOCKS.values() for block in page]
     outputs = [id(block.output) for block in everything]
-    texts = [block for block in everything if block.language == "text" and "not run" not in block.says]
+    texts = [
+        block for block in everything if block.language == "text" and "not run" not in block.says
+    ]
     assert [str(block) for block in texts if id(block) not in outputs] == []
 
 
@@ -88,9 +104,13 @@ def test_the_script_that_moves_is_tensorflows():
     python = os.environ.get("HPCSTRAT_TEST_TENSORFLOW")
     if python is None:
         pytest.skip("HPCSTRAT_TEST_TENSORFLOW does not name a Python that has TensorFlow")
-    (script,) = [block for block in BLOCKS["docs/moving.md"] if block.says.get("needs") == "TensorFlow"]
+    (script,) = [
+        block for block in BLOCKS["docs/moving.md"] if block.says.get("needs") == "TensorFlow"
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    result = subprocess.run([python, "-c", script.text], capture_output=True, text=True, timeout=100, env=env)
+    result = subprocess.run(
+        [python, "-c", script.text], capture_output=True, text=True, timeout=100, env=env
+    )
     assert (result.returncode, result.stdout) == (0, script.expects(1)), result.stderr
 
 
@@ -101,7 +121,10 @@ def test_command(launch, block, tmp_path):
     skip_unless_it_runs(block)
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, command in ("python", [sys.executable]), ("mpirun", [shutil.which(launch.mpirun[0]), *launch.mpirun[1:]]):
+    for name, command in (
+        ("python", [sys.executable]),
+        ("mpirun", [shutil.which(launch.mpirun[0]), *launch.mpirun[1:]]),
+    ):
         (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         (folder / name).chmod(0o755)
     for name in FOLDERS:
@@ -112,12 +135,16 @@ def test_command(launch, block, tmp_path):
     script = tmp_path / "commands.sh"
     script.write_text(f"set -euo pipefail\n{block.text}")
     path = f"{folder}:{os.environ['PATH']}"
-    result = launch(f"import os\nos.execvp('bash', ['bash', {str(script)!r}])", env={"PATH": path}, timeout=60)
+    result = launch(
+        f"import os\nos.execvp('bash', ['bash', {str(script)!r}])", env={"PATH": path}, timeout=60
+    )
     assert (result.status != 0, result.leftovers) == ("fails" in block.says, [])
     expected = block.expects(None)
     if expected is not None and "fails" in block.says:
         seen = SECONDS.sub("N s", result.stderr).splitlines()
-        assert [line for line in SECONDS.sub("N s", expected).splitlines() if line not in seen] == []
+        assert [
+            line for line in SECONDS.sub("N s", expected).splitlines() if line not in seen
+        ] == []
     elif expected is not None:
         assert block.prints(result.stdout) == expected
 
@@ -132,7 +159,9 @@ def check_words(commands):
                 if (ROOT / word).is_dir():
                     continue
                 source = (ROOT / word).read_text()
-                default = re.search(r"\$\{PROGRAM:-(.*?)\}", source)  # of a batch script, which passes options on
+                default = re.search(
+                    r"\$\{PROGRAM:-(.*?)\}", source
+                )  # of a batch script, which passes options on
                 source += (ROOT / default[1]).read_text() if default else "--help"
             elif word in ("python", "mpirun", "sbatch", "srun"):
                 source = None

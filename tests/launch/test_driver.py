@@ -25,10 +25,14 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("where", slow_but(["802@1"], ["802", "802@0", "802@1", *(f"{one}@1" for one in NAMES)]))
+@pytest.mark.parametrize(
+    "where", slow_but(["802@1"], ["802", "802@0", "802@1", *(f"{one}@1" for one in NAMES)])
+)
 def test_no_rank_computes_on_the_cpu_unasked(simulated, where):
     status = int(where.partition("@")[0])
-    result = simulated(PLACES.format(strategy="CentralStorageStrategy()"), 2, env={"SIMULATED_CUINIT": where})
+    result = simulated(
+        PLACES.format(strategy="CentralStorageStrategy()"), 2, env={"SIMULATED_CUINIT": where}
+    )
     assert result.status != 0 and result.stdout == "" and result.leftovers == []
     name, remedy = NAMES[status]
     assert f"NVIDIA's driver does not start: cuInit fails with {name} ({status}); " in result.stderr
@@ -36,11 +40,15 @@ def test_no_rank_computes_on_the_cpu_unasked(simulated, where):
 
 
 @pytest.mark.parametrize(
-    "strategy", ["MirroredStrategy()", "MultiWorkerMirroredStrategy()", "OneDeviceStrategy('GPU:0')"]
+    "strategy",
+    ["MirroredStrategy()", "MultiWorkerMirroredStrategy()", "OneDeviceStrategy('GPU:0')"],
 )
 def test_other_strategies_say_so_too(simulated, strategy):
     result = simulated(PLACES.format(strategy=strategy), None, env={"SIMULATED_CUINIT": "802"})
-    assert result.status == 1 and f"{strategy.partition('(')[0]}: NVIDIA's driver does not start: " in result.stderr
+    assert (
+        result.status == 1
+        and f"{strategy.partition('(')[0]}: NVIDIA's driver does not start: " in result.stderr
+    )
 
 
 NO_GPU = {
@@ -55,7 +63,10 @@ NO_GPU = {
 def test_without_a_gpu_replicas_are_on_the_cpu(simulated, why):
     env, devices = NO_GPU[why]
     result = simulated(PLACES.format(strategy=f"CentralStorageStrategy({devices})"), 2, env=env)
-    assert (result.status, result.stdout) == (0, "CentralStorageStrategy(2 replicas on CPU:0, variables on CPU:0)\n")
+    assert (result.status, result.stdout) == (
+        0,
+        "CentralStorageStrategy(2 replicas on CPU:0, variables on CPU:0)\n",
+    )
 
 
 DATA = """
@@ -75,7 +86,9 @@ def test_a_dataset_on_the_cpu_does_not_ask_the_driver(simulated):
 
 
 def test_info_names_the_driver_s_error_and_a_remedy(simulated):
-    result = simulated(MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1", "COLUMNS": "300"})
+    result = simulated(
+        MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1", "COLUMNS": "300"}
+    )
     assert result.status == 1
     assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802), on the ranks 1" in result.stdout
     assert "start the fabric manager" in result.stdout
@@ -83,9 +96,14 @@ def test_info_names_the_driver_s_error_and_a_remedy(simulated):
 
 def test_hpcstrat_run_does_not_count_cores_instead(simulated, tmp_path):
     (tmp_path / "program.py").write_text("print('ran')\n")
-    result = simulated(MODULE, None, "hpcstrat", "run", tmp_path / "program.py", env={"SIMULATED_CUINIT": "803"})
+    result = simulated(
+        MODULE, None, "hpcstrat", "run", tmp_path / "program.py", env={"SIMULATED_CUINIT": "803"}
+    )
     assert (result.status, result.stdout) == (2, "")
-    assert "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803); " in result.stderr and "-n N starts N ranks" in result.stderr
+    assert (
+        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803); " in result.stderr
+        and "-n N starts N ranks" in result.stderr
+    )
 
 
 RESTARTS = """
@@ -126,6 +144,10 @@ def test_a_restart_that_meets_an_mps_that_is_not_ready(simulated, tmp_path):
     arguments = ("hpcstrat", "run", "-n", "2", "--restarts", "3", tmp_path / "program.py")
     result = simulated(MODULE, None, *arguments, env=env)
     # Before it, on standard output, mpiexec tells of the rank that was killed.
-    assert (result.status, result.stdout.splitlines()[-1], result.leftovers) == (0, "total 12.0", [])
+    assert (result.status, result.stdout.splitlines()[-1], result.leftovers) == (
+        0,
+        "total 12.0",
+        [],
+    )
     assert "CUDA_ERROR_MPS_SERVER_NOT_READY (807)" in result.stderr
     assert "; restart 2 of 3 in 2 s, on 2 ranks" in result.stderr

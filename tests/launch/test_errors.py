@@ -134,7 +134,8 @@ def test_end_job(launch, thread):
 @pytest.mark.parametrize("ranks", slow_but([1], [None, 1]))
 def test_end_job_of_one_rank(launch, ranks):
     result = launch(
-        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it ends', 0)", ranks
+        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it ends', 0)",
+        ranks,
     )
     assert result.status == 1  # never 0
     assert result.stdout == "before\n"
@@ -186,7 +187,11 @@ def test_a_forked_child_does_not_end_the_job(launch):
 
 
 def test_an_error_after_the_end_of_mpi(launch):
-    result = launch(START + "    from mpi4py import MPI\n    MPI.Finalize()\n    if last: raise ValueError('late')", 2)
+    result = launch(
+        START
+        + "    from mpi4py import MPI\n    MPI.Finalize()\n    if last: raise ValueError('late')",
+        2,
+    )
     assert result.status != 0
     assert "ValueError: late" in result.stderr
 
@@ -194,7 +199,9 @@ def test_an_error_after_the_end_of_mpi(launch):
 @pytest.mark.slow
 def test_a_killed_rank_leaves_nothing(launch):
     result = launch(
-        START + "    world.comm.Barrier()\n    if last: os.kill(os.getpid(), signal.SIGKILL)\n" + WAIT,
+        START
+        + "    world.comm.Barrier()\n    if last: os.kill(os.getpid(), signal.SIGKILL)\n"
+        + WAIT,
         3,
     )
     assert result.status != 0
@@ -239,12 +246,17 @@ def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
     """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
     if options == "ro" and mpi.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
-    result = launch_on_tmpfs("import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options)
+    result = launch_on_tmpfs(
+        "import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options
+    )
     if options == "ro" and launch.open_mpi:
         assert result.returncode == 0
         return
     assert result.returncode not in (0, 7)
-    problems = {"ro": "cannot be written to, and MPI (MPICH ", "size=4m": "has 4 MiB left, and MPI takes up to 24 MiB"}
+    problems = {
+        "ro": "cannot be written to, and MPI (MPICH ",
+        "size=4m": "has 4 MiB left, and MPI takes up to 24 MiB",
+    }
     assert f"RuntimeError: /dev/shm {problems[options]}" in result.stderr
     assert "--shm-size=1g" in result.stderr
 
@@ -254,9 +266,14 @@ def test_no_proc(launch, launch_on_tmpfs, ranks):
     """One line on all ranks, or the first that ends the job, and nothing is left."""
     if launch.open_mpi:
         pytest.skip("the mpirun of Open MPI needs /proc itself")
-    result = launch_on_tmpfs("import hpcstrat as hs\nhs.CentralStorageStrategy()\n", ranks, "size=64m", also="/proc")
+    result = launch_on_tmpfs(
+        "import hpcstrat as hs\nhs.CentralStorageStrategy()\n", ranks, "size=64m", also="/proc"
+    )
     assert result.returncode != 0 and result.stdout.endswith("left:\n")
-    assert "RuntimeError: /proc is not mounted, and neither MPI nor hpcstrat starts without it" in result.stderr
+    assert (
+        "RuntimeError: /proc is not mounted, and neither MPI nor hpcstrat starts without it"
+        in result.stderr
+    )
 
 
 @pytest.mark.parametrize("ranks, options", [(2, "size=27m"), (8, "size=64m")])
@@ -363,7 +380,9 @@ def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, c
     try:
         (group / "memory.limit_in_bytes").write_text("900M")
         for mebibytes, outcome in ((few, "done "), (many, "refused ")):
-            result = launch(ATTEMPT, 2, call, str(mebibytes), group, "", env={"OMP_NUM_THREADS": "1"})
+            result = launch(
+                ATTEMPT, 2, call, str(mebibytes), group, "", env={"OMP_NUM_THREADS": "1"}
+            )
             assert (result.status, result.stdout) == (0, 2 * outcome)
     finally:
         group.rmdir()

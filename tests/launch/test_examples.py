@@ -49,7 +49,9 @@ def test_train_learns_on_any_number_of_ranks(launch, gpus, counts):
             assert warning not in result.stderr
     for loss, accuracy in first_epochs.values():
         assert loss == pytest.approx(first_epochs[None][0], rel=rounding(steps=23, batch_size=64))
-        assert accuracy == pytest.approx(first_epochs[None][1], abs=1.5e-3)  # two of the 1437 images
+        assert accuracy == pytest.approx(
+            first_epochs[None][1], abs=1.5e-3
+        )  # two of the 1437 images
 
 
 def _loss_and_accuracy(line, epoch):
@@ -66,7 +68,10 @@ def test_train_takes_batches_that_leave_replicas_empty(launch):
     losses = []
     for ranks in (None, 2, 4):
         result = launch(
-            ROOT / "examples" / "train.py", ranks, *options, env={"PYTHONWARNINGS": "error,ignore:iterating over"}
+            ROOT / "examples" / "train.py",
+            ranks,
+            *options,
+            env={"PYTHONWARNINGS": "error,ignore:iterating over"},
         )
         assert result.status == 0
         _, epoch, _ = result.stdout.splitlines()
@@ -76,7 +81,10 @@ def test_train_takes_batches_that_leave_replicas_empty(launch):
 
 on_some_ranks = pytest.mark.parametrize(
     "counts",
-    [pytest.param([2], id="on 2 ranks"), pytest.param([1, 3], id="on 1 and 3 ranks", marks=pytest.mark.slow)],
+    [
+        pytest.param([2], id="on 2 ranks"),
+        pytest.param([1, 3], id="on 1 and 3 ranks", marks=pytest.mark.slow),
+    ],
 )
 
 
@@ -106,7 +114,9 @@ def test_kmeans(launch, gpus, counts):
 @on_some_ranks
 def test_monte_carlo(launch, gpus, counts):
     for lines in printed(launch, gpus, counts, "monte_carlo.py", "--seed", "3"):
-        plain, spread, price, narrow = (float(n) for line in lines for n in re.findall(r"\d+\.\d{4}", line))
+        plain, spread, price, narrow = (
+            float(n) for line in lines for n in re.findall(r"\d+\.\d{4}", line)
+        )
         assert narrow < spread / 20
         assert abs(price - 5.631) < 4 * narrow  # of 10^8 paths
         assert abs(plain - price) < 2 * spread
@@ -134,7 +144,9 @@ def test_pictures_of_the_gallery(launch, gpus, tmp_path, name):
     for ranks in [ranks for ranks in (1, 3) if ranks in numbers]:
         svgs.append(tmp_path / f"{ranks}.svg")
         env = {"MATPLOTLIBRC": str(ROOT / "docs" / "gallery" / "light.mplstyle")}
-        result = launch(ROOT / "examples" / f"{name}.py", ranks, "--plot", svgs[-1], gpus=are_seen, env=env)
+        result = launch(
+            ROOT / "examples" / f"{name}.py", ranks, "--plot", svgs[-1], gpus=are_seen, env=env
+        )
         assert (result.status, result.leftovers) == (0, [])
         assert "Warning" not in result.stderr
     words = [re.findall(r">([^<>\n]*[a-z][^<>\n]*)</text>", svg.read_text()) for svg in svgs]
@@ -146,13 +158,18 @@ def test_pictures_of_the_gallery(launch, gpus, tmp_path, name):
 def test_linear_regression(launch, gpus, counts):
     for lines in printed(launch, gpus, counts, "linear_regression.py"):
         *losses, worst = numbers_of(lines)
-        assert len(losses) == 3 and losses[-1] == pytest.approx(0.01, rel=0.05)  # the noise that was added
+        assert len(losses) == 3 and losses[-1] == pytest.approx(
+            0.01, rel=0.05
+        )  # the noise that was added
         assert worst < 0.005
 
 
 @on_some_ranks
 def test_embedding(launch, gpus, counts):
-    histories = [numbers_of(lines) for lines in printed(launch, gpus, counts, "embedding.py", "--epochs", "3")]
+    histories = [
+        numbers_of(lines)
+        for lines in printed(launch, gpus, counts, "embedding.py", "--epochs", "3")
+    ]
     for history in histories:
         assert history == sorted(history, reverse=True) and history[-1] < 0.5 * history[0]
         assert history == pytest.approx(histories[0], rel=1e-3)
@@ -166,7 +183,9 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     assert re.fullmatch(r"best: epoch \d+, accuracy 0\.9[5-9]\d\d", whole[-1])
     launch(program, 1, "--folder", tmp_path / "parts", "--epochs", "3", gpus=are_seen)
     shutil.copytree(tmp_path / "parts", tmp_path / "on other ranks")
-    begin, *rest = launch(program, 1, "--folder", tmp_path / "parts", gpus=are_seen).stdout.splitlines()
+    begin, *rest = launch(
+        program, 1, "--folder", tmp_path / "parts", gpus=are_seen
+    ).stdout.splitlines()
     assert begin == "goes on after epoch 3"
     assert rest == whole[3:]
     if 2 in numbers:
@@ -256,7 +275,11 @@ def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
         undisturbed = launch(ROOT / "examples" / "resume.py", ranks, *options, path, gpus=are_seen)
         assert (undisturbed.status, undisturbed.leftovers) == (0, [])
         options.append(tmp_path / f"preempted {ranks}")
-        for steps in (10, 19, 10):  # 29 are an epoch: in the first one, at its end, and in the second
+        for steps in (
+            10,
+            19,
+            10,
+        ):  # 29 are an epoch: in the first one, at its end, and in the second
             result = launch(PREEMPTED, ranks, str(steps), *options, gpus=are_seen)
             assert result.status == 75
         result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)

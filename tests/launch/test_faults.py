@@ -10,7 +10,9 @@ from fault import ANY
 from faults import FAULTS, KINDS, QUICK
 from slow import slow_but
 
-SECONDS = 90  # the time limit of a job, many times what it needs, for machines that do other work too
+SECONDS = (
+    90  # the time limit of a job, many times what it needs, for machines that do other work too
+)
 ENV = {"HPCSTRAT_STALL_SECONDS": "40", "HPCSTRAT_TIMEOUT_SECONDS": "60", "HPCSTRAT_OUTPUT": "lead"}
 TWO_HOSTS = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 
@@ -43,5 +45,9 @@ def test_a_fault_ends_the_job(launch, name):
     if not fault.prints:
         assert "went on" not in result.stdout
     if fault.limits is None and "HPCSTRAT_TIMEOUT_SECONDS" not in fault.env:
-        assert "HPCSTRAT_TIMEOUT_SECONDS" not in result.stderr, "no rank may have waited until the time-out"
-    assert [left for left in result.leftovers if not (fault.left and left.startswith(fault.left))] == []
+        assert "HPCSTRAT_TIMEOUT_SECONDS" not in result.stderr, (
+            "no rank may have waited until the time-out"
+        )
+    assert [
+        left for left in result.leftovers if not (fault.left and left.startswith(fault.left))
+    ] == []

@@ -52,7 +52,9 @@ def test_pinned_memory_is_read_while_the_host_goes_on(simulated):
     found = result.stdout.splitlines()
     assert len(found) == 3
     for line in found:
-        assert fnmatch.fnmatchcase(line, "the simulated GPU: at *, the host writes to pinned memory, *")
+        assert fnmatch.fnmatchcase(
+            line, "the simulated GPU: at *, the host writes to pinned memory, *"
+        )
 
 
 BETWEEN = """
@@ -84,7 +86,9 @@ def test_strided_arrays_between_gpus(simulated):
         "the simulated GPU: an array on GPU 1 is used at *",
     ]
     found = result.stdout.splitlines()
-    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [True] * 3, found
+    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [
+        True
+    ] * 3, found
 
 
 STREAMS = """

@@ -43,7 +43,11 @@ HANGS = {
     "a kernel of NCCL on all ranks": (5, -1, {"SIMULATED_GPU_FAULTS": "nccl-hangs:40"}),
     "a host in NCCL": (5, -1, {"SIMULATED_GPU_FAULTS": "nccl-blocks@1:40"}),
     "all hosts in NCCL": (5, -1, {"SIMULATED_GPU_FAULTS": "nccl-blocks:40"}),
-    "all hosts in a launch": (200, -1, {"SIMULATED_GPU_FAULTS": "nccl-hangs:9", "SIMULATED_GPU_LAUNCHES": "100"}),
+    "all hosts in a launch": (
+        200,
+        -1,
+        {"SIMULATED_GPU_FAULTS": "nccl-hangs:9", "SIMULATED_GPU_LAUNCHES": "100"},
+    ),
 }
 
 
@@ -52,11 +56,19 @@ HANGS = {
 @pytest.mark.parametrize("hang", HANGS)
 def test_a_hang_is_reported_and_ended(simulated, hang, reads, ranks):
     launches, spins, env = HANGS[hang]
-    result = simulated(TRAINS, ranks, str(launches), str(int(reads)), str(spins), env=HANGS_SOON | env)
+    result = simulated(
+        TRAINS, ranks, str(launches), str(int(reads)), str(spins), env=HANGS_SOON | env
+    )
     assert result.status != 0 and result.leftovers == []
     assert "Python's lock" not in result.stderr
-    assert "hpcstrat: the ranks have been waiting for each other for 1 s (HPCSTRAT_STALL_SECONDS)" in result.stderr
-    assert "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s" in result.stderr
+    assert (
+        "hpcstrat: the ranks have been waiting for each other for 1 s (HPCSTRAT_STALL_SECONDS)"
+        in result.stderr
+    )
+    assert (
+        "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s"
+        in result.stderr
+    )
 
 
 @pytest.mark.slow
@@ -67,7 +79,10 @@ def test_a_timeline_of_a_hang(simulated, tmp_path):
     result = simulated(TRAINS, 2, str(launches), "0", str(spins), env=env)
     assert result.status != 0 and result.leftovers == []
     assert "Python's lock" not in result.stderr
-    assert "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s" in result.stderr
+    assert (
+        "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s"
+        in result.stderr
+    )
     assert '"update"' in (tmp_path / "trace.json").read_text()
 
 
@@ -87,6 +102,11 @@ for _ in range(100):
 @pytest.mark.parametrize("rank", ["", "@1"], ids=["on all ranks", "on one rank"])
 def test_a_program_cannot_go_on_after_a_failure_of_nccl(simulated, rank):
     """Of a call that the ranks had agreed on: the others may be in it for good."""
-    result = simulated(CATCHES, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": f"nccl-fails{rank}:30:2"})
+    result = simulated(
+        CATCHES, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": f"nccl-fails{rank}:30:2"}
+    )
     assert result.status != 0 and "caught" not in result.stdout and result.leftovers == []
-    assert "the job ends: NCCL failed on rank 1 of 2: NcclError('NCCL_ERROR_SYSTEM_ERROR" in result.stderr
+    assert (
+        "the job ends: NCCL failed on rank 1 of 2: NcclError('NCCL_ERROR_SYSTEM_ERROR"
+        in result.stderr
+    )

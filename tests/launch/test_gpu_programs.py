@@ -17,7 +17,18 @@ from slow import slow_but
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 PROGRAMS = ["bind-gpu", "share-gpu", "ci-multi-gpu"]
 SECONDS = 60  # the time limit of a program
-NOT_THE_USERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "CUDA_", "NCCL_", "LD_PRELOAD")
+NOT_THE_USERS = (
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "SLURM_",
+    "CUDA_",
+    "NCCL_",
+    "LD_PRELOAD",
+)
 MARK = "LAUNCHED_BY_TEST"  # a variable that tells a test's processes from all others
 
 NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
@@ -99,7 +110,9 @@ class Bench:
         path.chmod(0o755)
 
     def start(self, *command, env=None):
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)}
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)
+        }
         own = {
             "PATH": f"{self._programs}:{os.environ['PATH']}",
             "TMPDIR": str(self.temporary),
@@ -151,7 +164,10 @@ class Bench:
         for name in os.listdir("/proc"):
             if name.isdigit():
                 with contextlib.suppress(OSError):  # gone, or another user's
-                    if f"{MARK}={self._mark}".encode() in pathlib.Path(f"/proc/{name}/environ").read_bytes():
+                    if (
+                        f"{MARK}={self._mark}".encode()
+                        in pathlib.Path(f"/proc/{name}/environ").read_bytes()
+                    ):
                         found.append(int(name))
         return found
 
@@ -198,7 +214,9 @@ class Host:
 
     def choose(self, mpirun, ranks, **options):
         """What the ranks choose."""
-        return choices(self.run(*mpirun, "-n", str(ranks), LAUNCH / "bind-gpu", "--dry-run", **options), ranks)
+        return choices(
+            self.run(*mpirun, "-n", str(ranks), LAUNCH / "bind-gpu", "--dry-run", **options), ranks
+        )
 
 
 @pytest.fixture
@@ -214,7 +232,8 @@ def choices(result, ranks):
     chosen = []
     for rank, line in enumerate(lines):
         match = re.fullmatch(
-            rf"local rank {rank} of {ranks}: (.*), (NUMA node \d+|the whole host), cores ([\d,]+)", line
+            rf"local rank {rank} of {ranks}: (.*), (NUMA node \d+|the whole host), cores ([\d,]+)",
+            line,
         )
         assert match is not None, line
         chosen.append((match[1], match[2], match[3]))
@@ -249,7 +268,11 @@ def test_help(bench, program):
             ["share-gpu", "--nccl=nowhere", "true"],
         ),
         *(["ci-multi-gpu", "2"], ["ci-multi-gpu", "--ranks"], ["ci-multi-gpu", "--ranks="]),
-        *(["ci-multi-gpu", "--ranks", "1 x"], ["ci-multi-gpu", "--ranks=0"], ["ci-multi-gpu", "--nccl", "nowhere"]),
+        *(
+            ["ci-multi-gpu", "--ranks", "1 x"],
+            ["ci-multi-gpu", "--ranks=0"],
+            ["ci-multi-gpu", "--nccl", "nowhere"],
+        ),
     ],
     ids=" ".join,
 )
@@ -291,7 +314,10 @@ def test_bind_on_this_machine(launch, bench, ranks):
     bench.stand_in("nvidia-smi", NO_GPU)
     bind = [*launch.mpirun, "-n", str(ranks), LAUNCH / "bind-gpu"]
     result = bench.run(*bind, "--dry-run")
-    assert result.stderr.count("launch/bind-gpu: no GPU here; the ranks share the cores of the host") == 1
+    assert (
+        result.stderr.count("launch/bind-gpu: no GPU here; the ranks share the cores of the host")
+        == 1
+    )
     named = [{int(core) for core in cores.split(",")} for _, _, cores in choices(result, ranks)]
     program = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\n'.encode())"
     result = bench.run(*bind, sys.executable, "-c", program)
@@ -326,7 +352,9 @@ VISIBLE = {
 }
 
 
-@pytest.mark.parametrize("visible", slow_but(["GPU-00ac, GPU-00ad-3,0", "0,7,1", ""], VISIBLE), ids=repr)
+@pytest.mark.parametrize(
+    "visible", slow_but(["GPU-00ac, GPU-00ad-3,0", "0,7,1", ""], VISIBLE), ids=repr
+)
 def test_bind_among_visible_gpus(launch, host, visible):
     gpus = VISIBLE[visible]
     chosen = host.choose(launch.mpirun, 3, CUDA_VISIBLE_DEVICES=visible)
@@ -334,8 +362,12 @@ def test_bind_among_visible_gpus(launch, host, visible):
         assert {(gpu, place) for gpu, place, _ in chosen} == {("no GPU", "the whole host")}
     else:
         ordinals = [rank % len(set(gpus)) for rank in range(3)]
-        assert [gpu for gpu, _, _ in chosen] == [f"GPU {n} ({gpu})" for n, gpu in zip(ordinals, gpus, strict=True)]
-        assert [place for _, place, _ in chosen] == [f"NUMA node {int(gpu[-1]) // 2}" for gpu in gpus]
+        assert [gpu for gpu, _, _ in chosen] == [
+            f"GPU {n} ({gpu})" for n, gpu in zip(ordinals, gpus, strict=True)
+        ]
+        assert [place for _, place, _ in chosen] == [
+            f"NUMA node {int(gpu[-1]) // 2}" for gpu in gpus
+        ]
     cores = [core for _, _, cores in chosen for core in cores.split(",")]
     assert len(cores) == len(set(cores))
 
@@ -368,7 +400,11 @@ def test_bind_without_numa(launch, host):
 @pytest.mark.parametrize(
     "env",
     [
-        {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3", "SLURM_LOCALID": "0"},
+        {
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+            "SLURM_LOCALID": "0",
+        },
         {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"},
         {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "3"},
         {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"},
@@ -390,7 +426,11 @@ def test_bind_knows_the_launchers(host, env):
     [
         {},
         {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # a batch script
-        {"SLURM_LOCALID": "0", "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"},  # an interactive shell
+        {
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_ID": "4294967290",
+            "SLURM_STEP_NUM_TASKS": "1",
+        },  # an interactive shell
         {"PMI_LOCAL_RANK": "0"},
         {"PMI_LOCAL_RANK": "x", "PMI_LOCAL_SIZE": "2"},
         {"PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "2"},
@@ -407,15 +447,23 @@ def test_bind_without_a_launcher(bench, env):
 @pytest.mark.parametrize("numactl", ["works", "is forbidden"])
 def test_bind_starts_the_program(host, numactl):
     """With the cores and the memory of the node, the GPUs as visible as before, its arguments and its status."""
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))  # real ones: it does run
+    cores = ",".join(
+        str(core) for core in sorted(os.sched_getaffinity(0))
+    )  # real ones: it does run
     host.put_node(5, cores)
     host.put_gpu(1, node=5)
-    host.bench.stand_in("numactl", 'echo "$@" >>"$RECORD"; shift; exec "$@"' if numactl == "works" else "exit 1")
+    host.bench.stand_in(
+        "numactl", 'echo "$@" >>"$RECORD"; shift; exec "$@"' if numactl == "works" else "exit 1"
+    )
     env = {"PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "1"}
     program = 'echo "$CUDA_VISIBLE_DEVICES" "$CUDA_DEVICE_ORDER" "$@"; exit 3'
     command = ["sh", "-c", program, "name", "--dry-run", "two  words"]
     result = host.run(LAUNCH / "bind-gpu", *command, cores=cores, **env)
-    assert (result.returncode, result.stdout, result.stderr) == (3, "1 PCI_BUS_ID --dry-run two  words\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        3,
+        "1 PCI_BUS_ID --dry-run two  words\n",
+        "",
+    )
     record = host.bench.record()
     assert bool(record) == (numactl == "works")
     assert all(line.startswith("--preferred=5 ") for line in record)
@@ -440,7 +488,9 @@ def check_that_mps_ended(bench):
 
 @pytest.mark.parametrize("status", slow_but([3], [0, 3]))
 def test_share_around_a_command(bench, status):
-    result = bench.finish(share(bench, "sh", "-c", f'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit {status}'))
+    result = bench.finish(
+        share(bench, "sh", "-c", f'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit {status}')
+    )
     assert (result.returncode, result.stderr) == (status, "")
     assert result.stdout.replace("ran", "started").splitlines() == bench.record()[:1]
     check_that_mps_ended(bench)
@@ -463,7 +513,9 @@ def number(request):
     """The number of a signal."""
     number = getattr(signal, request.param)
     if signal.getsignal(number) == signal.SIG_IGN:  # after nohup, or in the background of a script
-        pytest.skip(f"the tests were started with {request.param} ignored, which no shell below can undo")
+        pytest.skip(
+            f"the tests were started with {request.param} ignored, which no shell below can undo"
+        )
     return number
 
 
@@ -477,7 +529,9 @@ def test_share_passes_signals_on(bench, number):
 
 def test_share_around_a_command_that_a_signal_ends(bench, number):
     if number == signal.SIGINT and bench.run("env", "--default-signal=INT", "true").returncode:
-        pytest.skip("before version 8.31 of coreutils, a command that does not ask for SIGINT does not get it")
+        pytest.skip(
+            "before version 8.31 of coreutils, a command that does not ask for SIGINT does not get it"
+        )
     process = share(bench, "sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
     assert process.stdout.readline() == "up\n"
     process.send_signal(number)
@@ -499,7 +553,9 @@ def test_share_with_mpirun(launch, bench):
 def test_share_when_mps_does_not_obey(bench, ailment):
     result = bench.finish(share(bench, "sh", "-c", "exit 3", env={ailment: "1"}))
     assert result.returncode == 3
-    assert re.fullmatch(r"launch/share-gpu: MPS \(process \d+\) did not end, and is killed\n", result.stderr)
+    assert re.fullmatch(
+        r"launch/share-gpu: MPS \(process \d+\) did not end, and is killed\n", result.stderr
+    )
     check_that_mps_ended(bench)
 
 
@@ -512,7 +568,9 @@ def test_share_when_mps_does_not_start(bench):
 
 
 def test_share_without_mps(bench):
-    if shutil.which("nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"):
+    if shutil.which(
+        "nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"
+    ):
         pytest.skip("MPS is here")
     result = bench.run(LAUNCH / "share-gpu", "touch", "started")
     assert (result.returncode, result.stdout) == (1, "")
@@ -526,7 +584,9 @@ def test_share_sets_variables(bench):
     names = ("CUDA_MPS_", "NCCL_", "LD_PRELOAD")
     result = bench.finish(share(bench, "env"))
     lines = sorted(line for line in result.stdout.splitlines() if line.startswith(names))
-    (folder,) = {os.path.dirname(line.partition("=")[2]) for line in lines if line.startswith("CUDA")}
+    (folder,) = {
+        os.path.dirname(line.partition("=")[2]) for line in lines if line.startswith("CUDA")
+    }
     assert os.path.dirname(folder) == str(bench.temporary)
     assert lines == [
         f"CUDA_MPS_LOG_DIRECTORY={folder}/log",
@@ -595,7 +655,9 @@ echo "served with $NCCL_MULTI_RANK_GPU_ENABLE"
 
 def test_each_start_has_an_mps_of_its_own(launch, bench):
     result = bench.finish(run_sharing(bench, "-n", "1", "--restarts", "3", "sh", "-c", WEDGES))
-    assert result.returncode == 0 and result.stdout.endswith("served with 1\n")  # after what MPICH says of the kill
+    assert result.returncode == 0 and result.stdout.endswith(
+        "served with 1\n"
+    )  # after what MPICH says of the kill
     assert "; restart 1 of 3, on 1 rank\n" in result.stderr and "restart 2" not in result.stderr
     first, ended, second, *rest = bench.record()
     assert first != second and first.startswith("started in ") and second.startswith("started in ")
@@ -614,7 +676,9 @@ def test_nothing_is_left_of_a_killed_launcher_and_its_mps(launch, bench):
 
 
 def test_signals_reach_ranks_that_share_a_gpu(launch, bench):
-    process = run_sharing(bench, "-n", "1", sys.executable, "-c", ANSWERS.replace("SIGHUP", "SIGUSR1"))
+    process = run_sharing(
+        bench, "-n", "1", sys.executable, "-c", ANSWERS.replace("SIGHUP", "SIGUSR1")
+    )
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)
     assert bench.finish(process).returncode == signal.SIGUSR1 + 40
@@ -649,7 +713,9 @@ def test_ci(bench, option):
     bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
     for name in "python", "mpirun":
         bench.stand_in(name, RECORDS.format(name=name))
-    result = bench.run(LAUNCH / "ci-multi-gpu", option, env={"PYTHON": "python", "MPIRUN": "mpirun"})
+    result = bench.run(
+        LAUNCH / "ci-multi-gpu", option, env={"PYTHON": "python", "MPIRUN": "mpirun"}
+    )
     assert (result.returncode, result.stderr) == (0, "")
     *_, last = result.stdout.splitlines()
     assert last == "===== all passed"
@@ -657,7 +723,9 @@ def test_ci(bench, option):
     for line in bench.record():
         depth += line.startswith("started in ") - (line == "quit")
         assert depth in (0, 1)
-        match = re.match(r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m (.*) (\w+)$)", line)
+        match = re.match(
+            r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m (.*) (\w+)$)", line
+        )
         if match is not None:
             assert (depth == 1) == (match[1] is not None)
             what = f"{match[5]}: {match[4]}" if match[5] else match[3]

@@ -12,7 +12,9 @@ import hpcstrat
 
 MAIN = pathlib.Path(hpcstrat.__file__).with_name("__main__.py")
 UPDATES = {
-    "1": f"compiled by {compiled.compiler()}" if compiled.compiler() else "by NumPy: there is no C compiler",
+    "1": f"compiled by {compiled.compiler()}"
+    if compiled.compiler()
+    else "by NumPy: there is no C compiler",
     "0": "by NumPy: HPCSTRAT_COMPILE is 0",
     "7": "by NumPy: the environment variable HPCSTRAT_COMPILE is '7'; it must be 1 or 0",
 }
@@ -46,7 +48,9 @@ def test_how_large_variables_are_updated(monkeypatch, setting):
 
 
 def test_info_under_another_mpis_launcher(launch):
-    foreign = {"PMI_SIZE": "2", "PMI_RANK": "0"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
+    foreign = (
+        {"PMI_SIZE": "2", "PMI_RANK": "0"} if launch.open_mpi else {"OMPI_COMM_WORLD_SIZE": "2"}
+    )
     result = launch(MAIN, None, "info", env=foreign)
     assert result.status == 1
     assert "wrong: the ranks are not connected" in result.stdout
@@ -84,7 +88,9 @@ def test_misspelt_variables(launch):
     result = launch("import hpcstrat", 2, env=dict.fromkeys(meant, "3"))
     assert result.status == 0
     for name, known in meant.items():
-        assert result.stderr.count(f"unknown environment variable {name}; did you mean {known}?") == 1
+        assert (
+            result.stderr.count(f"unknown environment variable {name}; did you mean {known}?") == 1
+        )
 
 
 def rank_inventory(rank=0, **others) -> inventory.RankInventory:
@@ -119,7 +125,13 @@ def test_nothing_is_wrong():
 
 
 FAULTS = [
-    ([rank_inventory()], MPICH, "two jobs of one", "not connected: two jobs of one", "message says"),
+    (
+        [rank_inventory()],
+        MPICH,
+        "two jobs of one",
+        "not connected: two jobs of one",
+        "message says",
+    ),
     ([rank_inventory()], (None, ""), "", "no mpirun", "srun"),
     (
         [rank_inventory()],
@@ -128,7 +140,13 @@ FAULTS = [
         "belongs to Open MPI, but mpi4py loads MPICH",
         "one MPI only",
     ),
-    ([rank_inventory(versions=versions(MPI="not usable: no libmpi"))], MPICH, "", "not usable: no libmpi", "mpich"),
+    (
+        [rank_inventory(versions=versions(MPI="not usable: no libmpi"))],
+        MPICH,
+        "",
+        "not usable: no libmpi",
+        "mpich",
+    ),
     (
         [rank_inventory(), rank_inventory(1, versions=versions(NumPy="1.26"))],
         MPICH,
@@ -152,10 +170,25 @@ FAULTS = [
         "start 2 ranks or fewer there",
     ),
     ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
-    ([rank_inventory(driver_error="cuInit fails; see dmesg")], MPICH, "", "cuInit fails, on the ranks 0", "see dmesg"),
-    ([rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))], MPICH, "", "no CuPy", "cuda12"),
     (
-        [rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy")) for rank in range(2)],
+        [rank_inventory(driver_error="cuInit fails; see dmesg")],
+        MPICH,
+        "",
+        "cuInit fails, on the ranks 0",
+        "see dmesg",
+    ),
+    (
+        [rank_inventory(gpus=["H200"], versions=versions(CuPy="not installed"))],
+        MPICH,
+        "",
+        "no CuPy",
+        "cuda12",
+    ),
+    (
+        [
+            rank_inventory(rank, gpus=["H200"] * 2, versions=versions(NCCL="not found by CuPy"))
+            for rank in range(2)
+        ],
         MPICH,
         "",
         "no NCCL",
@@ -185,7 +218,9 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, mpirun, error, what, remedy", FAULTS, ids=[what for *_, what, _ in FAULTS])
+@pytest.mark.parametrize(
+    "ranks, mpirun, error, what, remedy", FAULTS, ids=[what for *_, what, _ in FAULTS]
+)
 def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy):
     (fault,) = info.find_faults(ranks, mpirun, error)
     assert what in fault.what
@@ -197,7 +232,13 @@ def test_what_is_printed_keeps_its_brackets(capsys):
     found = [info.Fault("a [bold]fault", "`pip install '.[mpich]'`")]
     info._show([facts_of_one], ("/opt/[x]/mpirun", "MPICH"), found)
     printed = capsys.readouterr().out
-    for text in ("[red]n1:ok:", "not usable: [blue]", "/opt/[x]/mpirun", "wrong: a [bold]fault", "'.[mpich]'"):
+    for text in (
+        "[red]n1:ok:",
+        "not usable: [blue]",
+        "/opt/[x]/mpirun",
+        "wrong: a [bold]fault",
+        "'.[mpich]'",
+    ):
         assert text in printed
 
 
@@ -232,13 +273,17 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
     cuda = SimpleNamespace(Device=lambda i: SimpleNamespace(use=lambda: used.append(i)))
     monkeypatch.setattr(gpu, "has_cupy", lambda: True)
     monkeypatch.setattr(driver, "visible_gpus", lambda: ("a", "b"))
-    monkeypatch.setattr(gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda))
+    monkeypatch.setattr(
+        gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda)
+    )
     error = "RuntimeError: Failed to find CUDA headers. Please install"
     assert inventory._gpu_error(local_rank=3) == (error if fails else "")
     assert used == [1]
 
 
-@pytest.mark.parametrize(("host", "cores"), [("n1", [1]), ("n2", [0])], ids=["of one host", "of two hosts"])
+@pytest.mark.parametrize(
+    ("host", "cores"), [("n1", [1]), ("n2", [0])], ids=["of one host", "of two hosts"]
+)
 def test_ranks_on_cores_of_their_own(host, cores):
     ranks = [rank_inventory(0, cores=[0]), rank_inventory(1, host=host, cores=cores)]
     assert info.find_faults(ranks, MPICH, "") == []

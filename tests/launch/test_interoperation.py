@@ -8,7 +8,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = re.findall(
-    r"^```python\n(.*?)^```$", (ROOT / "docs" / "interoperation.md").read_text(), re.MULTILINE | re.DOTALL
+    r"^```python\n(.*?)^```$",
+    (ROOT / "docs" / "interoperation.md").read_text(),
+    re.MULTILINE | re.DOTALL,
 )
 ENV = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
@@ -79,7 +81,8 @@ def test_loaders_with_workers_end_where_the_orders_differ(launch):
     result = launch(WORKERS, 3, "unseeded", "anew", env=ENV, timeout=90)
     assert result.status != 0 and result.leftovers == []
     assert (
-        "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks have" in result.stderr
+        "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks have"
+        in result.stderr
     )
     assert "generator=torch.Generator().manual_seed(0)" in result.stderr
 
@@ -122,7 +125,11 @@ TRAINING = """
 @pytest.mark.parametrize(
     "harm, env, message",
     [
-        ("harm, steps = int, 3 + hs.rank()", {}, "rank 1: all_reduce_gradients(MEAN, weight, bias, int32 as float64)"),
+        (
+            "harm, steps = int, 3 + hs.rank()",
+            {},
+            "rank 1: all_reduce_gradients(MEAN, weight, bias, int32 as float64)",
+        ),
         ("harm = fail", {}, "ZeroDivisionError: of this rank alone"),
         ("harm = add", {"HPCSTRAT_CHECK": "1"}, "equal after hs.torch.broadcast"),
     ],

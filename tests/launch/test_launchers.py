@@ -37,7 +37,9 @@ def test_the_world(launch, ranks):
     assert result.status == 0
     lines = [line.rsplit(" ", 1) for line in result.stdout.splitlines()]
     hosts = (0,) * ranks
-    assert [facts for facts, _ in lines] == [f"{rank}/{ranks} {rank}/{ranks} {hosts}" for rank in range(ranks)]
+    assert [facts for facts, _ in lines] == [
+        f"{rank}/{ranks} {rank}/{ranks} {hosts}" for rank in range(ranks)
+    ]
     assert len({seed for _, seed in lines}) == 1
     assert result.leftovers == []
 
@@ -57,20 +59,33 @@ def test_two_hosts(launch):
 def test_a_program_that_only_rank_0_has(launch):
     """Else MPI would wait for the others for ever."""
     if launch.open_mpi:
-        pytest.skip("Open MPI's mpirun never tells rank 0 that its input has ended, so no program runs")
+        pytest.skip(
+            "Open MPI's mpirun never tells rank 0 that its input has ended, so no program runs"
+        )
     text = "import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint('done')\n"
     command = [*launch.mpirun, "-n", "2", sys.executable, "-"]
-    result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode and "hpcstrat run -n 2 -" in result.stderr and "done" not in result.stdout
-    assert "the program comes from standard input, which mpirun of MPICH gives to rank 0 only" in result.stderr
+    result = subprocess.run(
+        command, input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (
+        result.returncode and "hpcstrat run -n 2 -" in result.stderr and "done" not in result.stdout
+    )
+    assert (
+        "the program comes from standard input, which mpirun of MPICH gives to rank 0 only"
+        in result.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_program_from_input_that_each_rank_has(launch, tmp_path):
-    (tmp_path / "program.py").write_text("import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint(hs.size())\n")
+    (tmp_path / "program.py").write_text(
+        "import hpcstrat as hs\nhs.CentralStorageStrategy()\nprint(hs.size())\n"
+    )
     for given in (f"'{sys.executable}' - < program.py", f"cat program.py | '{sys.executable}'"):
         command = [*launch.mpirun, "-n", "2", "sh", "-c", given]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+        )
         assert (result.returncode, result.stdout) == (0, "2\n")
 
 
@@ -89,7 +104,9 @@ def test_another_mpis_launcher_is_refused(launch):
     assert "RuntimeError" in result.stderr
     assert "started 2 processes, but MPI (" in result.stderr
     assert ", which mpi4py loads) is another: the launcher belongs to another MPI" in result.stderr
-    assert "Start with the mpirun of " + ("Open MPI" if launch.open_mpi else "MPICH") in result.stderr
+    assert (
+        "Start with the mpirun of " + ("Open MPI" if launch.open_mpi else "MPICH") in result.stderr
+    )
 
 
 def test_what_does_not_know_its_launcher_is_refused_by_its_number_of_ranks(launch):
@@ -97,7 +114,10 @@ def test_what_does_not_know_its_launcher_is_refused_by_its_number_of_ranks(launc
         pytest.skip("MPICH takes the variables for a real launcher's and does not start")
     result = launch(WORLD, env={"PMI_SIZE": "2", "PMI_RANK": "1"})
     assert result.status != 0
-    assert "a PMI launcher started 2 processes, but MPI (" in result.stderr and ") has 1 rank:" in result.stderr
+    assert (
+        "a PMI launcher started 2 processes, but MPI (" in result.stderr
+        and ") has 1 rank:" in result.stderr
+    )
     assert result.leftovers == []
 
 
@@ -141,7 +161,11 @@ def test_the_users_own_start_of_mpi(launch, ranks, start):
     from mpi4py import MPI
     MPI.Init_thread(MPI.THREAD_SERIALIZED)
 """
-    program = before + by_hand + WORLD + "\n    MPI.Finalize()\n" if start == "by hand" else before + WORLD
+    program = (
+        before + by_hand + WORLD + "\n    MPI.Finalize()\n"
+        if start == "by hand"
+        else before + WORLD
+    )
     result = launch(program, ranks)
     assert result.status == 0
     assert len(result.stdout.splitlines()) == ranks

@@ -26,7 +26,12 @@ class Notebook:
     def __init__(self, folder, **environment):
         start_new_kernel = pytest.importorskip("jupyter_client.manager").start_new_kernel
 
-        env = {**os.environ, **environment, "IPYTHONDIR": str(folder), "JUPYTER_RUNTIME_DIR": str(folder)}
+        env = {
+            **os.environ,
+            **environment,
+            "IPYTHONDIR": str(folder),
+            "JUPYTER_RUNTIME_DIR": str(folder),
+        }
         self._manager, self._client = start_new_kernel(env=env, cwd=str(folder))
 
     def run(self, code):
@@ -74,7 +79,9 @@ def test_one_replica(notebook):
     assert cells.run(IN_KERNEL.text) + "\n" == IN_KERNEL.output.text
     shown = cells.run("print(hs.size())\nstrategy.run(lambda: 1 / 0)\n")
     assert "1\n" in shown and "ZeroDivisionError: division by zero" in shown
-    shown = cells.run("print('line', end='')\nint(strategy.reduce('SUM', strategy.run(lambda: 2), axis=None))")
+    shown = cells.run(
+        "print('line', end='')\nint(strategy.reduce('SUM', strategy.run(lambda: 2), axis=None))"
+    )
     assert shown == "line\n2"
 
 
@@ -96,17 +103,28 @@ def test_engines(notebook):
 
     # The gate holds in later cells too, though IPython swaps the stream's `write` in each.
     for _ in range(2):
-        shown = cells.run("%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', hs.rank()))")
+        shown = cells.run(
+            "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', hs.rank()))"
+        )
         assert [outputs(shown, rank)[-1] for rank in (1, 2)] == ["replica 1", "replica 2"]
-        assert "top 0" in shown and "replica 0" in shown and "top 1" not in shown and "top 2" not in shown
+        assert (
+            "top 0" in shown
+            and "replica 0" in shown
+            and "top 1" not in shown
+            and "top 2" not in shown
+        )
 
     # Engines without work are no ranks that are missing.
     time.sleep(7)
-    assert "ValueError: on all" in cells.run("%%px\nstrategy.run(lambda: (_ for _ in ()).throw(ValueError('on all')))")
+    assert "ValueError: on all" in cells.run(
+        "%%px\nstrategy.run(lambda: (_ for _ in ()).throw(ValueError('on all')))"
+    )
     assert outputs(cells.run("%%px\nprint(hs.any_rank(hs.rank() == 2))"), 0) == ["True"]
 
     shown = cells.run("%%px\nif hs.rank() == 1:\n    raise ValueError('on one')\nhs.barrier()")
-    assert "ranks 0, 2: waiting in call" in shown and re.search(r"barrier\(\), at In\[\d+\]:3 in <module>", shown)
+    assert "ranks 0, 2: waiting in call" in shown and re.search(
+        r"barrier\(\), at In\[\d+\]:3 in <module>", shown
+    )
     assert cells.run(ARE_GONE) == "True"  # what they say last may come too late to be shown
 
     cells.run("cluster.restart_engines_sync()\nengines.wait_for_engines(3)")

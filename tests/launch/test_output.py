@@ -60,7 +60,9 @@ def test_lead(launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variable, value", [("HPCSTRAT_OUTPUT", "rank0"), ("HPCSTRAT_STDERR", "lead")])
+@pytest.mark.parametrize(
+    "variable, value", [("HPCSTRAT_OUTPUT", "rank0"), ("HPCSTRAT_STDERR", "lead")]
+)
 def test_another_value_is_an_error(launch, variable, value):
     result = launch(PROGRAM, 2, env={variable: value})
     assert result.status != 0
@@ -82,11 +84,15 @@ ERRORS = """
 """
 
 
-@pytest.mark.parametrize("ranks, shown", slow_but([(2, "once")], [(2, "once"), (3, "once"), (3, "of all")]))
+@pytest.mark.parametrize(
+    "ranks, shown", slow_but([(2, "once")], [(2, "once"), (3, "once"), (3, "of all")])
+)
 def test_errors_read_as_one_programs(launch, ranks, shown):
     result = launch(ERRORS, ranks, env={"HPCSTRAT_STDERR": "all"} if shown == "of all" else {})
     assert result.status == 0
-    counts = [result.stderr.count(word) for word in ("printed\n", "warned\n", "noted\n", "bar: 100%")]
+    counts = [
+        result.stderr.count(word) for word in ("printed\n", "warned\n", "noted\n", "bar: 100%")
+    ]
     assert counts == [ranks if shown == "of all" else 1] * 4
 
 
@@ -104,12 +110,16 @@ ENDS = {
 QUICK_ENDS = [("early", "text"), ("connected", "raised")]
 
 
-@pytest.mark.parametrize("moment, end", slow_but(QUICK_ENDS, itertools.product(["early", "connected"], ENDS)))
+@pytest.mark.parametrize(
+    "moment, end", slow_but(QUICK_ENDS, itertools.product(["early", "connected"], ENDS))
+)
 def test_what_explains_a_failure_is_shown(launch, moment, end):
     """What was hidden before, and what is written then."""
     begins = "hs.barrier()" if moment == "connected" else ""
     if not begins and end in ("raised", "raised text", "os._exit") and not launch.open_mpi:
-        pytest.skip("MPICH's launcher ignores how a process ends that has not started MPI, and rank 0 waits")
+        pytest.skip(
+            "MPICH's launcher ignores how a process ends that has not started MPI, and rank 0 waits"
+        )
     if not begins and end == "thread":
         pytest.skip("before the ranks are connected, a thread's error ends nothing")
     program = f"""
@@ -163,7 +173,13 @@ def test_handled_and_logged_errors_and_those_of_c_are_shown(launch):
     """
     result = launch(program, 2)
     assert result.status == 0
-    words = ["ZeroDivisionError: division by zero", "ERROR:root:logged", "of C", "most recent call first", "hidden"]
+    words = [
+        "ZeroDivisionError: division by zero",
+        "ERROR:root:logged",
+        "of C",
+        "most recent call first",
+        "hidden",
+    ]
     assert [result.stderr.count(word) for word in words] == [2, 2, 2, 2, 1]
 
 
@@ -183,7 +199,9 @@ def test_lines_arrive_whole(launch, ranks):
     result = launch(program, ranks)
     lines = [line.split() for line in result.stdout.splitlines()]
     assert len(lines) == ranks * 300
-    assert {tuple(line[:3]) for line in lines} == {("rank", str(rank), "line") for rank in range(ranks)}
+    assert {tuple(line[:3]) for line in lines} == {
+        ("rank", str(rank), "line") for rank in range(ranks)
+    }
     assert all(line[4:] == ["x" * 100] for line in lines)
 
 
@@ -219,7 +237,9 @@ def with_closed_streams(launch, source, closed):
     (launch.folder / "closed.py").write_text(textwrap.dedent(source))
     closing = CLOSED_FROM_THE_BEGIN[closed]
     start = launch.folder / "start"
-    start.write_text(f"import os\nos.execv('/bin/sh', ['sh', '-c', 'exec {sys.executable} closed.py {closing}'])")
+    start.write_text(
+        f"import os\nos.execv('/bin/sh', ['sh', '-c', 'exec {sys.executable} closed.py {closing}'])"
+    )
     return start
 
 
@@ -259,7 +279,9 @@ def test_a_disk_that_is_full_for_what_is_hidden_is_said_once(launch):
 
 @pytest.mark.parametrize("seconds", slow_but(["1e300"], ["1e10", "1e300", "inf"]))
 def test_time_outs_of_any_size(launch, seconds):
-    result = launch(SUM, 2, env={"HPCSTRAT_TIMEOUT_SECONDS": seconds, "HPCSTRAT_STALL_SECONDS": seconds})
+    result = launch(
+        SUM, 2, env={"HPCSTRAT_TIMEOUT_SECONDS": seconds, "HPCSTRAT_STALL_SECONDS": seconds}
+    )
     assert (result.status, result.stderr) == (0, "")
 
 

@@ -40,7 +40,9 @@ SECONDS = 60  # for the start, and again for the end, on a machine that does oth
 
 def field(process, name):
     """A field of what the system tells of a process."""
-    found = re.search(rf"^{name}:\s*(\w+)", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    found = re.search(
+        rf"^{name}:\s*(\w+)", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE
+    )
     assert found
     return found[1]
 
@@ -48,7 +50,10 @@ def field(process, name):
 def lives(process):
     try:
         return field(process, "State") not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between the open and the read
+    except (
+        FileNotFoundError,
+        ProcessLookupError,
+    ):  # the latter where it ends between the open and the read
         return False
 
 
@@ -80,18 +85,25 @@ QUICK = [("direct", "compute", 1), ("in a shell", "call", 2)]
 
 
 @pytest.mark.parametrize(
-    "start, does, ranks", slow_but(QUICK, [*itertools.product(WRAPPERS, ["call", "compute"], [1, 3]), QUICK[1]])
+    "start, does, ranks",
+    slow_but(QUICK, [*itertools.product(WRAPPERS, ["call", "compute"], [1, 3]), QUICK[1]]),
 )
 def test_ranks_end_with_their_launcher(launch, tmp_path, start, does, ranks):
     wrapper = WRAPPERS[start]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [*launch.mpirun, "-n", str(ranks), *wrapper, sys.executable, str(program), does]
-    env = dict(os.environ)  # Python's: an MPI that another test started here has put its own variables into C's
+    env = dict(
+        os.environ
+    )  # Python's: an MPI that another test started here has put its own variables into C's
     with open(tmp_path / "stderr", "w") as stderr:
-        mpirun = subprocess.Popen(command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True, env=env)
+        mpirun = subprocess.Popen(
+            command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True, env=env
+        )
     with ended_by_itself(mpirun, tmp_path, ranks) as processes:
-        launchers = [int(field(processes[0], "PPid"))]  # MPICH's proxy; Open MPI's mpirun itself, on one host
+        launchers = [
+            int(field(processes[0], "PPid"))
+        ]  # MPICH's proxy; Open MPI's mpirun itself, on one host
         if wrapper:
             launchers = [int(field(launchers[0], "PPid"))]
         for process in {*launchers, mpirun.pid}:
@@ -104,7 +116,11 @@ def test_ranks_end_where_nobody_reads_what_they_print(launch, tmp_path):
     """Rank 1 does not come; the others' pipes are full, and so the report of that goes nowhere."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    patience = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "6", "HPCSTRAT_OUTPUT": "all"}
+    patience = {
+        "HPCSTRAT_STALL_SECONDS": "1",
+        "HPCSTRAT_TIMEOUT_SECONDS": "6",
+        "HPCSTRAT_OUTPUT": "all",
+    }
     mpirun = subprocess.Popen(
         [*launch.mpirun, "-n", "2", sys.executable, str(program), "print"],
         cwd=tmp_path,

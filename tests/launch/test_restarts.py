@@ -153,7 +153,10 @@ def folder_of(tmp_path, name="starts"):
 
 def starts(output):
     """For each start, what it began from: a place and a step."""
-    return [(place, int(step)) for place, step in re.findall(r"^from (\w+) (\d+)$", output, re.MULTILINE)]
+    return [
+        (place, int(step))
+        for place, step in re.findall(r"^from (\w+) (\d+)$", output, re.MULTILINE)
+    ]
 
 
 @pytest.fixture
@@ -171,7 +174,9 @@ def restarting(launch, tmp_path):
 
 
 def undisturbed(launch, tmp_path, ranks, moment="none", epochs=3):
-    result = launch(TRAIN + "    train()\n", ranks, folder_of(tmp_path, "undisturbed"), moment, str(epochs))
+    result = launch(
+        TRAIN + "    train()\n", ranks, folder_of(tmp_path, "undisturbed"), moment, str(epochs)
+    )
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     return last_line(result.stdout)
 
@@ -184,8 +189,18 @@ RUN = """
 
 # What ends rank 1: in the step after these, how, what is said of it, and the step of the newest snapshot.
 ENDS = {
-    "SIGKILL": (3, "os.kill(os.getpid(), signal.SIGKILL)", r"(rank 1|a rank) died after step 3 of SIGKILL", 2),
-    "SIGSEGV": (6, "os.kill(os.getpid(), signal.SIGSEGV)", r"(rank 1|a rank) died after step 6 of SIGSEGV", 6),
+    "SIGKILL": (
+        3,
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        r"(rank 1|a rank) died after step 3 of SIGKILL",
+        2,
+    ),
+    "SIGSEGV": (
+        6,
+        "os.kill(os.getpid(), signal.SIGSEGV)",
+        r"(rank 1|a rank) died after step 6 of SIGSEGV",
+        6,
+    ),
     # Of os._exit some launchers make their own kill of the others.
     "exit": (
         9,
@@ -252,7 +267,10 @@ def test_a_program_that_fails_by_itself_ends(restarting):
     assert (result.status, result.leftovers) == (1, [])
     assert starts(result.stdout) == [("nothing", 0), ("memory", 2), ("memory", 4)]
     assert result.stderr.count("ValueError: of the program, at program.py:") == 2
-    assert "no restart: it has failed in the same way at the same step before; first, rank 1 failed" in result.stderr
+    assert (
+        "no restart: it has failed in the same way at the same step before; first, rank 1 failed"
+        in result.stderr
+    )
 
 
 @pytest.mark.slow
@@ -325,7 +343,11 @@ def test_a_signal_to_the_launcher_is_no_failure(restarting, number, status):
     result = restarting(program, "--restarts", 9, "-n", 2)
     assert result.leftovers == []
     (line,) = re.findall(r"hpcstrat run: .*restart.*", result.stderr)
-    reason = "the ranks were asked to end, and have saved" if status else f"the launcher was sent {number}"
+    reason = (
+        "the ranks were asked to end, and have saved"
+        if status
+        else f"the launcher was sent {number}"
+    )
     assert line.endswith(f"; no restart: {reason}")
     assert result.status == status or (status is None and result.status != 0)
     assert len(starts(result.stdout)) == 1
@@ -354,12 +376,17 @@ def test_ten_kills_at_random_moments(launch, tmp_path, moment):
     """In five kinds of moments, so that it is fifty times that the job goes on."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(TRAIN + "    train()\n"))
-    kills, epochs = 10, 40  # so many that the job goes on for long enough, even if the kills come late
+    kills, epochs = (
+        10,
+        40,
+    )  # so many that the job goes on for long enough, even if the kills come late
     arguments = [program, folder_of(tmp_path), moment, epochs, kills, sum(map(ord, moment))]
     result = launch(KILL, None, *map(str, arguments), timeout=800)
     assert (result.status, result.leftovers) == (0, [])
     assert last_line(result.stdout) == undisturbed(launch, tmp_path, 4, moment, epochs)
-    found = re.findall(r"^killed [\d ]*went on after ([\d.]+) lost (-?\d+)$", result.stdout, re.MULTILINE)
+    found = re.findall(
+        r"^killed [\d ]*went on after ([\d.]+) lost (-?\d+)$", result.stdout, re.MULTILINE
+    )
     assert len(found) == kills
     seconds, lost = zip(*((float(one), int(other)) for one, other in found), strict=True)
     print(

@@ -89,7 +89,9 @@ class Run:
 
     def __call__(self, *words, text=None, **env):
         """The exit status, and what was printed; `text` is standard input."""
-        process = self.start(*words, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, **env)
+        process = self.start(
+            *words, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, **env
+        )
         stdout, stderr = process.communicate(text, timeout=90)
         print(stdout, stderr, sep="\n")
         return process.returncode, stdout, stderr
@@ -149,7 +151,9 @@ def test_a_program_that_is_no_file(run, name):
     words = ["-"] if name == "-" else ["-c", code]
     program = {"text": code} if name == "-" else {}
     options = ("-n", "2", "--restarts", "1", "--prefix")
-    status, stdout, stderr = run(*options, *words, "-n", "a b", TMPDIR=str(run.folder / "tmp"), **program)
+    status, stdout, stderr = run(
+        *options, *words, "-n", "a b", TMPDIR=str(run.folder / "tmp"), **program
+    )
     lines = [f"[rank {rank}] {rank} of 2 {[name, '-n', 'a b']}" for rank in range(2)]
     assert (status, sorted(stdout.splitlines()[-2:])) == (0, lines)
     assert "restart 1 of 1, on 2 ranks" in stderr
@@ -211,7 +215,11 @@ def test_the_files_of_the_ranks_and_the_marks(run):
     (run.folder / "logs/rank-0.log").write_text("of a job before\n")  # the files begin anew
     status, stdout, stderr = run("-n", "2", "--tee", "logs", "--prefix", "program.py")
     assert status == 0
-    assert sorted(stdout.splitlines()) == ["[rank 0] once", "[rank 0] replica 0", "[rank 1] replica 1"]
+    assert sorted(stdout.splitlines()) == [
+        "[rank 0] once",
+        "[rank 0] replica 0",
+        "[rank 1] replica 1",
+    ]
     assert sorted(stderr.splitlines()) == ["[rank 0] C's 0", "[rank 0] an error", "[rank 1] C's 1"]
     for rank in range(2):
         lines = (run.folder / f"logs/rank-{rank}.log").read_text().splitlines()
@@ -225,7 +233,9 @@ def test_the_files_of_ranks_that_fail(run):
     assert status != 0 and "[rank 1] ValueError: the cause" in stderr
     # What copies outlives the job for a moment.
     wait_for(lambda: "replica 0\n" in (run.folder / "logs/rank-0.log").read_text())
-    wait_for(lambda: "[rank 1] ValueError: the cause\n" in (run.folder / "logs/rank-1.log").read_text())
+    wait_for(
+        lambda: "[rank 1] ValueError: the cause\n" in (run.folder / "logs/rank-1.log").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", slow_but(["SIGUSR1"], ["SIGUSR1", "SIGTERM", "SIGINT"]))
@@ -255,7 +265,9 @@ def test_a_signal_that_ends_mpiexec_is_the_status(run):
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     (mpiexec,) = [one for one in run.processes() if parent(one) == process.pid]
     os.kill(mpiexec, signal.SIGKILL)
-    process.communicate(timeout=60)  # under Open MPI ranks stay that have not started the library, as these
+    process.communicate(
+        timeout=60
+    )  # under Open MPI ranks stay that have not started the library, as these
     assert process.returncode == 128 + signal.SIGKILL
 
 
@@ -276,7 +288,11 @@ LAUNCHERS = {
         "mpirun of MPICH",
         "mpirun -n 2 python program.py x",
     ),
-    "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun of Open MPI", "mpirun -n 4 python program.py x"),
+    "Open MPI": (
+        {"OMPI_COMM_WORLD_SIZE": "4"},
+        "mpirun of Open MPI",
+        "mpirun -n 4 python program.py x",
+    ),
     "Slurm": (
         {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
         "srun",
@@ -293,9 +309,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", slow_but(["torchrun"], LAUNCHERS))
 def test_below_another_launcher(run, launcher):
     env, name, command = LAUNCHERS[launcher]
-    expected = (
-        f"hpcstrat run: {name} has started this process already; start the ranks with one launcher: `{command}`\n"
-    )
+    expected = f"hpcstrat run: {name} has started this process already; start the ranks with one launcher: `{command}`\n"
     assert run("program.py", "x", **env) == (2, "", expected)
 
 
@@ -312,7 +326,9 @@ def test_below_mpirun_it_is_said_once(run, launch):
         """
     )
     command = [*launch.mpirun, "-n", "2", sys.executable, "program.py", "run", "program.py"]
-    result = subprocess.run(command, capture_output=True, text=True, env=run.env, cwd=run.folder, timeout=60)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env=run.env, cwd=run.folder, timeout=60
+    )
     assert result.returncode == 2
     assert result.stderr.count("has started this process already") == 1
 
@@ -342,7 +358,10 @@ def test_wrong_use(run):
         (["missing.py"], "there is no file 'missing.py'"),
         (["-n", "0", "true"], "argument -n: '0' is not a number from 1 to 9,999,999"),
         (["--nccl", "libnccl.so.2", "true"], "--nccl goes with --share-gpu"),
-        (["--mpiexec", "no-such-mpiexec", "-n", "1", "true"], "--mpiexec: there is no program 'no-such-mpiexec'"),
+        (
+            ["--mpiexec", "no-such-mpiexec", "-n", "1", "true"],
+            "--mpiexec: there is no program 'no-such-mpiexec'",
+        ),
         ([], "the following arguments are required: PROGRAM"),
     ]:
         status, stdout, stderr = run(*words)

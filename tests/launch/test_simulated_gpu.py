@@ -40,7 +40,13 @@ def test_the_package_as_it_is(simulated, ranks):
 NOT_ORDERED = " is not ordered with the"
 BUGS = {
     "the strategy's stream does not wait for the caller's": (
-        [("_core/gpu.py", "            self.raw.wait_event(self._entered)\n", "            pass\n")],
+        [
+            (
+                "_core/gpu.py",
+                "            self.raw.wait_event(self._entered)\n",
+                "            pass\n",
+            )
+        ],
         NOT_ORDERED,
     ),
     "the caller's stream does not wait for the strategy's": (
@@ -73,7 +79,13 @@ BUGS = {
         NOT_ORDERED,
     ),
     "a batch is used before it has arrived": (
-        [("data/_device_prefetch.py", "stream.xp.cuda.get_current_stream().wait_event(arrived)", "pass")],
+        [
+            (
+                "data/_device_prefetch.py",
+                "stream.xp.cuda.get_current_stream().wait_event(arrived)",
+                "pass",
+            )
+        ],
         NOT_ORDERED,
     ),
     "a batch's event is recorded before its copy": (
@@ -92,7 +104,13 @@ BUGS = {
         (NOT_ORDERED, "recorded after the copy"),  # where the host writes the next batch first
     ),
     "a pinned slot is written while it is copied": (
-        [("data/_device_prefetch.py", "            self.copied.synchronize()\n", "            pass\n")],
+        [
+            (
+                "data/_device_prefetch.py",
+                "            self.copied.synchronize()\n",
+                "            pass\n",
+            )
+        ],
         "the host writes to pinned memory",
     ),
     "host copies are read before they have arrived": (
@@ -146,11 +164,23 @@ BUGS = {
         "the memory that NCCL's reduceScatter at ",
     ),
     "a stream does not wait for the second one": (
-        [("_communicators/nccl_link.py", "            self.stream.raw.wait_event(self._joined)\n", "")],
+        [
+            (
+                "_communicators/nccl_link.py",
+                "            self.stream.raw.wait_event(self._joined)\n",
+                "",
+            )
+        ],
         NOT_ORDERED,
     ),
     "the second stream does not wait for gradients": (
-        [("_communicators/nccl_link.py", "        self._second.raw.wait_event(self._reached)\n", "")],
+        [
+            (
+                "_communicators/nccl_link.py",
+                "        self._second.raw.wait_event(self._reached)\n",
+                "",
+            )
+        ],
         NOT_ORDERED,
     ),
     "new values come from the wrong rank": (
@@ -188,7 +218,10 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
             "address, address, array.nbytes, self._nccl.NCCL_UINT8, root,",
             "address, address, array.nbytes, self._nccl.NCCL_UINT8, self.rank,",
         ),
-        ("self._operations[op], root, self", "self._operations[op if self.rank == 0 else ReduceOp.MAX], root, self"),
+        (
+            "self._operations[op], root, self",
+            "self._operations[op if self.rank == 0 else ReduceOp.MAX], root, self",
+        ),
         (
             "self._comm.reduce(array.data.ptr, target, count, kind,",
             "self._comm.reduce(array.data.ptr, target, count - (self.rank == 1), kind,",
@@ -260,7 +293,9 @@ def test_what_kernels_must_not_do(simulated):
         "the simulated GPU: a read at * is not ordered with the write at *, of the same memory (bytes 56 to 64 of *",
     ]
     found = result.stdout.splitlines()
-    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [True] * 5, found
+    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [
+        True
+    ] * 5, found
 
 
 CALLS_OF_NCCL = """
@@ -343,7 +378,9 @@ def test_which_memory_nccl_does_not_take(simulated):
         "the simulated GPU: NCCL is called at * with float64 at an address that is not a multiple of 8",
     ]
     found = result.stdout.splitlines()
-    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [True] * 6, found
+    assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [
+        True
+    ] * 6, found
 
 
 # ---- faults on demand
@@ -357,7 +394,11 @@ FAULTS = {
     "nccl-breaks@0:30:8": "the job ends: NCCL failed on rank 0 of 2: KeyError(8)",
     "nccl-start-fails@1:1:2": "starting NCCL: NCCL does not connect the 2 ranks ",
     "nccl-start-fails@0:1:8": "  rank 0: KeyError: 8",
-    **{f"out-of-memory@{rank}:{number}": "MemoryError: " for rank in (0, 1) for number in (1, 4, 30, 150, 400)},
+    **{
+        f"out-of-memory@{rank}:{number}": "MemoryError: "
+        for rank in (0, 1)
+        for number in (1, 4, 30, 150, 400)
+    },
     "out-of-memory:30": "MemoryError: ",
     "out-of-pinned@1:1": "bytes of pinned host memory cannot be had",
     "out-of-pinned@0:5": "bytes of pinned host memory cannot be had",
@@ -383,8 +424,14 @@ def test_nccl_that_hangs_is_reported_and_ended(simulated, ranks, fault):
     """The host is in none of the library's calls: it waits for the GPU."""
     result = simulated(TRAINING, ranks, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
     assert result.status != 0
-    assert "hpcstrat: the ranks have been waiting for each other for 1 s (HPCSTRAT_STALL_SECONDS)" in result.stderr
-    assert "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s" in result.stderr
+    assert (
+        "hpcstrat: the ranks have been waiting for each other for 1 s (HPCSTRAT_STALL_SECONDS)"
+        in result.stderr
+    )
+    assert (
+        "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s"
+        in result.stderr
+    )
     assert result.leftovers == []
 
 
@@ -402,13 +449,19 @@ except RuntimeError as error:
 
 @pytest.mark.gpu
 def test_nccl_that_never_connects(simulated):
-    result = simulated(STARTS, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs@1:1", "HPCSTRAT_OUTPUT": "all"})
+    result = simulated(
+        STARTS, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs@1:1", "HPCSTRAT_OUTPUT": "all"}
+    )
     assert (result.status, result.leftovers) == (0, [])
     assert result.stdout.count("starting NCCL: NCCL does not connect the 2 ranks ") == 2
     assert result.stdout.count("  rank 1: waits too long") == 2
 
 
-ENDS = {"returns": ("", 0), "sys.exit": ("sys.exit(3)", 3), "raises": ("raise ValueError('afterwards')", 1)}
+ENDS = {
+    "returns": ("", 0),
+    "sys.exit": ("sys.exit(3)", 3),
+    "raises": ("raise ValueError('afterwards')", 1),
+}
 
 
 @pytest.mark.slow
@@ -421,7 +474,9 @@ import atexit, sys
 atexit.register(print, "at exit")
 {line}
 """
-    result = simulated(program, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs:1", "HPCSTRAT_OUTPUT": "all"})
+    result = simulated(
+        program, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs:1", "HPCSTRAT_OUTPUT": "all"}
+    )
     assert (result.status, result.leftovers) == (status, [])
     assert "  rank 1: waits too long" in result.stdout
     if status != 1:
@@ -573,7 +628,11 @@ def test_a_graph_that_adds_in_another_order(simulated, ranks, difference, said):
 
 GRAPH_BUGS = {
     "memory that others use too": ("(pool.malloc)", "()", "Arrays are not equal"),
-    "a graph that outlives its communicator": ("del graph, step", "Network.kept = graph", "a graph holds calls of"),
+    "a graph that outlives its communicator": (
+        "del graph, step",
+        "Network.kept = graph",
+        "a graph holds calls of",
+    ),
     "cuBLAS by CuPy": (
         "self._product(inputs[i], self._weights[2 * i], output)",
         "output[...] = inputs[i] @ self._weights[2 * i]",
@@ -606,7 +665,9 @@ def test_what_a_graph_must_not_do(simulated, old, new, said):
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
 def test_check_and_info(simulated, ranks):
     result = simulated(CALLS, ranks, "check")
-    assert result.status == 0 and "All data arrived." in result.stdout and "WRONG" not in result.stdout
+    assert (
+        result.status == 0 and "All data arrived." in result.stdout and "WRONG" not in result.stdout
+    )
     result = simulated(CALLS, ranks, "info", "--json")
     facts = json.loads(result.stdout)
     assert [one["gpus"] for one in facts["ranks"]] == [["simulated GPU"] * 4] * ranks

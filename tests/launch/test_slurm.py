@@ -13,11 +13,25 @@ import time
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]  # one machine is one cluster at a time
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("slurm"),
+]  # one machine is one cluster at a time
 ROOT = pathlib.Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 SECONDS = 90  # the time limit of a job
-NOT_THE_USERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "SBATCH_", "PYTEST_", "LAUNCH")
+NOT_THE_USERS = (
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "HYDI_",
+    "MPI_LOCAL",
+    "SLURM_",
+    "SBATCH_",
+    "PYTEST_",
+    "LAUNCH",
+)
 
 # Says where each rank is.
 WHERE = """
@@ -140,7 +154,10 @@ class LocalSlurm:
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != os.getpid():
                 with contextlib.suppress(OSError):  # gone, or another user's
-                    texts = [pathlib.Path(f"/proc/{name}/{file}").read_bytes() for file in ("environ", "cmdline")]
+                    texts = [
+                        pathlib.Path(f"/proc/{name}/{file}").read_bytes()
+                        for file in ("environ", "cmdline")
+                    ]
                     if any(os.fsencode(self.temporary) in text for text in texts):
                         found.append(int(name))
         return found
@@ -202,7 +219,9 @@ class Job:
         self._ask("scancel", *options, str(self.number))
 
     def _ask(self, *command):
-        return subprocess.run(command, env=self._env, capture_output=True, text=True, check=True, timeout=60).stdout
+        return subprocess.run(
+            command, env=self._env, capture_output=True, text=True, check=True, timeout=60
+        ).stdout
 
     def _wait(self, holds, what):
         deadline = time.monotonic() + SECONDS
@@ -239,23 +258,40 @@ class Cluster:
             path = log.with_suffix(".py")
             path.write_text(textwrap.dedent(program))
             env["PROGRAM"] = str(path)
-        command = ["sbatch", "--parsable", f"--output={log}", *options, f"slurm/{script}.sbatch", *arguments]
-        result = subprocess.run(command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60)
+        command = [
+            "sbatch",
+            "--parsable",
+            f"--output={log}",
+            *options,
+            f"slurm/{script}.sbatch",
+            *arguments,
+        ]
+        result = subprocess.run(
+            command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
+        )
         assert result.returncode == 0, result.stderr
         return Job(int(result.stdout), log, env)
 
     def _skip_without_pmix(self, env):
-        result = subprocess.run(["srun", "--mpi=pmix", "hostname"], env=env, capture_output=True, text=True)
+        result = subprocess.run(
+            ["srun", "--mpi=pmix", "hostname"], env=env, capture_output=True, text=True
+        )
         if result.returncode != 0:
-            pytest.skip("Open MPI under srun wants a Slurm that can load PMIx; with Debian's, libpmix-dev is missing")
+            pytest.skip(
+                "Open MPI under srun wants a Slurm that can load PMIx; with Debian's, libpmix-dev is missing"
+            )
         if result.stdout.strip() not in ("n1", "n2"):
-            pytest.skip("Open MPI under srun wants nodes with host names of their own, which root alone can make")
+            pytest.skip(
+                "Open MPI under srun wants nodes with host names of their own, which root alone can make"
+            )
 
 
 @pytest.fixture(scope="module")
 def configuration():
     """The configuration file of a Slurm that runs for all tests of this file."""
-    slurm = LocalSlurm("-N", "2", "--cpus", "32", "--gpus", "4", "sh", "-c", "echo $SLURM_CONF; exec sleep 1000")
+    slurm = LocalSlurm(
+        "-N", "2", "--cpus", "32", "--gpus", "4", "sh", "-c", "echo $SLURM_CONF; exec sleep 1000"
+    )
     try:
         yield slurm.first_line()
         assert slurm.end(signal.SIGTERM) == (143, [])
@@ -287,20 +323,28 @@ def test_one_node(cluster, script, launcher):
 def test_as_it_stands(cluster, launch):
     job = cluster.submit("cpu")
     assert job.end() == ("COMPLETED", 0, 0)
-    assert re.match(r"mpirun |srun .*--mpi=pmix " if launch.open_mpi else "srun .*--mpi=pmi2 ", job.log)
+    assert re.match(
+        r"mpirun |srun .*--mpi=pmix " if launch.open_mpi else "srun .*--mpi=pmi2 ", job.log
+    )
     assert learns(job) >= 0.95
 
 
 def skip_what_start_ranks_avoids(launcher):
-    version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True).stdout
+    version = subprocess.run(
+        ["mpirun", "--version"], capture_output=True, text=True, check=True
+    ).stdout
     if launcher == "srun" and "Open MPI" not in version:
-        pytest.skip("MPICH 5 under srun on several nodes now and then fails as it starts; start-ranks takes mpirun")
+        pytest.skip(
+            "MPICH 5 under srun on several nodes now and then fails as it starts; start-ranks takes mpirun"
+        )
 
 
 @pytest.mark.parametrize("launcher", ["", "srun", "mpirun"])
 def test_two_nodes_learn(cluster, launcher):
     skip_what_start_ranks_avoids(launcher)
-    job = cluster.submit("many_nodes", "--epochs", "3", options=["--ntasks-per-node=2"], LAUNCH=launcher)
+    job = cluster.submit(
+        "many_nodes", "--epochs", "3", options=["--ntasks-per-node=2"], LAUNCH=launcher
+    )
     assert job.end() == ("COMPLETED", 0, 0)
     assert learns(job, replicas=4) >= 0.85
 
@@ -310,7 +354,9 @@ def learns(job, replicas=4):
     for word in ("Warning", "Error", "Traceback"):
         assert word not in job.log
     assert any(line.endswith(f"replicas: {replicas}") for line in job.lines)
-    (accuracy,) = (float(line.split()[-1]) for line in job.lines if line.startswith("test accuracy: "))
+    (accuracy,) = (
+        float(line.split()[-1]) for line in job.lines if line.startswith("test accuracy: ")
+    )
     return accuracy
 
 
@@ -336,8 +382,12 @@ def test_ranks_that_die_start_again_in_the_job(cluster, launcher):
     job = cluster.submit("resilient", options=options, program=DIES, LAUNCH=launcher)
     assert job.end() == ("COMPLETED", 0, 0)
     starts = [line for line in job.lines if " begins at " in line]
-    assert sorted(starts[:4]) == [f"rank {rank} of 4 on n{1 + rank // 2} begins at 0" for rank in range(4)]
-    assert sorted(starts[4:]) == [f"rank {rank} of 4 on n{1 + rank // 2} begins at 5" for rank in range(4)]
+    assert sorted(starts[:4]) == [
+        f"rank {rank} of 4 on n{1 + rank // 2} begins at 0" for rank in range(4)
+    ]
+    assert sorted(starts[4:]) == [
+        f"rank {rank} of 4 on n{1 + rank // 2} begins at 5" for rank in range(4)
+    ]
     assert "; restart 1 of 3, on 4 ranks" in job.log and job.log.count("ends at 8") == 1
 
 
@@ -364,13 +414,19 @@ def test_preemption(cluster):
     jobs = {}
     for launcher in signals:
         with contextlib.suppress(pytest.skip.Exception):
-            jobs[launcher] = cluster.submit("preemptible", options=ranks, program=RESUME, LAUNCH=launcher)
+            jobs[launcher] = cluster.submit(
+                "preemptible", options=ranks, program=RESUME, LAUNCH=launcher
+            )
     for launcher, job in jobs.items():
         job.wait_for("waits")
         job.signal(*signals[launcher])
     for launcher, job in jobs.items():
         assert job.end() == ("COMPLETED", 0, 1)
-        (step,) = (int(line.split()[-1]) for line in job.lines if line.startswith("goes on in epoch 2, after step "))
+        (step,) = (
+            int(line.split()[-1])
+            for line in job.lines
+            if line.startswith("goes on in epoch 2, after step ")
+        )
         # Open MPI's mpirun ends the job at a TERM, mostly before it is saved; then there is the file of the last epoch.
         assert step == 50 or (step == 29 and launcher == "mpirun" and cluster.open_mpi)
         assert job.lines[-20:] == undisturbed.lines[-20:]
@@ -382,7 +438,11 @@ def test_a_signal_before_it_can_be_noted(cluster):
     jobs = []
     for launcher in ("srun", "mpirun"):
         with contextlib.suppress(pytest.skip.Exception):
-            jobs.append(cluster.submit("preemptible", program=BEGINS, LAUNCH=launcher, options=["--ntasks-per-node=1"]))
+            jobs.append(
+                cluster.submit(
+                    "preemptible", program=BEGINS, LAUNCH=launcher, options=["--ntasks-per-node=1"]
+                )
+            )
     for job in jobs:
         job.wait_for("waits")
         job.signal("--batch", "--signal=USR1")
@@ -417,18 +477,24 @@ def test_help(program):
 )
 def test_wrong_use(command, message):
     name, *arguments = command.split()
-    result = subprocess.run([SLURM / name, *arguments], capture_output=True, text=True, timeout=60, env=environment())
+    result = subprocess.run(
+        [SLURM / name, *arguments], capture_output=True, text=True, timeout=60, env=environment()
+    )
     assert result.returncode == 2
     assert message in result.stderr
 
 
 def test_without_slurm(tmp_path):
     result = subprocess.run(
-        ["/bin/bash", SLURM / "try-locally", "true"], capture_output=True, text=True, env={"PATH": str(tmp_path)}
+        ["/bin/bash", SLURM / "try-locally", "true"],
+        capture_output=True,
+        text=True,
+        env={"PATH": str(tmp_path)},
     )
     assert result.returncode == 3
     assert re.fullmatch(
-        r"slurm/try-locally: there is no \w+ here; `apt-get install slurm-wlm munge` .*\n", result.stderr
+        r"slurm/try-locally: there is no \w+ here; `apt-get install slurm-wlm munge` .*\n",
+        result.stderr,
     )
 
 

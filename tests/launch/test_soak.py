@@ -19,14 +19,18 @@ def test_nothing_grows(launch):
 
 
 def test_a_leak_is_noticed(launch):
-    result = launch(SOAK, 2, "--steps", "2000", "--leak", "10000", timeout=60, env={"OMP_NUM_THREADS": "1"})
+    result = launch(
+        SOAK, 2, "--steps", "2000", "--leak", "10000", timeout=60, env={"OMP_NUM_THREADS": "1"}
+    )
     assert result.status == 1
     assert re.search(r"grown by [\d.]+ MiB", result.stdout)
     assert result.leftovers == []
 
 
 def test_an_open_file_is_noticed(launch):
-    result = launch(SOAK, 2, "--steps", "100", "--lose-files", timeout=60, env={"OMP_NUM_THREADS": "1"})
+    result = launch(
+        SOAK, 2, "--steps", "100", "--lose-files", timeout=60, env={"OMP_NUM_THREADS": "1"}
+    )
     assert result.status == 1
     assert re.search(r"grown by [-\d.]+ MiB and \d+ open files", result.stdout)
     assert result.leftovers == []

@@ -34,7 +34,9 @@ print(w.numpy()[0], total)
 
 def spans_of(path, rank, category, name=None):
     return [
-        span for span in read(path).tracks[rank][0] if span.category == category and (name is None or span.name == name)
+        span
+        for span in read(path).tracks[rank][0]
+        if span.category == category and (name is None or span.name == name)
     ]
 
 
@@ -74,7 +76,11 @@ def traced(launch, program, ranks, are_seen=False):
 
 def check_gpu(tracks):
     """The strategy's stream has every run, and in each of them the sum of gradients of 4000 bytes."""
-    (stream,) = [spans for track, spans in tracks.items() if track >= GPU_TRACKS and spans[0].category != "input"]
+    (stream,) = [
+        spans
+        for track, spans in tracks.items()
+        if track >= GPU_TRACKS and spans[0].category != "input"
+    ]
     runs = [span for span in stream if span.category == "run"]
     sums = [span for span in stream if span.name in ("reduce", "all-reduce")]
     assert [span.nbytes for span in sums] == [4000] * 6
@@ -88,7 +94,10 @@ def test_who_is_waited_for_is_seen_and_said(launch):
     waits = [rank.shares["waiting"] for rank in share_out(read(path))]
     assert waits[2] < min(waits[:2])
     shown = subprocess.run(
-        [sys.executable, "-m", "hpcstrat", "timeline", path, "--json"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "hpcstrat", "timeline", path, "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     found = json.loads(shown.stdout)
     assert [rank["steps"] for rank in found["ranks"]] == [4, 4, 4]
@@ -112,7 +121,9 @@ def test_the_command_prints_shares_and_draws(launch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise RuntimeError('on purpose')"])
+@pytest.mark.parametrize(
+    "how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise RuntimeError('on purpose')"]
+)
 def test_a_trace_can_be_read_after_a_kill(launch, how):
     """What was half a second before the end is there; what had begun, and lasted, too."""
     job = launch(
@@ -140,14 +151,18 @@ def test_a_trace_can_be_read_after_a_kill(launch, how):
     assert [span.is_open for span in runs] == [False] * 5 + [True]
     (last,) = [span for span in spans_of(path, 0, "waiting") if span.is_open]
     assert last.begin > runs[-1].begin
-    shown = subprocess.run([sys.executable, "-m", "hpcstrat", "timeline", path], capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, "-m", "hpcstrat", "timeline", path], capture_output=True, text=True
+    )
     assert "rank 0 ended within 'the other ranks' (waiting)" in shown.stdout
 
 
 def test_several_hosts_write_one_trace(launch):
     if launch.open_mpi:
         pytest.skip("Open MPI cannot pose as several hosts")
-    program = PROGRAM.replace("CentralStorageStrategy", "MultiWorkerMirroredStrategy").replace("0.05", "0")
+    program = PROGRAM.replace("CentralStorageStrategy", "MultiWorkerMirroredStrategy").replace(
+        "0.05", "0"
+    )
     job = launch(program, 3, env={"HPCSTRAT_TIMELINE": "trace.json", "MPIR_CVAR_NUM_CLIQUES": "2"})
     assert job.status == 0, job.stderr
     found = read(str(launch.folder / "trace.json"))
@@ -205,5 +220,7 @@ def test_a_forked_child_writes_nothing(launch):
 
 
 def test_without_the_variable_nothing_of_it_is_loaded(launch):
-    job = launch("import sys, hpcstrat\nprint([name for name in sys.modules if '_timeline' in name])", None)
+    job = launch(
+        "import sys, hpcstrat\nprint([name for name in sys.modules if '_timeline' in name])", None
+    )
     assert job.stdout.strip() == "[]"

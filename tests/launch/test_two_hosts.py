@@ -49,7 +49,11 @@ def run(launch, shape, program, last=""):
 
     `last` are lines that come after that end.
     """
-    hosts, division, env = SHAPES[shape], "".join(map(str, SHAPES[shape])), {"HPCSTRAT_OUTPUT": "all"}
+    hosts, division, env = (
+        SHAPES[shape],
+        "".join(map(str, SHAPES[shape])),
+        {"HPCSTRAT_OUTPUT": "all"},
+    )
     if shape == "2 + 2":
         if launch.open_mpi:
             pytest.skip("only MPICH can pose as several hosts")
@@ -122,13 +126,22 @@ def test_results_devices_and_datasets_of_each_host(launch, shape):
     n, everyone = len(hosts), range(len(hosts))
     results, devices, contexts, of_pipelines, of_one = zip(*found, strict=True)
     for rank, host in enumerate(hosts):
-        assert results[rank] == (tuple(10 * other for other in everyone if hosts[other] == host), 10 * sum(everyone))
+        assert results[rank] == (
+            tuple(10 * other for other in everyone if hosts[other] == host),
+            10 * sum(everyone),
+        )
         names = tuple(f"/job:worker/replica:0/task:{other}/device:CPU:0" for other in hosts)
         assert devices[rank] == (names, 2, host)
         assert contexts[rank] == [(2, host, n)]
     assert len({len(batches) for batches in of_pipelines}) == 1
     for host, elements in ((0, range(0, 24, 2)), (1, range(1, 11, 2))):
-        given = [x for rank in everyone if hosts[rank] == host for batch in of_pipelines[rank] for x in batch]
+        given = [
+            x
+            for rank in everyone
+            if hosts[rank] == host
+            for batch in of_pipelines[rank]
+            for x in batch
+        ]
         assert sorted(given) == list(elements)
     for step, size in enumerate((7, 4)):
         begin, expected = 7 * step, []
@@ -152,7 +165,10 @@ ERRORS = {
     ),
     "central": ("hs.CentralStorageStrategy()", "has one worker, and the 3 ranks run on 2 hosts"),
     "mirrored": ("hs.MirroredStrategy()", "or take MultiWorkerMirroredStrategy"),
-    "no resolver": ("hs.MultiWorkerMirroredStrategy('four')", "cluster_resolver is 'four'; pass one of"),
+    "no resolver": (
+        "hs.MultiWorkerMirroredStrategy('four')",
+        "cluster_resolver is 'four'; pass one of",
+    ),
     "resolver": (
         "hs.MultiWorkerMirroredStrategy(hs.cluster_resolver.SimpleClusterResolver("
         "hs.cluster_resolver.ClusterSpec({'worker': ['a:1', 'b:1', 'c:1', 'd:1']})))",
@@ -186,7 +202,10 @@ def test_train_on_two_hosts(launch):
     alone = launch(program, 1, *options, "central")
     many = launch(program, 3, *options, "multi_worker", env={"MPIR_CVAR_NUM_CLIQUES": "2"})
     assert (many.status, many.leftovers) == (0, [])
-    numbers = [[float(number) for number in re.findall(r"\d\.\d+", result.stdout)] for result in (alone, many)]
+    numbers = [
+        [float(number) for number in re.findall(r"\d\.\d+", result.stdout)]
+        for result in (alone, many)
+    ]
     assert len(numbers[0]) == 5
     assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
 
@@ -255,7 +274,9 @@ def test_marked_gradients_are_summed_while_the_program_goes_on(launch, shape):
 
 def test_marked_gradients_where_one_thread_only_may_call_mpi(launch):
     """Marks are compared, and sums begin in `apply_gradients`."""
-    program = "    import mpi4py\n    mpi4py.rc.thread_level = 'serialized'\n" + START + READY + REPORT
+    program = (
+        "    import mpi4py\n    mpi4py.rc.thread_level = 'serialized'\n" + START + READY + REPORT
+    )
     result = launch(program, 2, "01", env={"HPCSTRAT_OUTPUT": "all"})
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     assert result.stdout == "[0, 0, 0]\n" * 2

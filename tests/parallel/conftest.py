@@ -42,13 +42,17 @@ def pytest_collection_modifyitems(config, items):
         from mpi4py import MPI
 
         fits = [_fits(item, MPI.COMM_WORLD.size) for item in items]
-        config.hook.pytest_deselected(items=[item for item, is_kept in zip(items, fits, strict=True) if not is_kept])
+        config.hook.pytest_deselected(
+            items=[item for item, is_kept in zip(items, fits, strict=True) if not is_kept]
+        )
         items[:] = [item for item, is_kept in zip(items, fits, strict=True) if is_kept]
 
 
 def _fits(item, size):
     bounds = [mark.kwargs for mark in item.iter_markers("mpi")]
-    return all(bound.get("min_size", size) <= size <= bound.get("max_size", size) for bound in bounds)
+    return all(
+        bound.get("min_size", size) <= size <= bound.get("max_size", size) for bound in bounds
+    )
 
 
 def pytest_collection_finish():
@@ -110,7 +114,9 @@ def place(request):
     elif count < size and not is_shared:
         missing = f"{size} ranks and {count} GPUs; launch/share-gpu lets ranks share one"
     else:
-        found = Place("GPU", gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)])
+        found = Place(
+            "GPU", gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)]
+        )
         with found.make(hs.MirroredStrategy):  # keeps the GPUs connected from test to test
             yield found
         return
@@ -157,8 +163,12 @@ class _Ranks:
         self.ended = False
         self.reports = []
         self.folder = None
-        if self.comm.size > 1 and not config.option.basetemp:  # ranks would clean up each other's folders
-            self.folder = self.comm.bcast(tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None)
+        if (
+            self.comm.size > 1 and not config.option.basetemp
+        ):  # ranks would clean up each other's folders
+            self.folder = self.comm.bcast(
+                tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None
+            )
             os.makedirs(self.folder, exist_ok=True)
             config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
         failure.before_the_end.append(self.print_captured)
@@ -180,11 +190,17 @@ class _Ranks:
 
     def pytest_collection_finish(self, session):
         names = "\n".join(item.nodeid for item in session.items)
-        collected = self.comm.allgather((session.testsfailed, len(session.items), zlib.crc32(names.encode())))
+        collected = self.comm.allgather(
+            (session.testsfailed, len(session.items), zlib.crc32(names.encode()))
+        )
         if len(set(collected)) > 1:
-            counts = ", ".join(f"rank {rank}: {count}" for rank, (_, count, _) in enumerate(collected))
+            counts = ", ".join(
+                f"rank {rank}: {count}" for rank, (_, count, _) in enumerate(collected)
+            )
             self.ended = True
-            raise session.Failed(f"the ranks collected different tests, or one had an error ({counts})")
+            raise session.Failed(
+                f"the ranks collected different tests, or one had an error ({counts})"
+            )
 
     def pytest_runtest_logreport(self, report):
         self.reports.append(report)
@@ -224,7 +240,9 @@ class _Ranks:
         if len(set(names)) > 1:
             self.end(item, "the ranks run different tests")
         elif _FAILED in outcomes:
-            alike = [r for r in range(self.comm.rank) if outcomes[r] == _FAILED and errors[r] == error]
+            alike = [
+                r for r in range(self.comm.rank) if outcomes[r] == _FAILED and errors[r] == error
+            ]
             if failures and alike:
                 self.print_tagged(f"FAILED {item.nodeid}: as on rank {alike[0]}")
             elif failures:
@@ -245,7 +263,9 @@ class _Ranks:
             with tempfile.TemporaryFile("w+") as file:
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.seek(0)
-                stacks = "".join(line for line in file if "/_pytest/" not in line and "/pluggy/" not in line)
+                stacks = "".join(
+                    line for line in file if "/_pytest/" not in line and "/pluggy/" not in line
+                )
             self.print_tagged(f"TIMEOUT {item.nodeid} after {settings.timeout:g} s\n{stacks}")
             time.sleep(_GRACE)
             self.abort()
@@ -259,7 +279,9 @@ class _Ranks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self):
         for plugin in self.config.pluginmanager.get_plugins():
-            if type(plugin).__module__ == "pytest_mpi":  # whose closing table says what the header says, in 20 lines
+            if (
+                type(plugin).__module__ == "pytest_mpi"
+            ):  # whose closing table says what the header says, in 20 lines
                 self.config.pluginmanager.unregister(plugin)
 
     def pytest_keyboard_interrupt(self, excinfo):

@@ -26,7 +26,9 @@ def check_that_it_goes_in(strategy, mine, dtype):
     strategy.run(replica)
     shift = N * (N - 1) // 2
     expected = [[shift, 2 * N + shift], [N + shift, 3 * N + shift]]
-    assert box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+    assert (
+        box[0].dtype.name == dtype and hs.asnumpy(box[0]).tolist() == v.numpy().tolist() == expected
+    )
 
 
 # ---- PyTorch on GPUs
@@ -54,13 +56,17 @@ class Torch:
     @property
     def cuda(self):
         """The module `torch.cuda`."""
-        return types.SimpleNamespace(current_stream=self._current_stream, ExternalStream=self._external_stream)
+        return types.SimpleNamespace(
+            current_stream=self._current_stream, ExternalStream=self._external_stream
+        )
 
     def _current_stream(self, device=None):
         device = self.cupy.cuda.Device().id if device is None else device
         if device not in self._own:
             with self.cupy.cuda.Device(device):
-                made = self._own[device] = TorchStream(self.cupy, self.cupy.cuda.Stream(non_blocking=True), device)
+                made = self._own[device] = TorchStream(
+                    self.cupy, self.cupy.cuda.Stream(non_blocking=True), device
+                )
                 self._by_pointer[made.cuda_stream] = made.raw
         return self._own[device]
 
@@ -72,7 +78,9 @@ class Torch:
         """PyTorch's, whose tensor keeps what exports the memory."""
         stream = self._current_stream(array.__dlpack_device__()[1])
         capsule, device = array.__dlpack__(stream=stream.cuda_stream), array.__dlpack_device__()
-        exported = types.SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: device)
+        exported = types.SimpleNamespace(
+            __dlpack__=lambda **_: capsule, __dlpack_device__=lambda: device
+        )
         return Tensor(self, self.cupy.from_dlpack(exported))
 
     def full(self, shape, value, gpu):

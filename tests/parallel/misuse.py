@@ -30,8 +30,12 @@ class Env:
             self.scalar = hs.Variable(0.0, name="scalar", aggregation="SUM")
             self.i = hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM")
             self.mean = hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN")
-            self.b = hs.Variable(np.array([True, False]), name="b", aggregation="ONLY_FIRST_REPLICA")
-            self.own = hs.Variable(np.zeros(3, np.float32), name="own", synchronization="ON_READ", aggregation="SUM")
+            self.b = hs.Variable(
+                np.array([True, False]), name="b", aggregation="ONLY_FIRST_REPLICA"
+            )
+            self.own = hs.Variable(
+                np.zeros(3, np.float32), name="own", synchronization="ON_READ", aggregation="SUM"
+            )
         self.all = (self.v, self.large, self.none, self.scalar, self.i, self.mean, self.b)
         self.before = [v.numpy() for v in self.all]
         self.context: Any = None
@@ -43,11 +47,19 @@ class Env:
 
     def here(self, value) -> Any:
         """`value` with its arrays on this rank's device, where that has their dtype."""
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.char != "g":
+        if (
+            isinstance(value, np.ndarray)
+            and value.dtype.kind in "biufc"
+            and value.dtype.char != "g"
+        ):
             return self.place.xp.asarray(value)
         if isinstance(value, list):
             return [self.here(one) for one in value]
-        return {key: self.here(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return (
+            {key: self.here(one) for key, one in value.items()}
+            if isinstance(value, dict)
+            else value
+        )
 
     def each(self, value):
         """A value of each replica."""
@@ -60,8 +72,13 @@ class Env:
             assert np.array_equal(v.numpy(), before)
         assert not hs.has_strategy()
         assert self.s.reduce("SUM", self.s.run(lambda: RANK), None) == N * (N - 1) // 2
-        assert self.s.reduce("SUM", self.s.run(lambda: xp.full(2, RANK)), None).tolist() == [N * (N - 1) // 2] * 2
-        assert self.s.gather(self.s.run(lambda: xp.full(2, RANK)), 0).tolist() == [r for r in range(N) for _ in "ab"]
+        assert (
+            self.s.reduce("SUM", self.s.run(lambda: xp.full(2, RANK)), None).tolist()
+            == [N * (N - 1) // 2] * 2
+        )
+        assert self.s.gather(self.s.run(lambda: xp.full(2, RANK)), 0).tolist() == [
+            r for r in range(N) for _ in "ab"
+        ]
         self.s.run(lambda: self.v.assign_add(xp.ones(3)))
         assert self.v.numpy().tolist() == [N, N, N]
         with self.s.scope():

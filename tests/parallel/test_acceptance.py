@@ -15,7 +15,9 @@ from strategies import strategies_for
 
 import hpcstrat as hs
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 # Of a batch of 7 some replicas get more than others; of an epoch's last one, 3 elements, some get none.
 ROWS, BATCH, EPOCHS = 22, 7, 2
@@ -37,7 +39,11 @@ def adam(rate, t, value, g, slots, beta_1=0.9, beta_2=0.999, epsilon=1e-7, weigh
     slots["m"] = beta_1 * slots.get("m", 0) + (1 - beta_1) * g
     slots["v"] = beta_2 * slots.get("v", 0) + (1 - beta_2) * g**2
     corrected = rate * np.sqrt(1 - beta_2**t) / (1 - beta_1**t)
-    return value - rate * weight_decay * value - corrected * slots["m"] / (np.sqrt(slots["v"]) + epsilon)
+    return (
+        value
+        - rate * weight_decay * value
+        - corrected * slots["m"] / (np.sqrt(slots["v"]) + epsilon)
+    )
 
 
 def adamw(rate, t, value, g, slots, weight_decay=0.004, **options):
@@ -126,7 +132,9 @@ def cases(*quick):
 
 
 some_cases, few_cases = cases(3, 6, 8, 11, 16, 18), cases(6, 16, 18)
-every_strategy = pytest.mark.parametrize("strategy", strategies_for(MPI.COMM_WORLD.size), ids=name_of, indirect=True)
+every_strategy = pytest.mark.parametrize(
+    "strategy", strategies_for(MPI.COMM_WORLD.size), ids=name_of, indirect=True
+)
 
 
 @pytest.fixture
@@ -152,13 +160,18 @@ def initial(dtypes):
 def gradients_of(values, x, y):
     """Of the sum of the losses, over the size of a full global batch: right on all of a batch and on a part of it."""
     error = x @ values["w"] + values["b"] + values["s"] - y
-    return {name: g / BATCH for name, g in (("w", x.T @ error), ("b", error.sum(axis=0)), ("s", error.sum()))}
+    return {
+        name: g / BATCH
+        for name, g in (("w", x.T @ error), ("b", error.sum(axis=0)), ("s", error.sum()))
+    }
 
 
 def batches(dtype):
     """All epochs' batches: with BATCH rows each, but for the last of an epoch, with one."""
     x, y = data(dtype)
-    return [(x[i : i + BATCH], y[i : i + BATCH]) for _ in range(EPOCHS) for i in range(0, ROWS, BATCH)]
+    return [
+        (x[i : i + BATCH], y[i : i + BATCH]) for _ in range(EPOCHS) for i in range(0, ROWS, BATCH)
+    ]
 
 
 def expected(rule, rate, options, dtypes, data_dtype):
@@ -172,11 +185,16 @@ def expected(rule, rate, options, dtypes, data_dtype):
         if clipnorm is not None:
             norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
             gradients = {name: g * clipnorm / max(norm, clipnorm) for name, g in gradients.items()}
-        values = {name: rule(rate, t, value, gradients[name], slots[name], **options) for name, value in values.items()}
+        values = {
+            name: rule(rate, t, value, gradients[name], slots[name], **options)
+            for name, value in values.items()
+        }
     return values
 
 
-def train(strategy, optimizer, dtypes, data_dtype, created=("w", "b", "s"), passed=(("w", "b", "s"),)):
+def train(
+    strategy, optimizer, dtypes, data_dtype, created=("w", "b", "s"), passed=(("w", "b", "s"),)
+):
     """Trains; returns the variables' final values.
 
     Args:
@@ -201,7 +219,9 @@ def train(strategy, optimizer, dtypes, data_dtype, created=("w", "b", "s"), pass
     assert optimizer.iterations == len(batches(data_dtype))
     found = {name: variable.numpy() for name, variable in variables.items()}
     assert_same_on_all_ranks(found)
-    in_replicas = strategy.run(lambda: {name: variable.read_value() for name, variable in variables.items()})
+    in_replicas = strategy.run(
+        lambda: {name: variable.read_value() for name, variable in variables.items()}
+    )
     for replica in strategy.experimental_local_results(in_replicas):
         assert bits(replica) == bits(found)
     return found
@@ -217,7 +237,9 @@ def assert_same_on_all_ranks(values):
 
 def assert_close(found, wanted, tolerance):
     for name, value in found.items():
-        np.testing.assert_allclose(value, wanted[name], rtol=tolerance, atol=tolerance, err_msg=name)
+        np.testing.assert_allclose(
+            value, wanted[name], rtol=tolerance, atol=tolerance, err_msg=name
+        )
 
 
 def every(dtype):
@@ -254,17 +276,23 @@ def test_replicas_equal_one_replica(strategy, optimizer, rule, options, dtype):
 @few_cases
 @every_strategy
 def test_a_second_run_gives_the_same_bits(strategy, optimizer, rule, options):
-    first, second = (train(strategy, optimizer(0.05, **options), every("float32"), "float32") for _ in range(2))
+    first, second = (
+        train(strategy, optimizer(0.05, **options), every("float32"), "float32") for _ in range(2)
+    )
     assert bits(first) == bits(second)
 
 
 @few_cases
 @every_strategy
-def test_variables_may_be_made_in_another_order_than_they_are_passed(strategy, optimizer, rule, options):
+def test_variables_may_be_made_in_another_order_than_they_are_passed(
+    strategy, optimizer, rule, options
+):
     wanted = expected(rule, 0.05, options, every("float64"), "float64")
     for created in ("bsw", "swb"):
         for passed in (["wbs"], ["sbw", "wbs", "bws"]):  # the same in each step, or not
-            found = train(strategy, optimizer(0.05, **options), every("float64"), "float64", created, passed)
+            found = train(
+                strategy, optimizer(0.05, **options), every("float64"), "float64", created, passed
+            )
             assert_close(found, wanted, TOLERANCE["float64"])
 
 
@@ -324,14 +352,20 @@ def gradient(rank, step, count, like):
 def test_rows_of_a_table(strategy, optimizer, rule, options):
     """The gradient of an embedding: replicas name rows, some of them twice, some replicas none; other rows stay."""
     random = np.random.default_rng(9)
-    table, rows, targets = random.normal(size=(9, 2)), random.integers(0, 6, ROWS), random.normal(size=(ROWS, 2))
+    table, rows, targets = (
+        random.normal(size=(9, 2)),
+        random.integers(0, 6, ROWS),
+        random.normal(size=(ROWS, 2)),
+    )
     dataset = hs.data.Dataset.from_tensor_slices((rows, targets)).batch(BATCH)
     options = dict(options)
     with strategy.scope():
         variable, optimizer = hs.Variable(table), optimizer(0.05, **options)
 
     def step(rows, targets):
-        optimizer.apply_gradients([(hs.IndexedSlices(variable.value()[rows] - targets, rows), variable)])
+        optimizer.apply_gradients(
+            [(hs.IndexedSlices(variable.value()[rows] - targets, rows), variable)]
+        )
 
     for batch in strategy.experimental_distribute_dataset(dataset):
         strategy.run(step, args=batch)
@@ -339,10 +373,14 @@ def test_rows_of_a_table(strategy, optimizer, rule, options):
     wanted, clipnorm = table.copy(), options.pop("global_clipnorm", np.inf)
     slots = [{} for _ in table]
     for t, (ids, goals) in enumerate(dataset, start=1):
-        gradients = {row: (wanted[row] - goals[ids == row]).sum(axis=0) for row in set(ids.tolist())}
+        gradients = {
+            row: (wanted[row] - goals[ids == row]).sum(axis=0) for row in set(ids.tolist())
+        }
         norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
         for row, g in gradients.items():
-            wanted[row] = rule(0.05, t, wanted[row], g * min(1, clipnorm / norm), slots[row], **options)
+            wanted[row] = rule(
+                0.05, t, wanted[row], g * min(1, clipnorm / norm), slots[row], **options
+            )
     found = {"table": variable.numpy()}
     assert_close(found, {"table": wanted}, TOLERANCE["float64"])
     assert np.array_equal(found["table"][6:], table[6:])
@@ -358,7 +396,9 @@ def test_reducing_in_the_cross_replica_context_is_the_same(strategy, place):
     """
     start = initial(every("float64"))
     x, y = data("float64")
-    distributed = strategy.experimental_distribute_dataset(hs.data.Dataset.from_tensor_slices((x, y)).batch(BATCH))
+    distributed = strategy.experimental_distribute_dataset(
+        hs.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    )
     results = []
     for inside in (True, False):
         with strategy.scope():

@@ -12,7 +12,9 @@ import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 N = COMM.size
 RANK = COMM.rank
 MASKED: Any = np.ma.array([1, 1e20], np.float32, mask=[False, True])
@@ -36,22 +38,30 @@ def slices(values):
 INTO = {
     "Strategy.reduce": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: x), None),
     "Strategy.reduce along an axis": lambda e, x: e.s.reduce("MEAN", e.s.run(lambda: x), 0),
-    "Strategy.reduce in a nest": lambda e, x: e.s.reduce("MAX", e.s.run(lambda: {"a": [WHOLE, x]}), None),
+    "Strategy.reduce in a nest": lambda e, x: e.s.reduce(
+        "MAX", e.s.run(lambda: {"a": [WHOLE, x]}), None
+    ),
     "Strategy.reduce of a plain value": lambda e, x: e.s.reduce("MEAN", x, 0),
     "Strategy.reduce of slices": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: slices(x)), None),
     "Strategy.gather": lambda e, x: e.s.gather(e.s.run(lambda: x), 0),
     "Strategy.gather of a plain value": lambda e, x: e.s.gather(x, 0),
-    "StrategyExtended.reduce_to": lambda e, x: e.s.extended.reduce_to("SUM", e.s.run(lambda: x), e.v),
+    "StrategyExtended.reduce_to": lambda e, x: e.s.extended.reduce_to(
+        "SUM", e.s.run(lambda: x), e.v
+    ),
     "Strategy.experimental_distribute_values_from_function": lambda e, x: (
         e.s.experimental_distribute_values_from_function(lambda context: (WHOLE, x))
     ),
-    "ReplicaContext.all_reduce": lambda e, x: e.s.run(lambda: replica_context().all_reduce("SUM", x)),
+    "ReplicaContext.all_reduce": lambda e, x: e.s.run(
+        lambda: replica_context().all_reduce("SUM", x)
+    ),
     "ReplicaContext.all_gather": lambda e, x: e.s.run(lambda: replica_context().all_gather(x, 0)),
     "Variable.assign": lambda e, x: e.v.assign(x),
     "Variable.assign_add": lambda e, x: e.s.run(lambda: e.v.assign_add(x)),
     "Variable": lambda e, x: e.made(x),
     "SGD.apply_gradients": lambda e, x: e.s.run(lambda: e.optimizer.apply_gradients([(x, e.v)])),
-    "SGD.apply_gradients of slices": lambda e, x: e.s.run(lambda: e.optimizer.apply_gradients([(slices(x), e.v)])),
+    "SGD.apply_gradients of slices": lambda e, x: e.s.run(
+        lambda: e.optimizer.apply_gradients([(slices(x), e.v)])
+    ),
     "Mean.update_state": lambda e, x: e.s.run(lambda: e.mean.update_state(x)),
     "Dataset of slices": lambda e, x: list(hs.data.Dataset.from_tensor_slices((WHOLE, x))),
     "Dataset of tensors": lambda e, x: list(hs.data.Dataset.from_tensors(x)),
@@ -78,12 +88,16 @@ class Env:
 
 @pytest.mark.parametrize("name", INTO)
 @pytest.mark.parametrize(
-    "value", [MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)], ids=["masked", "no mask", "nothing masked"]
+    "value",
+    [MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)],
+    ids=["masked", "no mask", "nothing masked"],
 )
 def test_masked_arrays_are_refused(strategy, name, value):
     """By their class: one in which nothing is masked today has a mask tomorrow."""
     env = Env(strategy)
-    with pytest.raises(TypeError, match="this is a masked array, and its mask would be lost; pass") as caught:
+    with pytest.raises(
+        TypeError, match="this is a masked array, and its mask would be lost; pass"
+    ) as caught:
         INTO[name](env, value)
     assert begins_with_a_call(str(caught.value))
     assert env.v.numpy().tolist() == [0, 0]
@@ -98,7 +112,9 @@ ALONE = ("Dataset", "asnumpy", "Mean", "Strategy.reduce of a plain", "Strategy.g
 @pytest.mark.parametrize("name", [name for name in INTO if not name.startswith(ALONE)])
 def test_a_masked_array_on_one_rank_is_refused_on_all(strategy, name):
     env = Env(strategy)
-    with pytest.raises((TypeError, hs.ReplicaMismatchError), match="masked array|the ranks must make the same call"):
+    with pytest.raises(
+        (TypeError, hs.ReplicaMismatchError), match="masked array|the ranks must make the same call"
+    ):
         INTO[name](env, MASKED if RANK == N - 1 else WHOLE)
     assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
 
@@ -120,7 +136,10 @@ def test_masked_arrays_travel_as_objects(strategy):
 
 # ---- byte orders
 
-SWAPPED = [np.dtype(kind).newbyteorder("S") for kind in ("i4", "i8", "u4", "u8", "f2", "f4", "f8", "c8", "c16")]
+SWAPPED = [
+    np.dtype(kind).newbyteorder("S")
+    for kind in ("i4", "i8", "u4", "u8", "f2", "f4", "f8", "c8", "c16")
+]
 REAL = [dtype for dtype in SWAPPED if dtype.kind != "c"]
 
 
@@ -136,7 +155,9 @@ def test_reductions_of_the_other_byte_order(strategy, dtype, axis):
         assert found.dtype == expected.dtype and np.array_equal(found, expected)
         if op != "SUM" and axis is not None:  # of a plain value
             found = strategy.reduce(op, parts[0], axis)
-            assert np.array_equal(found, strategy.reduce(op, usual[0], axis)) and found.dtype.isnative
+            assert (
+                np.array_equal(found, strategy.reduce(op, usual[0], axis)) and found.dtype.isnative
+            )
 
 
 @pytest.mark.parametrize("dtype", REAL, ids=lambda dtype: dtype.name)
@@ -186,5 +207,7 @@ def test_sums_keep_their_dtype_otherwise(strategy):
         value = strategy.run(lambda dtype=dtype: np.ones((2, 2), dtype))
         assert strategy.reduce("SUM", value, None).dtype == dtype
         along = strategy.reduce("SUM", value, 0)
-        assert along.dtype == (dtype if np.dtype(dtype).itemsize > 2 else np.sum(np.ones(1, dtype)).dtype)
+        assert along.dtype == (
+            dtype if np.dtype(dtype).itemsize > 2 else np.sum(np.ones(1, dtype)).dtype
+        )
         assert along.tolist() == [2 * N, 2 * N]

@@ -34,9 +34,21 @@ from hpcstrat.checkpoint import Checkpoint, Restored
 
 N = MPI.COMM_WORLD.size
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 RANK = MPI.COMM_WORLD.rank
-DTYPES = ["float32", "float64", "float16", "int64", "uint8", "bool", "complex64", "complex128", "int16"]
+DTYPES = [
+    "float32",
+    "float64",
+    "float16",
+    "int64",
+    "uint8",
+    "bool",
+    "complex64",
+    "complex128",
+    "int16",
+]
 
 
 def apart(place):
@@ -50,7 +62,14 @@ def apart(place):
     local = replica_storage(communicator)
     return hs.Strategy(
         ReplicaGroup(
-            "apart", communicator, devices, device_names.CPU, storage, local, root=N - 1, updates_on=updates_on
+            "apart",
+            communicator,
+            devices,
+            device_names.CPU,
+            storage,
+            local,
+            root=N - 1,
+            updates_on=updates_on,
         )
     )
 
@@ -60,7 +79,9 @@ def maker(strategy):
 
 
 MAKERS = {made.__name__: maker(made) for made in STRATEGIES} | {"apart": apart}
-some_strategy = pytest.mark.parametrize("strategy", slow_but(["MirroredStrategy"], list(MAKERS)), indirect=True)
+some_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(["MirroredStrategy"], list(MAKERS)), indirect=True
+)
 
 
 @pytest.fixture(scope="module", params=MAKERS)
@@ -117,7 +138,12 @@ class Program:
 
     def state(self):
         """Everything, bit by bit."""
-        arrays = [self.w.numpy(), self.b.numpy(), self.steps.numpy(), np.float64(self.seen.result())]
+        arrays = [
+            self.w.numpy(),
+            self.b.numpy(),
+            self.steps.numpy(),
+            np.float64(self.seen.result()),
+        ]
         return [a.tobytes() for a in arrays], self.optimizer.iterations
 
 
@@ -147,7 +173,9 @@ def test_training_goes_on_as_if_nothing_had_been(strategy, path):
 OPTIMIZERS = [
     one
     for one in vars(hs.optimizers).values()
-    if isinstance(one, type) and issubclass(one, hs.optimizers.Optimizer) and one is not hs.optimizers.Optimizer
+    if isinstance(one, type)
+    and issubclass(one, hs.optimizers.Optimizer)
+    and one is not hs.optimizers.Optimizer
 ]
 
 
@@ -236,7 +264,10 @@ def test_each_replica_gets_its_own_value_back(strategy, path, aggregation):
     Checkpoint(v=v).save(path)
     strategy.run(lambda: v.assign(strategy.xp.zeros(2, np.float32)))
     Checkpoint(v=v).restore(path)
-    assert hs.asnumpy(strategy.run(lambda: v.value().copy()) if N == 1 else own).tolist() == own.tolist()
+    assert (
+        hs.asnumpy(strategy.run(lambda: v.value().copy()) if N == 1 else own).tolist()
+        == own.tolist()
+    )
     found = strategy.experimental_local_results(strategy.run(lambda: v.value()))
     assert [hs.asnumpy(one)[0] for one in found] == [np.float32(rank + 0.1) for rank in range(N)]
 
@@ -265,7 +296,9 @@ def test_variables_outside_of_scopes(path, place):
     assert v.numpy().tolist() == [-1.5] * 3
     with place.make(hs.MirroredStrategy) as strategy:
         for call in (checkpoint.save, checkpoint.restore):
-            with pytest.raises(RuntimeError, match=r"was called inside a replica function or an update"):
+            with pytest.raises(
+                RuntimeError, match=r"was called inside a replica function or an update"
+            ):
                 strategy.run(call, args=(path,))
 
 
@@ -367,8 +400,14 @@ def test_other_kinds_and_shapes_are_refused(strategy, saved, path):
         ),
         ({"seen": wrong["metric"]}, "seen is Sum here and Mean in the file"),
         ({"optimizer": wrong["Adam"]}, "optimizer is Adam here and SGD in the file"),
-        ({"optimizer": wrong["plain"]}, r"optimizer has the slots \[\] here and \['momentum'\] in the file"),
-        ({"steps": saved.seen, "seen": saved.steps}, "seen is a variable here and Mean in the file"),
+        (
+            {"optimizer": wrong["plain"]},
+            r"optimizer has the slots \[\] here and \['momentum'\] in the file",
+        ),
+        (
+            {"steps": saved.seen, "seen": saved.steps},
+            "seen is a variable here and Mean in the file",
+        ),
     ]:
         refused(saved, Checkpoint(**{**saved.objects, "model": model, **changes}), path, match)
 
@@ -383,7 +422,9 @@ def test_damaged_and_foreign_files_are_refused(saved, path):
         (b"", "is not a checkpoint of hpcstrat"),
     ]:
         written(path, content)
-        refused(saved, saved.checkpoint, path, f"Checkpoint.restore: .*{match}.*Nothing was changed")
+        refused(
+            saved, saved.checkpoint, path, f"Checkpoint.restore: .*{match}.*Nothing was changed"
+        )
     written(path, whole)
     saved.checkpoint.restore(path)
     assert int(saved.steps) == 3
@@ -391,7 +432,9 @@ def test_damaged_and_foreign_files_are_refused(saved, path):
 
 @some_strategy
 @pytest.mark.parametrize(
-    "number", [math.inf, -math.inf, math.nan, 1e300, 3.0, True, -1, 2**64, 10**30, "3", [3]], ids=repr
+    "number",
+    [math.inf, -math.inf, math.nan, 1e300, 3.0, True, -1, 2**64, 10**30, "3", [3]],
+    ids=repr,
 )
 def test_files_with_odd_numbers_are_refused(saved, path, number):
     data = hs.data.Dataset.range(10).shuffle(10, seed=1).batch(2)
@@ -400,7 +443,9 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
     checkpoint.save(path)
     with CheckpointFile(path) as file:
         facts, entries = file.metadata, file.entries
-        arrays = {name: np.concatenate([part.copy() for part in file.parts(name)]) for name in entries}
+        arrays = {
+            name: np.concatenate([part.copy() for part in file.parts(name)]) for name in entries
+        }
     MPI.COMM_WORLD.Barrier()
     for name, changed in [
         ("optimizer", {"iterations": number}),
@@ -411,13 +456,17 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
         if RANK == 0:
             _safetensors.write(
                 path,
-                _safetensors.Contents(entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]]),
+                _safetensors.Contents(
+                    entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]]
+                ),
             )
         MPI.COMM_WORLD.Barrier()
         refused(saved, checkpoint, path, r"Checkpoint\.restore: .* pass another file")
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["FIFO", "device"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["FIFO", "device"]
+)
 def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, make):
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
@@ -425,9 +474,14 @@ def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, m
         make(path)
     MPI.COMM_WORLD.Barrier()
     refused(
-        saved, saved.checkpoint, path, r"Checkpoint\.restore: .*: it is not a regular file\. Nothing was changed; pass"
+        saved,
+        saved.checkpoint,
+        path,
+        r"Checkpoint\.restore: .*: it is not a regular file\. Nothing was changed; pass",
     )
-    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: it is not a regular file; nothing was saved"):
+    with pytest.raises(
+        OSError, match=r"Checkpoint\.save of .*: it is not a regular file; nothing was saved"
+    ):
         saved.checkpoint.save(path)
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
 
@@ -449,7 +503,10 @@ def test_a_file_that_is_not_there(saved, path):
 
 
 def test_what_cannot_be_written_is_an_error_everywhere(saved, path):
-    for wrong, error in [(os.path.dirname(path), IsADirectoryError), (f"{path}/below", NotADirectoryError)]:
+    for wrong, error in [
+        (os.path.dirname(path), IsADirectoryError),
+        (f"{path}/below", NotADirectoryError),
+    ]:
         with pytest.raises(error, match=r"Checkpoint\.save of .*nothing was saved"):
             saved.checkpoint.save(wrong)
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
@@ -480,12 +537,16 @@ def refuse(*_):
 
 @pytest.mark.parametrize("rank", sorted({0, N - 1}))
 @pytest.mark.parametrize("waiting", ["sync", "save", "restore"])
-def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, monkeypatch, waiting, rank):
+def test_the_next_call_raises_what_a_save_in_the_background_met(
+    saved, path, monkeypatch, waiting, rank
+):
     with_path = () if waiting == "sync" else (path,)
     if rank == RANK:
         monkeypatch.setattr(os, "pwrite", refuse)
     saved.checkpoint.save(f"{path}2", blocking=False)
-    with pytest.raises(OSError, match=rf"Checkpoint\.{waiting} of .*2: No space .*background; nothing was saved"):
+    with pytest.raises(
+        OSError, match=rf"Checkpoint\.{waiting} of .*2: No space .*background; nothing was saved"
+    ):
         getattr(saved.checkpoint, waiting)(*with_path)
     monkeypatch.undo()
     getattr(saved.checkpoint, waiting)(*with_path)  # it is said once
@@ -500,10 +561,14 @@ def test_the_next_call_raises_what_a_save_in_the_background_met(saved, path, mon
 @pytest.mark.core
 @pytest.mark.parametrize("function", ["pwrite", "fsync"])
 @pytest.mark.parametrize("rank", sorted({0, N - 1}))
-def test_a_disk_that_fails_on_one_rank_is_an_error_everywhere(saved, path, monkeypatch, function, rank):
+def test_a_disk_that_fails_on_one_rank_is_an_error_everywhere(
+    saved, path, monkeypatch, function, rank
+):
     if rank == RANK:
         monkeypatch.setattr(os, function, refuse)
-    with pytest.raises(OSError, match=r"Checkpoint\.save of .*: No space left on device; nothing was saved") as caught:
+    with pytest.raises(
+        OSError, match=r"Checkpoint\.save of .*: No space left on device; nothing was saved"
+    ) as caught:
         saved.checkpoint.save(path)
     assert str(caught.value).count("Checkpoint.save") == 1
     monkeypatch.undo()
@@ -548,7 +613,9 @@ def saved_and_written(checkpoint, path, blocking):
 @pytest.mark.parametrize("blocking", [True, False])
 def test_each_rank_writes_its_share(strategy, large, path, blocking):
     content, by_rank = saved_and_written(large, path, blocking)
-    places = sorted(place for written in by_rank for place in written if place[1] - place[0] != 8)  # of the checksum
+    places = sorted(
+        place for written in by_rank for place in written if place[1] - place[0] != 8
+    )  # of the checksum
     assert places[0][0] == 0 and places[-1][1] == len(content)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(places))
     for written in by_rank:
@@ -574,7 +641,10 @@ def test_where_a_rank_sees_other_files_the_root_writes_the_same(large, path, mon
 
 def test_a_wrong_path_is_told_at_once(saved, path):
     for blocking in (True, False):
-        with pytest.raises(NotADirectoryError, match=r"Checkpoint\.save of .*/below: .* is a file and not a folder;"):
+        with pytest.raises(
+            NotADirectoryError,
+            match=r"Checkpoint\.save of .*/below: .* is a file and not a folder;",
+        ):
             saved.checkpoint.save(f"{path}/below", blocking=blocking)
     saved.checkpoint.sync()
 
@@ -593,7 +663,8 @@ def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monk
 
     monkeypatch.setattr(CheckpointFile, "parts", parts)
     with pytest.raises(
-        OSError, match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; some objects are restored .* again"
+        OSError,
+        match=r"Checkpoint\.restore of \S*checkpoint: the disk is broken; some objects are restored .* again",
     ):
         saved.checkpoint.restore(path)
     monkeypatch.undo()
@@ -631,14 +702,21 @@ def test_misuse(strategy, saved, path):
     for thing in (3, None, "text", np.zeros(3), lambda: 0, strategy):
         with pytest.raises(TypeError, match=r"Checkpoint: a/0 is .* which cannot be saved"):
             Checkpoint(a=[thing])
-    with pytest.raises(TypeError, match=r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'):
+    with pytest.raises(
+        TypeError, match=r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'
+    ):
         Checkpoint(model=saved)  # has variables, and what cannot be saved beside them
     Checkpoint(model={"w": saved.w, "b": saved.b}).save(path)
     with pytest.raises(ValueError, match=r"Checkpoint: two objects have the name 'a/b'"):
         Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
-    with pytest.raises(ValueError, match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer has slots of the variable 'Variable', shape \(3,\), which is not",
+    ):
         Checkpoint(optimizer=saved.optimizer, w=saved.w).save(path)
-    with pytest.raises(ValueError, match=r"an object and a slot have the name 'optimizer/momentum/w'"):
+    with pytest.raises(
+        ValueError, match=r"an object and a slot have the name 'optimizer/momentum/w'"
+    ):
         named = {"optimizer/momentum/w": saved.steps}
         Checkpoint(optimizer=saved.optimizer, w=saved.w, b=saved.b, **named).save(path)
 
@@ -647,7 +725,11 @@ def test_older_files_are_kept(saved, path):
     for _ in range(4):
         saved.checkpoint.save(path, keep=3)
         saved.train(1)
-    assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1", "checkpoint.2"]
+    assert sorted(os.listdir(os.path.dirname(path))) == [
+        "checkpoint",
+        "checkpoint.1",
+        "checkpoint.2",
+    ]
     for suffix, steps in (("", 7), (".1", 6), (".2", 5)):
         saved.checkpoint.restore(path + suffix)
         assert int(saved.steps) == steps
@@ -668,7 +750,11 @@ def test_directories_named_as_previous_files(saved, path):
         ):
             saved.checkpoint.save(path, keep=9, blocking=blocking)
     saved.checkpoint.sync()
-    assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1", "checkpoint.7"]
+    assert sorted(os.listdir(os.path.dirname(path))) == [
+        "checkpoint",
+        "checkpoint.1",
+        "checkpoint.7",
+    ]
     saved.checkpoint.restore(path)
     assert int(saved.steps) == steps
 
@@ -700,16 +786,28 @@ def fibonacci():
 PIPELINES = {
     "slices": lambda: hs.data.Dataset.range(SIZE).batch(4),
     "shuffled": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).batch(4),
-    "a small buffer": lambda: hs.data.Dataset.range(SIZE).shuffle(5).batch(4, drop_remainder=True).prefetch(2),
-    "one order": lambda: hs.data.Dataset.range(SIZE).shuffle(9, reshuffle_each_iteration=False).batch(4),
+    "a small buffer": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(5).batch(4, drop_remainder=True).prefetch(2)
+    ),
+    "one order": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(9, reshuffle_each_iteration=False).batch(4)
+    ),
     "rounds": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE, seed=3).repeat(2).batch(4),
     "two shuffles": lambda: hs.data.Dataset.range(SIZE).shuffle(4).batch(4).shuffle(3),
     "mapped": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).map(lambda x: -x).batch(4),
-    "cached": lambda: hs.data.Dataset.range(SIZE).shuffle(SIZE).map(lambda x: -x).cache().shuffle(7).batch(4),
-    "filtered": lambda: hs.data.Dataset.range(2 * SIZE).shuffle(9).filter(lambda x: x % 2 == 0).batch(4),
+    "cached": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(SIZE).map(lambda x: -x).cache().shuffle(7).batch(4)
+    ),
+    "filtered": lambda: (
+        hs.data.Dataset.range(2 * SIZE).shuffle(9).filter(lambda x: x % 2 == 0).batch(4)
+    ),
     "generated": lambda: hs.data.Dataset.from_generator(fibonacci).unbatch().shuffle(5).batch(4),
     "windows": lambda: (
-        hs.data.Dataset.range(SIZE).shuffle(5).window(3, 2).flat_map(lambda w: w.batch(3, True)).batch(4)
+        hs.data.Dataset.range(SIZE)
+        .shuffle(5)
+        .window(3, 2)
+        .flat_map(lambda w: w.batch(3, True))
+        .batch(4)
     ),
     "interleaved": lambda: (
         hs.data.Dataset.range(4)
@@ -717,7 +815,9 @@ PIPELINES = {
         .interleave(lambda x: hs.data.Dataset.range(10 * x, 10 * x + SIZE // 2).shuffle(9), 3, 2)
         .batch(4)
     ),
-    "in threads": lambda: hs.data.Dataset.range(SIZE).shuffle(5).repeat(2).map(lambda x: -x, 3).batch(4).prefetch(3),
+    "in threads": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(5).repeat(2).map(lambda x: -x, 3).batch(4).prefetch(3)
+    ),
     "interleaved in threads": lambda: (
         hs.data.Dataset.range(5)
         .shuffle(5)
@@ -730,9 +830,18 @@ PIPELINES = {
         [hs.data.Dataset.range(SIZE).shuffle(9), hs.data.Dataset.range(100, 110).map(lambda x: -x)],
         rerandomize_each_iteration=True,
     ).batch(4),
-    "with options": lambda: hs.data.Dataset.range(SIZE).shuffle(5).batch(4).prefetch(3).with_options(hs.data.Options()),
-    "scanned": lambda: hs.data.Dataset.range(SIZE).shuffle(9).scan(np.int64(0), lambda s, x: (s + x, s - x)).batch(4),
-    "padded": lambda: hs.data.Dataset.range(SIZE).shuffle(9).map(lambda x: np.full(x % 3, x)).padded_batch(4),
+    "with options": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(5).batch(4).prefetch(3).with_options(hs.data.Options())
+    ),
+    "scanned": lambda: (
+        hs.data.Dataset.range(SIZE)
+        .shuffle(9)
+        .scan(np.int64(0), lambda s, x: (s + x, s - x))
+        .batch(4)
+    ),
+    "padded": lambda: (
+        hs.data.Dataset.range(SIZE).shuffle(9).map(lambda x: np.full(x % 3, x)).padded_batch(4)
+    ),
     "rebatched": lambda: hs.data.Dataset.range(SIZE).shuffle(9).batch(5).rebatch([3, 4]),
     "zipped": lambda: hs.data.Dataset.zip(
         hs.data.Dataset.range(SIZE).shuffle(SIZE), hs.data.Dataset.range(SIZE).shuffle(3)
@@ -760,7 +869,9 @@ def plain(replicas, make):
 
 def shown(replicas, *passes):
     """What all replicas got in each step of each pass, bit by bit."""
-    return [repr(hs.asnumpy(list(replicas.experimental_local_results(list(steps))))) for steps in passes]
+    return [
+        repr(hs.asnumpy(list(replicas.experimental_local_results(list(steps))))) for steps in passes
+    ]
 
 
 CORE_PIPELINES = ("a small buffer", "interleaved")
@@ -771,12 +882,16 @@ SLOW_PIPELINES = ("slices", "mapped", "in threads")  # parts of others
     "pipeline",
     [
         pytest.param(
-            name, marks=[pytest.mark.core] * (name in CORE_PIPELINES) + [pytest.mark.slow] * (name in SLOW_PIPELINES)
+            name,
+            marks=[pytest.mark.core] * (name in CORE_PIPELINES)
+            + [pytest.mark.slow] * (name in SLOW_PIPELINES),
         )
         for name in PIPELINES
     ],
 )
-@pytest.mark.parametrize("distribute", slow_but([distributed], [distributed, split_in_order, dealt, plain]))
+@pytest.mark.parametrize(
+    "distribute", slow_but([distributed], [distributed, split_in_order, dealt, plain])
+)
 def test_data_goes_on_where_it_was(replicas, path, volatile, pipeline, distribute):
     make = PIPELINES[pipeline]
     dataset = distribute(replicas, make)
@@ -800,7 +915,9 @@ def test_data_goes_on_where_it_was(replicas, path, volatile, pipeline, distribut
 @pytest.mark.parametrize("pipeline", ["mapped", "filtered"])
 def test_data_goes_on_behind_an_error(replicas, path, volatile, distribute, pipeline):
     """In the pass of the error, and in those that follow."""
-    failing = {"mapped": lambda data: data.map(check), "filtered": lambda data: data.filter(check)}[pipeline]
+    failing = {"mapped": lambda data: data.map(check), "filtered": lambda data: data.filter(check)}[
+        pipeline
+    ]
 
     def check(x):
         if x in (2, 9):
@@ -888,8 +1005,14 @@ def test_another_size_of_batches(replicas, path):
     assert [int(x) for step in parts for part in step for x in hs.asnumpy(part)] == everything[12:]
     for wrong, match in [
         (make(5), "it was saved after 12 elements, not a multiple of its batch size 5"),
-        (make(4, 25), r"its pipeline is Dataset\.range\(0, 25\).* and the saved one Dataset\.range\(0, 24\)"),
-        (lambda: hs.data.Dataset.range(24).batch(4), "its pipeline has 0 shuffles and the saved one 1"),
+        (
+            make(4, 25),
+            r"its pipeline is Dataset\.range\(0, 25\).* and the saved one Dataset\.range\(0, 24\)",
+        ),
+        (
+            lambda: hs.data.Dataset.range(24).batch(4),
+            "its pipeline has 0 shuffles and the saved one 1",
+        ),
     ]:
         with pytest.raises(ValueError, match=match):
             Checkpoint(data=distributed(replicas, wrong)).restore(path)
@@ -927,7 +1050,9 @@ def test_misuse_of_the_handler(strategy, path):
     with hs.checkpoint.PreemptionHandler(program.checkpoint, path) as handler:
         handler.check()
         assert not handler.is_preempted
-        with pytest.raises(RuntimeError, match=r"PreemptionHandler\.check was called inside a replica function"):
+        with pytest.raises(
+            RuntimeError, match=r"PreemptionHandler\.check was called inside a replica function"
+        ):
             strategy.run(handler.check)
     for status in (0, 256, -1):
         with pytest.raises(ValueError, match=f"exit_status is {status}; it must be from 1 to 255"):

@@ -66,7 +66,12 @@ class Program:
         self.optimizer.apply_gradients([(self.strategy.xp.arange(1000.0) * (k + RANK), self.w)])
 
     def state(self):
-        return self.w.numpy().tobytes(), self.optimizer.iterations, float(self.seen.result()), self.manager.steps
+        return (
+            self.w.numpy().tobytes(),
+            self.optimizer.iterations,
+            float(self.seen.result()),
+            self.manager.steps,
+        )
 
 
 def states(strategy, path, steps):
@@ -102,7 +107,9 @@ NEWEST = {  # steps between files and between snapshots, steps taken, step resto
 CORE = ("a file and a newer snapshot", "a snapshot and a newer file")
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in NEWEST])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in NEWEST]
+)
 def test_the_newest_is_restored(strategy, path, memory, case):
     every, snapshot_every, steps, restored = NEWEST[case]
     expected = states(strategy, path, 12)
@@ -190,7 +197,9 @@ def test_where_the_launcher_is_elsewhere_there_is_the_file(strategy, path, monke
     program = Program(strategy, path, every=3)
     with program.manager:
         if RANK == 0:
-            with pytest.warns(UserWarning, match="not on the launcher's host; a restart resumes from"):
+            with pytest.warns(
+                UserWarning, match="not on the launcher's host; a restart resumes from"
+            ):
                 program.manager.restore_or_initialize()
         else:
             program.manager.restore_or_initialize()
@@ -219,11 +228,16 @@ def test_a_lack_of_memory_ends_snapshots_alone(strategy, path, memory):
 
 
 def test_one_manager_at_a_time_takes_snapshots(strategy, path, memory):
-    one, other = Program(strategy, path, snapshot_every=1), Program(strategy, f"{path}-other", snapshot_every=1)
+    one, other = (
+        Program(strategy, path, snapshot_every=1),
+        Program(strategy, f"{path}-other", snapshot_every=1),
+    )
     with one.manager:
         one.train(1)
         for _ in range(2):
-            with pytest.raises(ValueError, match="the CheckpointManager of .*checkpoint takes snapshots"):
+            with pytest.raises(
+                ValueError, match="the CheckpointManager of .*checkpoint takes snapshots"
+            ):
                 other.train(1)
     with other.manager:
         other.manager.step()
@@ -260,7 +274,10 @@ def test_wrong_uses_are_refused(strategy, path):
     checkpoint = Checkpoint()
     for options, message in [
         ({"every": 0}, "CheckpointManager: every is 0; it must be a number of steps"),
-        ({"snapshot_every": 0.5}, "CheckpointManager: snapshot_every is 0.5; it must be a number of steps"),
+        (
+            {"snapshot_every": 0.5},
+            "CheckpointManager: snapshot_every is 0.5; it must be a number of steps",
+        ),
         ({"keep": 0}, "CheckpointManager: keep is 0; it must be the number of files"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -268,7 +285,9 @@ def test_wrong_uses_are_refused(strategy, path):
     with pytest.raises(TypeError, match="CheckpointManager: path is ''"):
         CheckpointManager(checkpoint, "")
     program = Program(strategy, path)
-    with pytest.raises(RuntimeError, match=r"CheckpointManager\.step was called inside a replica function"):
+    with pytest.raises(
+        RuntimeError, match=r"CheckpointManager\.step was called inside a replica function"
+    ):
         strategy.run(program.manager.step)
     assert program.manager.steps == 0
     program.train(1)

@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import MpiCommunicator, SharedMemoryCommunicator, SoloCommunicator, call_named, connect, slice_of, worlds
+from internals import (
+    MpiCommunicator,
+    SharedMemoryCommunicator,
+    SoloCommunicator,
+    call_named,
+    connect,
+    slice_of,
+    worlds,
+)
 from slow import slow_but
 from transports import (
     COMM,
@@ -67,42 +75,63 @@ def test_connect_gives_the_transport_of_one_host():
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["int8", "uint16", "uint64", "float16", "bfloat16", "float32", "complex64", "bool"], OPERATIONS)
+    "name",
+    slow_but(
+        ["int8", "uint16", "uint64", "float16", "bfloat16", "float32", "complex64", "bool"],
+        OPERATIONS,
+    ),
 )
 def test_all_reduce_of_every_dtype(communicator, place, name):
     if not has(place.xp, kind(name)):
         pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
     everyones = [
-        [values(shape, kind(name), rank) for rank in range(communicator.size)] for shape in [(3, 5), (33_333,)]
+        [values(shape, kind(name), rank) for rank in range(communicator.size)]
+        for shape in [(3, 5), (33_333,)]
     ]
     for parts, op in itertools.product(everyones, OPERATIONS[name]):
         (found,) = communicator.all_reduce([place.xp.asarray(parts[communicator.rank])], op)
-        if op is MEAN and name.startswith("complex"):  # CuPy divides complex numbers by another formula
+        if op is MEAN and name.startswith(
+            "complex"
+        ):  # CuPy divides complex numbers by another formula
             np.testing.assert_allclose(asnumpy(found), reduced(parts, op), 4 * np.finfo(name).eps)
             found = place.xp.asarray(reduced(parts, op))
         check(found, reduced(parts, op), place.xp)
 
 
-EDGES = [edge + step for power in range(4, 17) for edge in (2**power, 3 * 2 ** (power - 1)) for step in (-1, 0, 1)]
+EDGES = [
+    edge + step
+    for power in range(4, 17)
+    for edge in (2**power, 3 * 2 ** (power - 1))
+    for step in (-1, 0, 1)
+]
 """Sizes beside those at which a transport may take another way."""
 
 
 def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place):
     n = ordered.size
     for size in [0, 1, 3, *EDGES, 2**17 + 77]:
-        parts = [np.random.default_rng([size, rank]).standard_normal(size, np.float32) for rank in range(n)]
+        parts = [
+            np.random.default_rng([size, rank]).standard_normal(size, np.float32)
+            for rank in range(n)
+        ]
         expected = functools.reduce(np.add, parts)
         mine = place.xp.asarray(parts[ordered.rank])
         assert ordered.all_reduce([mine], SUM)[0].tobytes() == expected.tobytes(), size
         if size not in EDGES:
-            assert ordered.all_reduce([mine], MEAN)[0].tobytes() == (expected / np.float32(n)).tobytes(), size
+            assert (
+                ordered.all_reduce([mine], MEAN)[0].tobytes()
+                == (expected / np.float32(n)).tobytes()
+            ), size
 
 
 @pytest.mark.parametrize("name", slow_but(["float64"], ["float32", "float64"]))
 def test_sums_are_near_and_the_same_on_every_rank(communicator, place, name):
     """In whatever order the transport adds up."""
     for size in (5, 1000, 123_457):
-        parts = [np.random.default_rng([size, rank]).random(size).astype(name) for rank in range(communicator.size)]
+        parts = [
+            np.random.default_rng([size, rank]).random(size).astype(name)
+            for rank in range(communicator.size)
+        ]
         mine = place.xp.asarray(parts[communicator.rank])
         found = [communicator.all_reduce([mine], op)[0] for op in (SUM, MEAN)]
         for one, scale in zip(found, (1, communicator.size), strict=True):
@@ -120,14 +149,20 @@ def test_16_bit_floats_are_summed_in_float32(ordered, place, name, size):
     rank, n = ordered.rank, ordered.size
 
     def reduce(number, op):
-        return ordered.all_reduce([place.xp.asarray(np.full(size, number).astype(kind(name)))], op)[0]
+        return ordered.all_reduce([place.xp.asarray(np.full(size, number).astype(kind(name)))], op)[
+            0
+        ]
 
     largest = 60_000.0 if name == "float16" else 3e38
     mean = reduce(1.0 if n == 1 else largest / n, MEAN)
     assert np.isfinite(asnumpy(mean).astype(np.float64)).all()
     # In float16 60000 + 60000 is inf; 2048 + 1 is 2048 there, and 256 + 1 is 256 in bfloat16.
     big = 2048.0 if name == "float16" else 256.0
-    check(reduce(big if rank == 0 else 1.0, SUM), np.full(size, np.float32(big + n - 1)).astype(kind(name)), place.xp)
+    check(
+        reduce(big if rank == 0 else 1.0, SUM),
+        np.full(size, np.float32(big + n - 1)).astype(kind(name)),
+        place.xp,
+    )
     if name == "float16":
         check(reduce(60_000, MEAN), np.full(size, 60_000, np.float16), place.xp)
 
@@ -163,7 +198,9 @@ def test_any_layout(communicator, place, shape):
 def test_ranks_may_hold_different_layouts(communicator, place):
     parts = [values((4, 5, 6), np.dtype(np.int32), rank) for rank in range(communicator.size)]
     mine = list(layouts(place.xp, parts[communicator.rank]))
-    check(communicator.all_reduce([mine[communicator.rank % len(mine)]], SUM)[0], sum(parts), place.xp)
+    check(
+        communicator.all_reduce([mine[communicator.rank % len(mine)]], SUM)[0], sum(parts), place.xp
+    )
 
 
 def test_broadcast_arrays_of_no_stride(communicator, place):
@@ -174,7 +211,12 @@ def test_broadcast_arrays_of_no_stride(communicator, place):
 
 def test_arrays_without_dimensions_or_elements(communicator, place):
     rank, n, xp = communicator.rank, communicator.size, place.xp
-    arrays = [xp.array(2.5 * rank), xp.empty((0,), np.float32), xp.empty((3, 0, 2), np.int8), xp.array(rank, np.int64)]
+    arrays = [
+        xp.array(2.5 * rank),
+        xp.empty((0,), np.float32),
+        xp.empty((3, 0, 2), np.int8),
+        xp.array(rank, np.int64),
+    ]
     found = communicator.all_reduce(arrays, SUM)
     check(found[0], np.array(2.5 * n * (n - 1) / 2), xp)
     check(found[1], np.empty((0,), np.float32), xp)
@@ -190,7 +232,11 @@ def test_many_arrays_of_many_dtypes_in_one_call(communicator, place, op):
     if op is MEAN:  # whose complex ones are tested above
         names = [name for name in names if not name.startswith("complex")]
     shapes = [(), (3,), (0, 4), (5, 7), (11_111,), (2, 1, 3), (1,)]
-    forms = [(shape, kind(names[(3 * i + j) % len(names)])) for i in range(6) for j, shape in enumerate(shapes)]
+    forms = [
+        (shape, kind(names[(3 * i + j) % len(names)]))
+        for i in range(6)
+        for j, shape in enumerate(shapes)
+    ]
     everyones = [[values(*form, rank) for form in forms] for rank in range(communicator.size)]
     mine = [place.xp.asarray(one) for one in everyones[communicator.rank]]
     found = communicator.all_reduce(mine, op)
@@ -231,7 +277,10 @@ def test_ranks_that_average_different_integers_are_refused(communicator, place):
     if communicator.size == 1:
         pytest.skip("one rank agrees with itself")
     dtype = np.int8 if communicator.rank == 0 else np.int64
-    with call_named("test"), pytest.raises(ReplicaMismatchError, match="rank 0: .*, int8(.|\\n)*, int64"):
+    with (
+        call_named("test"),
+        pytest.raises(ReplicaMismatchError, match="rank 0: .*, int8(.|\\n)*, int64"),
+    ):
         communicator.all_reduce([place.xp.ones(3, dtype)], MEAN)
 
 
@@ -239,7 +288,9 @@ def test_large_integers_are_exact(communicator, place):
     n, big = communicator.size, 2**53 + 1
     (found,) = communicator.all_reduce([place.xp.array([big + communicator.rank])], SUM)
     assert found.tolist() == [n * big + n * (n - 1) // 2]
-    (found,) = communicator.all_reduce([place.xp.array([2**64 - 1 - communicator.rank], np.uint64)], MIN)
+    (found,) = communicator.all_reduce(
+        [place.xp.array([2**64 - 1 - communicator.rank], np.uint64)], MIN
+    )
     assert found.tolist() == [2**64 - n]
 
 
@@ -249,7 +300,9 @@ def one_nan(rank, size, xp):
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
 def test_nan_comes_through(communicator, place, op):
-    (found,) = communicator.all_reduce([one_nan(communicator.rank, communicator.size, place.xp)], op)
+    (found,) = communicator.all_reduce(
+        [one_nan(communicator.rank, communicator.size, place.xp)], op
+    )
     assert place.xp.isnan(found).all()
 
 
@@ -315,7 +368,9 @@ def test_all_gather_of_many_arrays(communicator, place):
             np.full((3, 2), rank, np.int8),
             np.full((0 if rank % 2 else 4, 0), rank, np.complex128),
             np.full((5000 * rank, 3), rank, bool),
-            np.full((rank, 1), rank, kind("bfloat16") if has(place.xp, kind("bfloat16")) else np.float16),
+            np.full(
+                (rank, 1), rank, kind("bfloat16") if has(place.xp, kind("bfloat16")) else np.float16
+            ),
         ]
 
     found = communicator.all_gather([place.xp.asarray(one) for one in arrays(communicator.rank)], 0)
@@ -346,7 +401,12 @@ def treasure(rank):
         "rank": rank,
         "text": "é" * rank,
         "none": None,
-        "arrays": [np.arange(rank), np.zeros((0, 3)), np.array(rank), np.full((300, 20), rank, order="F")],
+        "arrays": [
+            np.arange(rank),
+            np.zeros((0, 3)),
+            np.array(rank),
+            np.full((300, 20), rank, order="F"),
+        ],
         "part": np.arange(20.0 * (rank + 1)).reshape(-1, 4)[:, ::2],
         "object": Pair((rank,), [np.float32(rank)]),
         "big": np.full(50_000 * rank, rank, np.uint8),
@@ -375,7 +435,9 @@ def test_arrays_in_objects_are_fresh_and_may_be_written(communicator):
     mine = [np.full(shape, communicator.rank) for shape in [(), (3,), (300, 100), (30, 10)]]
     mine[2] = mine[2].T
     mine[3].flags.writeable = False
-    found = communicator.all_gather_obj([*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))])
+    found = communicator.all_gather_obj(
+        [*mine, mine[2][::2], np.broadcast_to(communicator.rank, (5, 5))]
+    )
     for arrays in found:
         for array in arrays:
             array += 1000
@@ -395,9 +457,15 @@ def test_broadcast_from_every_root(communicator):
 
 def test_an_object_that_cannot_travel(communicator, place):
     for root in range(communicator.size):
-        with call_named("some_call"), pytest.raises(TypeError, match=r"some_call: .*lambda.* cannot travel between"):
+        with (
+            call_named("some_call"),
+            pytest.raises(TypeError, match=r"some_call: .*lambda.* cannot travel between"),
+        ):
             communicator.all_gather_obj((lambda: 0) if communicator.rank == root else np.ones(9000))
-        with call_named("some_call"), pytest.raises(TypeError, match=r"some_call: .*generator.* cannot travel"):
+        with (
+            call_named("some_call"),
+            pytest.raises(TypeError, match=r"some_call: .*generator.* cannot travel"),
+        ):
             communicator.broadcast_obj((i for i in ()) if communicator.rank == root else 1, root)
     works(communicator, place)
 

@@ -6,7 +6,18 @@ import time
 import numpy as np
 import pytest
 from internals import call_named, host, worlds
-from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, close_devices, parametrize, transport, works
+from transports import (
+    DEVICE,
+    HOST,
+    MAX,
+    MEAN,
+    MIN,
+    SUM,
+    close_devices,
+    parametrize,
+    transport,
+    works,
+)
 
 from hpcstrat import ReplicaMismatchError
 
@@ -49,12 +60,24 @@ def _in_a_call():
 
 REFUSED = {
     "objects": (np.array([None, 1]), SUM, "object cannot be reduced"),
-    "long double": (np.arange(3, dtype=np.longdouble), SUM, "cannot be reduced; it takes int8, int16"),
+    "long double": (
+        np.arange(3, dtype=np.longdouble),
+        SUM,
+        "cannot be reduced; it takes int8, int16",
+    ),
     "text": (np.array(["a"]), MIN, "cannot be reduced"),
     "records": (np.zeros(2, [("a", "f4")]), SUM, "cannot be reduced"),
-    "bool": (np.array([True]), SUM, "SUM of bool is not defined; bool takes MIN, MAX: .* x.astype.np.int64"),
+    "bool": (
+        np.array([True]),
+        SUM,
+        "SUM of bool is not defined; bool takes MIN, MAX: .* x.astype.np.int64",
+    ),
     "bool mean": (np.array([True]), MEAN, "MEAN of bool is not defined"),
-    "complex": (np.array([1j]), MAX, "MAX of complex128 is not defined; complex128 takes SUM, MEAN"),
+    "complex": (
+        np.array([1j]),
+        MAX,
+        "MAX of complex128 is not defined; complex128 takes SUM, MEAN",
+    ),
     "complex64": (np.array([1j], np.complex64), MIN, "MIN of complex64 is not defined"),
 }
 
@@ -68,12 +91,16 @@ def test_dtypes_that_are_refused(communicator, place, case):
         communicator.all_reduce([array], op)
     for rank in range(communicator.size):  # one rank only
         with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
-            communicator.all_reduce([array if communicator.rank == rank else place.xp.ones(9000)], op)
+            communicator.all_reduce(
+                [array if communicator.rank == rank else place.xp.ones(9000)], op
+            )
     works(communicator, place)
 
 
 def test_objects_are_not_gathered_as_arrays(communicator, place):
-    with pytest.raises(TypeError, match="some_call: an array of dtype object cannot travel between ranks"):
+    with pytest.raises(
+        TypeError, match="some_call: an array of dtype object cannot travel between ranks"
+    ):
         communicator.all_gather([place.xp.ones(3), np.array([None])], 0)
     works(communicator, place)
 
@@ -81,7 +108,9 @@ def test_objects_are_not_gathered_as_arrays(communicator, place):
 @pytest.mark.core
 def test_axes_that_are_not_there(communicator, place):
     for axis in (1, -2):
-        with pytest.raises(ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"):
+        with pytest.raises(
+            ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"
+        ):
             communicator.all_gather([place.xp.ones(3)], axis)
     with pytest.raises(ReplicaMismatchError, match="axis 0 does not exist"):
         communicator.all_gather([place.xp.array(1.0)], 0)
@@ -101,14 +130,26 @@ DISAGREEMENTS = {
         "{}",
         ("(3,)", "(1, 3)"),
     ),
-    "size": (lambda c, xp, odd: c.all_reduce([xp.ones(50_000 if odd else 3)], SUM), "({},)", (3, 50_000)),
-    "large": (lambda c, xp, odd: c.all_reduce([xp.ones(50_000 + odd)], SUM), "({},)", (50_000, 50_001)),
+    "size": (
+        lambda c, xp, odd: c.all_reduce([xp.ones(50_000 if odd else 3)], SUM),
+        "({},)",
+        (3, 50_000),
+    ),
+    "large": (
+        lambda c, xp, odd: c.all_reduce([xp.ones(50_000 + odd)], SUM),
+        "({},)",
+        (50_000, 50_001),
+    ),
     "dtype": (
         lambda c, xp, odd: c.all_reduce([xp.ones(3, "f4" if odd else "f8")], SUM),
         "{} of shape (3,)",
         ("float64", "float32"),
     ),
-    "op": (lambda c, xp, odd: c.all_reduce([xp.ones(3)], MAX if odd else SUM), "call({}", ("SUM", "MAX")),
+    "op": (
+        lambda c, xp, odd: c.all_reduce([xp.ones(3)], MAX if odd else SUM),
+        "call({}",
+        ("SUM", "MAX"),
+    ),
     "count": (
         lambda c, xp, odd: c.all_reduce([xp.ones(3)] * (1 + odd), SUM),
         "{}",
@@ -120,17 +161,27 @@ DISAGREEMENTS = {
         ("even", "odd"),
     ),
     "verb": (
-        lambda c, xp, odd: named("pause", c.barrier) if odd else named("meet", c.all_gather, [xp.ones(9000)], 0),
+        lambda c, xp, odd: (
+            named("pause", c.barrier) if odd else named("meet", c.all_gather, [xp.ones(9000)], 0)
+        ),
         "{}",
         ("meet(axis=0", "pause()"),
     ),
     "object": (
-        lambda c, xp, odd: named("tell", c.all_gather_obj, xp.ones(9000)) if odd else c.all_reduce([xp.ones(3)], SUM),
+        lambda c, xp, odd: (
+            named("tell", c.all_gather_obj, xp.ones(9000))
+            if odd
+            else c.all_reduce([xp.ones(3)], SUM)
+        ),
         "{}",
         ("call(SUM", "tell()"),
     ),
     "root": (lambda c, xp, odd: c.broadcast_obj(1, root=int(odd)), "call(root={})", (0, 1)),
-    "gathered axis": (lambda c, xp, odd: c.all_gather([xp.ones((2, 2))], int(odd)), "axis={}", (0, 1)),
+    "gathered axis": (
+        lambda c, xp, odd: c.all_gather([xp.ones((2, 2))], int(odd)),
+        "axis={}",
+        (0, 1),
+    ),
     "gathered dtype": (
         lambda c, xp, odd: c.all_gather([xp.ones(2, "f4" if odd else "f8")], 0),
         "of {}, at",
@@ -141,7 +192,11 @@ DISAGREEMENTS = {
 
 @several_ranks
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.core] * (case in ("shape", "verb"))) for case in DISAGREEMENTS]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.core] * (case in ("shape", "verb")))
+        for case in DISAGREEMENTS
+    ],
 )
 def test_ranks_that_disagree(group, place, case):
     call, text, facts = DISAGREEMENTS[case]
@@ -171,7 +226,9 @@ def test_every_rank_makes_another_call(group, place):
 def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
     xp = place.xp
     for unit in (1, 5000):
-        with pytest.raises(ReplicaMismatchError, match="some_call: shapes may differ along axis 0 only") as caught:
+        with pytest.raises(
+            ReplicaMismatchError, match="some_call: shapes may differ along axis 0 only"
+        ) as caught:
             group.all_gather([xp.ones((2, unit * (group.rank + 1)))], 0)
         for rank in range(group.size):
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
@@ -232,7 +289,9 @@ def test_what_fails_on_several_ranks(group, place):
                     raise ValueError(f"fault of rank {group.rank}")
             group.all_gather_obj(np.ones(9000))
         mine = f"fault of rank {group.rank}"
-        assert str(caught.value) == (mine if group.rank >= first else f"fault of rank {first} (found by rank {first})")
+        assert str(caught.value) == (
+            mine if group.rank >= first else f"fault of rank {first} (found by rank {first})"
+        )
     works(group, place)
 
 
@@ -265,21 +324,27 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
 
 
 @several_ranks
-def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(communicator, place, monkeypatch):
+def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(
+    communicator, place, monkeypatch
+):
     """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
     world = worlds.start()
     here = dataclasses.replace(world, local_size=communicator.rank + 1)
     monkeypatch.setattr(worlds, "started", lambda: here)
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     for nbytes in (1 << 14, 1 << 13, 1 << 12, 1 << 10):
-        (total,) = communicator.all_reduce([place.xp.full(nbytes // 4, communicator.rank, np.float32)], SUM)
+        (total,) = communicator.all_reduce(
+            [place.xp.full(nbytes // 4, communicator.rank, np.float32)], SUM
+        )
         assert set(total.tolist()) == {sum(range(communicator.size))}
     works(communicator, place)
 
 
 @several_ranks
 @pytest.mark.parametrize("own_size", [20_000, 3])
-def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(communicator, place, monkeypatch, own_size):
+def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(
+    communicator, place, monkeypatch, own_size
+):
     """Large messages, before which memory is compared, and which the next call's would overwrite."""
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     rank, ranks, concatenate = communicator.rank, range(communicator.size), np.concatenate
@@ -287,10 +352,14 @@ def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(communicator, place, m
         for turn in range(2):
             with monkeypatch.context() as patch:
                 if rank == slow:
-                    patch.setattr(np, "concatenate", lambda *parts: time.sleep(0.02) or concatenate(*parts))
+                    patch.setattr(
+                        np, "concatenate", lambda *parts: time.sleep(0.02) or concatenate(*parts)
+                    )
                 size = own_size if rank == 1 else 20_000
                 (found,) = communicator.all_gather([place.xp.full(size, 10.0 * turn + rank)], 0)
-            expected = [np.full(own_size if one == 1 else 20_000, 10.0 * turn + one) for one in ranks]
+            expected = [
+                np.full(own_size if one == 1 else 20_000, 10.0 * turn + one) for one in ranks
+            ]
             assert found.tolist() == np.concatenate(expected).tolist()
 
 

@@ -5,7 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import NcclCommunicator, SharedMemoryCommunicator, StagedCommunicator, call_named, worlds
+from internals import (
+    NcclCommunicator,
+    SharedMemoryCommunicator,
+    StagedCommunicator,
+    call_named,
+    worlds,
+)
 from strategies import STRATEGIES
 from transports import (
     COMM,
@@ -60,7 +66,9 @@ def _closed_in_the_end():
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     with place.make(made) as strategy, place.make(made) as other:
-        assert type(strategy._group.communicator) is (NcclCommunicator if N > 1 else StagedCommunicator)
+        assert type(strategy._group.communicator) is (
+            NcclCommunicator if N > 1 else StagedCommunicator
+        )
         assert other._group.communicator is strategy._group.communicator
 
 
@@ -69,14 +77,19 @@ def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
 
 def test_arrays_of_both_kinds_in_one_call(communicator, place):
     rank, xp = communicator.rank, place.xp
-    parts = [[values((3, 5), np.dtype(t), r) for t in ("f4", "f8", "i4", "f4")] for r in range(communicator.size)]
+    parts = [
+        [values((3, 5), np.dtype(t), r) for t in ("f4", "f8", "i4", "f4")]
+        for r in range(communicator.size)
+    ]
     modules = (xp, np, xp, np)
     mine = [module.asarray(part) for module, part in zip(modules, parts[rank], strict=True)]
     for op, fn in [(SUM, np.sum), (MIN, np.min), (MAX, np.max)]:
         found = communicator.all_reduce(mine, op)
         for one, module, *everyones in zip(found, modules, *parts, strict=True):
             check(one, fn(everyones, axis=0).astype(everyones[0].dtype), module)
-    for one, module, *everyones in zip(communicator.all_gather(mine, 1), modules, *parts, strict=True):
+    for one, module, *everyones in zip(
+        communicator.all_gather(mine, 1), modules, *parts, strict=True
+    ):
         check(one, np.concatenate(everyones, 1), module)
     (mean, total) = communicator.all_reduce([xp.array([rank]), np.array([rank])], MEAN)
     for one, module in [(mean, xp), (total, np)]:
@@ -110,8 +123,14 @@ def test_ranks_that_disagree_on_what_is_on_the_gpu(connected, place, case):
             with pytest.raises(hs.ReplicaMismatchError, match="must make the same call") as caught:
                 call()
             for rank in range(N):
-                indices = [i for i, one in enumerate(PLACES[case][rank == odd](here)) if one is here]
-                (line,) = [one for one in str(caught.value).splitlines() if f"rank {rank}: some_call(" in one]
+                indices = [
+                    i for i, one in enumerate(PLACES[case][rank == odd](here)) if one is here
+                ]
+                (line,) = [
+                    one
+                    for one in str(caught.value).splitlines()
+                    if f"rank {rank}: some_call(" in one
+                ]
                 assert f"on the GPU {indices}" in line if indices else "on the GPU" not in line
         works(connected, place)
 
@@ -140,7 +159,10 @@ def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
             lambda: connected.all_reduce([here, here], SUM),
             lambda: connected.all_gather([here], 0),
         ):
-            with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no room on the GPU") as caught:
+            with (
+                monkeypatch.context() as patch,
+                pytest.raises(MemoryError, match="no room on the GPU") as caught,
+            ):
                 if connected.rank == lacking:
                     patch.setattr(place.xp, "empty", full)
                 call()
@@ -163,13 +185,17 @@ def test_calls_are_ordered_with_whatever_stream_is_current(communicator, place):
                 array = array * 2 - array
             whole = communicator.all_gather([array[:1000] + communicator.rank], 0)[0] + 1
             assert array.tolist() == [10 * (n + 1) / 2] * 100_000
-            assert whole.tolist() == [10 * (n + 1) / 2 + 1 + rank for rank in range(n) for _ in range(1000)]
+            assert whole.tolist() == [
+                10 * (n + 1) / 2 + 1 + rank for rank in range(n) for _ in range(1000)
+            ]
 
 
 # ---- flat arrays, in place, as storage moves them
 
 
-@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "uint8", "complex64"])
+@pytest.mark.parametrize(
+    "name", ["float32", "float64", "float16", "bfloat16", "int32", "uint8", "complex64"]
+)
 @pytest.mark.parametrize("size", [0, 1, 70_001])
 def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
     xp, n = place.xp, communicator.size
@@ -236,14 +262,19 @@ def test_a_closed_communicator(place):
         lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
         lambda: communicator.all_gather([place.xp.ones(3)], 0),
     ):
-        with pytest.raises(RuntimeError, match="some_call: the strategy's NCCL communicator is closed; make another"):
+        with pytest.raises(
+            RuntimeError,
+            match="some_call: the strategy's NCCL communicator is closed; make another",
+        ):
             call()
     assert communicator.all_gather_obj(RANK) == list(range(N))  # which needs no NCCL
 
 
 @several
 @on_gpu
-@pytest.mark.parametrize("result", [2, 8])  # CuPy has no name for NCCL's timeout, and raises KeyError(8)
+@pytest.mark.parametrize(
+    "result", [2, 8]
+)  # CuPy has no name for NCCL's timeout, and raises KeyError(8)
 def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, result):
     """The ranks have agreed on the call, so another one may wait in it for good."""
     comm: Any = worlds.start().comm

@@ -28,11 +28,20 @@ from transports import (
 import hpcstrat as hs
 from hpcstrat import asnumpy
 
-SHAPES = [(5,), (1,), (0, 3), (7, 2, 3), (33_333,), (301, 77)]  # even and uneven parts, in a record and in a mailbox
+SHAPES = [
+    (5,),
+    (1,),
+    (0, 3),
+    (7, 2, 3),
+    (33_333,),
+    (301, 77),
+]  # even and uneven parts, in a record and in a mailbox
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged"), "on_host": HOST})
+    parametrize(
+        metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged"), "on_host": HOST}
+    )
 
 
 @pytest.fixture
@@ -61,12 +70,17 @@ def _closed_in_the_end():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("name", slow_but(["int16", "bfloat16", "float32", "complex128"], OPERATIONS))
+@pytest.mark.parametrize(
+    "name", slow_but(["int16", "bfloat16", "float32", "complex128"], OPERATIONS)
+)
 def test_broadcast_of_every_dtype_from_every_root(communicator, place, name):
     if not has(place.xp, kind(name)):
         pytest.skip(f"CuPy {place.xp.__version__} does not compute with {name}")
     for root in range(communicator.size):
-        mine = [place.xp.asarray(values(shape, kind(name), communicator.rank)) for shape in [(), *SHAPES]]
+        mine = [
+            place.xp.asarray(values(shape, kind(name), communicator.rank))
+            for shape in [(), *SHAPES]
+        ]
         found = communicator.broadcast(mine, root)
         for shape, one, own in zip([(), *SHAPES], found, mine, strict=True):
             check(one, values(shape, kind(name), root), place.xp)
@@ -78,7 +92,11 @@ def test_broadcast_of_every_dtype_from_every_root(communicator, place, name):
 def test_broadcast_of_views(communicator, place):
     mine = place.xp.asarray(values((20, 30), np.dtype(np.float64), communicator.rank))[::2, ::-1].T
     root = communicator.size - 1
-    check(communicator.broadcast([mine], root)[0], values((20, 30), np.dtype(np.float64), root)[::2, ::-1].T, place.xp)
+    check(
+        communicator.broadcast([mine], root)[0],
+        values((20, 30), np.dtype(np.float64), root)[::2, ::-1].T,
+        place.xp,
+    )
 
 
 # ---- reduce_scatter
@@ -95,7 +113,9 @@ def test_reduce_scatter_of_every_dtype(communicator, place, name):
         for op, axis in itertools.product(OPERATIONS[name], (0, -1)[: len(shape)]):
             (found,) = communicator.reduce_scatter([place.xp.asarray(parts[rank])], op, axis)
             expected = np.array_split(reduced(parts, op), n, axis)[rank]
-            if op is MEAN and name.startswith("complex"):  # CuPy divides complex numbers by another formula
+            if op is MEAN and name.startswith(
+                "complex"
+            ):  # CuPy divides complex numbers by another formula
                 np.testing.assert_allclose(asnumpy(found), expected, 4 * np.finfo(name).eps)
                 found = place.xp.asarray(expected)
             check(found, expected, place.xp)
@@ -106,8 +126,12 @@ def test_reduce_scatter_gives_the_bits_of_all_reduce(ordered, place):
     n, rank = ordered.size, ordered.rank
     for size in (3, 1000, 77_777):
         mine = [
-            place.xp.asarray(np.random.default_rng([size, rank]).standard_normal((size, 3), np.float32)),
-            place.xp.asarray(np.random.default_rng([size, rank]).standard_normal(size).astype(np.float16)),
+            place.xp.asarray(
+                np.random.default_rng([size, rank]).standard_normal((size, 3), np.float32)
+            ),
+            place.xp.asarray(
+                np.random.default_rng([size, rank]).standard_normal(size).astype(np.float16)
+            ),
         ]
         for op in (SUM, MEAN):
             whole = ordered.all_reduce(mine, op)
@@ -119,7 +143,10 @@ def test_reduce_scatter_gives_the_bits_of_all_reduce(ordered, place):
 def test_reduce_scatter_of_several_arrays(communicator, place):
     rank, n, xp = communicator.rank, communicator.size, place.xp
     parts = [
-        [values(shape, np.dtype(dtype), other) for shape, dtype in zip(SHAPES, "fdfldi", strict=True)]
+        [
+            values(shape, np.dtype(dtype), other)
+            for shape, dtype in zip(SHAPES, "fdfldi", strict=True)
+        ]
         for other in range(n)
     ]
     found = communicator.reduce_scatter([xp.asarray(one)[::-1] for one in parts[rank]], MAX, 0)
@@ -141,13 +168,21 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
     mine = [random.standard_normal(count + 7 * i).astype(name) for i, name in enumerate(names)]
     whole = layout_of(tuple([one.shape for one in mine]), tuple([one.dtype for one in mine]))
     expected = np.empty(whole.nbytes, np.uint8)
-    on_host.reduce_message(signature_of("the whole"), whole, lambda message: whole.write(message, mine), SUM, expected)
+    on_host.reduce_message(
+        signature_of("the whole"), whole, lambda message: whole.write(message, mine), SUM, expected
+    )
 
     def parts_for(one, arrays):
-        return [array[slice(*np.linspace(0, array.size, n + 1).astype(int)[one : one + 2])] for array in arrays]
+        return [
+            array[slice(*np.linspace(0, array.size, n + 1).astype(int)[one : one + 2])]
+            for array in arrays
+        ]
 
     layouts = [
-        layout_of(tuple([part.shape for part in parts_for(one, mine)]), tuple([part.dtype for part in mine]))
+        layout_of(
+            tuple([part.shape for part in parts_for(one, mine)]),
+            tuple([part.dtype for part in mine]),
+        )
         for one in range(n)
     ]
     found = on_host.sum_sections(
@@ -159,7 +194,9 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
     sums = np.empty(layouts[rank].nbytes, np.uint8)
     for group in layouts[rank].groups:
         reduce_flat(group.of(sums), [group.of(message) for message in found], SUM)
-    for one, other in zip(layouts[rank].views(sums), parts_for(rank, whole.views(expected)), strict=True):
+    for one, other in zip(
+        layouts[rank].views(sums), parts_for(rank, whole.views(expected)), strict=True
+    ):
         check(one, other)
 
     sizes = [layout.nbytes for layout in layouts]
@@ -169,14 +206,19 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
 
     gathered = on_host.gather_sections(signature_of("all sections"), sizes, write)
     for one, message in enumerate(gathered):
-        for part, other in zip(layouts[one].views(message), parts_for(one, whole.views(expected)), strict=True):
+        for part, other in zip(
+            layouts[one].views(message), parts_for(one, whole.views(expected)), strict=True
+        ):
             check(part, other)
     works_on_host(on_host)
 
 
 def works_on_host(communicator):
     """The call after sections."""
-    assert communicator.all_reduce([np.full(9000, 1.0)], SUM)[0].tolist() == [float(communicator.size)] * 9000
+    assert (
+        communicator.all_reduce([np.full(9000, 1.0)], SUM)[0].tolist()
+        == [float(communicator.size)] * 9000
+    )
 
 
 # ---- all_to_all
@@ -185,7 +227,11 @@ def works_on_host(communicator):
 def outgoing(xp, name, shape_of, rank, n, reaches=lambda source, target: True):
     return Outgoing(
         kind(name),
-        {r: xp.asarray(values(shape_of(rank, r), kind(name), rank + 7 * r)) for r in range(n) if reaches(rank, r)},
+        {
+            r: xp.asarray(values(shape_of(rank, r), kind(name), rank + 7 * r))
+            for r in range(n)
+            if reaches(rank, r)
+        },
         [r for r in range(n) if reaches(r, rank)],
         is_on_gpu=xp is not np,
     )
@@ -211,8 +257,14 @@ SENT = {
 def test_all_to_all(communicator, place, shapes, pattern):
     rank, n, xp = communicator.rank, communicator.size, place.xp
     reaches, shape_of = PATTERNS[pattern], SENT[shapes]
-    kinds = [("float32", shape_of), ("int8", lambda source, target: ()), ("complex128", lambda s, t: (t, s + 1))]
-    found = communicator.all_to_all([outgoing(xp, name, shape, rank, n, reaches) for name, shape in kinds])
+    kinds = [
+        ("float32", shape_of),
+        ("int8", lambda source, target: ()),
+        ("complex128", lambda s, t: (t, s + 1)),
+    ]
+    found = communicator.all_to_all(
+        [outgoing(xp, name, shape, rank, n, reaches) for name, shape in kinds]
+    )
     for (name, shape), of in zip(kinds, found, strict=True):
         assert sorted(of) == [r for r in range(n) if reaches(r, rank)]
         for r, array in of.items():
@@ -224,7 +276,9 @@ def test_all_to_all(communicator, place, shapes, pattern):
 def test_all_to_all_of_views_and_of_nothing(communicator, place):
     rank, n, xp = communicator.rank, communicator.size, place.xp
     whole = xp.asarray(values((6, n), np.dtype(np.float64), rank))
-    sent = Outgoing(whole.dtype, {r: whole[::-2, r] for r in range(n)}, range(n), is_on_gpu=xp is not np)
+    sent = Outgoing(
+        whole.dtype, {r: whole[::-2, r] for r in range(n)}, range(n), is_on_gpu=xp is not np
+    )
     (found,) = communicator.all_to_all([sent])
     for r in range(n):
         check(found[r], values((6, n), np.dtype(np.float64), r)[::-2, rank], xp)
@@ -257,7 +311,10 @@ def test_sections_in_pieces(monkeypatch):
         shape_of = lambda source, target: (2000 // (1 + abs(source - target)),)  # noqa: E731
         (found,) = communicator.all_to_all([outgoing(np, "int8", shape_of, communicator.rank, n)])
         for r, array in found.items():
-            check(array, values(shape_of(r, communicator.rank), kind("int8"), r + 7 * communicator.rank))
+            check(
+                array,
+                values(shape_of(r, communicator.rank), kind("int8"), r + 7 * communicator.rank),
+            )
 
 
 # ---- misuse
@@ -270,14 +327,20 @@ DIFFERENCES = {
     "dtypes of broadcast": lambda c, x, is_odd: c.broadcast([x.astype("f4") if is_odd else x], 0),
     "roots of broadcast": lambda c, x, is_odd: c.broadcast([x], 1 if is_odd else 0),
     "counts of broadcast": lambda c, x, is_odd: c.broadcast([x, x] if is_odd else [x], 0),
-    "shapes of reduce_scatter": lambda c, x, is_odd: c.reduce_scatter([x[:4] if is_odd else x], SUM, 0),
+    "shapes of reduce_scatter": lambda c, x, is_odd: c.reduce_scatter(
+        [x[:4] if is_odd else x], SUM, 0
+    ),
     "ops of reduce_scatter": lambda c, x, is_odd: c.reduce_scatter([x], MAX if is_odd else SUM, 0),
     "axes of reduce_scatter": lambda c, x, is_odd: c.reduce_scatter([x], SUM, -1 if is_odd else 0),
     "reduce_scatter and all_reduce": lambda c, x, is_odd: (
         c.reduce_scatter([x], SUM, 0) if is_odd else c.all_reduce([x], SUM)
     ),
     "dtypes of all_to_all": lambda c, x, is_odd: c.all_to_all(
-        [Outgoing(np.dtype("f4" if is_odd else "f8"), {}, [], is_on_gpu=not isinstance(x, np.ndarray))]
+        [
+            Outgoing(
+                np.dtype("f4" if is_odd else "f8"), {}, [], is_on_gpu=not isinstance(x, np.ndarray)
+            )
+        ]
     ),
 }
 
@@ -307,7 +370,11 @@ def test_an_error_of_one_rank_is_everyones(communicator, place, odd):
         lambda: communicator.reduce_scatter([x.astype(bool) if is_odd else x], SUM, 0),
         lambda: communicator.reduce_scatter([x], SUM, 2 if is_odd else 1),
         lambda: communicator.all_to_all(
-            [Outgoing(np.dtype(object), {0: np.array([None])} if is_odd else {}, [], is_on_gpu=False)]
+            [
+                Outgoing(
+                    np.dtype(object), {0: np.array([None])} if is_odd else {}, [], is_on_gpu=False
+                )
+            ]
         ),
     ):
         with pytest.raises((TypeError, ValueError), match="cannot travel|bool|axis 2"):

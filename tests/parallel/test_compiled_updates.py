@@ -105,7 +105,13 @@ def test_any_gradients(strategy, loops, gradients):
 
 @pytest.mark.parametrize("name", slow_but(["Adam", "LAMB"], OPTIMIZERS))
 def test_any_dtypes(strategy, loops, name):
-    check(strategy, loops, OPTIMIZERS[name], ["float64", "float32", "float16", "float64", ml_dtypes.bfloat16], plain)
+    check(
+        strategy,
+        loops,
+        OPTIMIZERS[name],
+        ["float64", "float32", "float16", "float64", ml_dtypes.bfloat16],
+        plain,
+    )
 
 
 def test_a_complex_variable_among_them(strategy, loops):

@@ -35,7 +35,12 @@ def replica_context() -> Any:
 
 
 def facts():
-    return hs.get_strategy(), hs.has_strategy(), hs.in_cross_replica_context(), hs.get_replica_context()
+    return (
+        hs.get_strategy(),
+        hs.has_strategy(),
+        hs.in_cross_replica_context(),
+        hs.get_replica_context(),
+    )
 
 
 def test_outside_of_every_scope():
@@ -45,18 +50,27 @@ def test_outside_of_every_scope():
     assert default.num_replicas_in_sync == 1
     assert default.extended.worker_devices == (CPU,)
     assert replica is not None
-    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (0, 1, default)
+    assert (replica.replica_id_in_sync_group, replica.num_replicas_in_sync, replica.strategy) == (
+        0,
+        1,
+        default,
+    )
 
 
 OUTSIDE = {
     "all_reduce": lambda context: context.all_reduce("sum", float(RANK + 1)) == RANK + 1,
     "all_gather": lambda context: context.all_gather(np.full(2, RANK), 0).tolist() == [RANK] * 2,
     "broadcast": lambda context: context.broadcast(RANK + 1) == RANK + 1,
-    "reduce_scatter": lambda context: context.reduce_scatter("sum", np.full(2, RANK)).tolist() == [RANK] * 2,
+    "reduce_scatter": lambda context: (
+        context.reduce_scatter("sum", np.full(2, RANK)).tolist() == [RANK] * 2
+    ),
     "all_to_all": lambda context: context.all_to_all([np.full(2, RANK)])[0].tolist() == [RANK] * 2,
     "neighbor_exchange": lambda context: context.neighbor_exchange(1, 2) == (None, None),
     "merge_call": lambda context: context.merge_call(
-        lambda strategy, x: strategy is hs.get_strategy() and hs.in_cross_replica_context() and x == 3, (3,)
+        lambda strategy, x: (
+            strategy is hs.get_strategy() and hs.in_cross_replica_context() and x == 3
+        ),
+        (3,),
     ),
 }
 
@@ -78,7 +92,8 @@ def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
             assert fn()
         else:
             with pytest.raises(
-                RuntimeError, match=f"^ReplicaContext.{name} was called outside of Strategy.run, .* {N} ra"
+                RuntimeError,
+                match=f"^ReplicaContext.{name} was called outside of Strategy.run, .* {N} ra",
             ):
                 fn()
     assert hs.get_strategy().run(call)  # one replica, which was asked for
@@ -122,7 +137,10 @@ def test_the_default_strategy_is_not_entered_within_another(strategy):
     for inside in (strategy.scope, default.scope):
         with inside():
             enter()
-    with strategy.scope(), pytest.raises(RuntimeError, match=r"Strategy.scope .*scope of another strategy"):
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match=r"Strategy.scope .*scope of another strategy"),
+    ):
         default.scope().__enter__()
 
 
@@ -174,10 +192,15 @@ def test_in_a_scope(strategy):
 
 def test_a_scope_is_not_left_inside_a_creator_scope_of_it(strategy):
     outside = facts()
-    scope, creator_scope = strategy.scope(), hs.variable_creator_scope(lambda make, **kwargs: make(**kwargs))
+    scope, creator_scope = (
+        strategy.scope(),
+        hs.variable_creator_scope(lambda make, **kwargs: make(**kwargs)),
+    )
     scope.__enter__()
     creator_scope.__enter__()
-    with pytest.raises(RuntimeError, match="Strategy.scope was left inside a variable_creator_scope .*; leave that"):
+    with pytest.raises(
+        RuntimeError, match="Strategy.scope was left inside a variable_creator_scope .*; leave that"
+    ):
         scope.__exit__(None, None, None)
     assert facts() == (strategy, True, True, None)
     with strategy.scope():  # within both
@@ -309,7 +332,10 @@ def test_another_gpu_is_left_current_in_a_replica(strategy, place):
                 before.use()
                 totals = strategy.run(replica)
                 assert cuda.Device() == before
-                assert [cuda.get_current_stream(one.id) for one in (device, other)] == [outer, cuda.Stream.null]
+                assert [cuda.get_current_stream(one.id) for one in (device, other)] == [
+                    outer,
+                    cuda.Stream.null,
+                ]
                 for one in strategy.experimental_local_results(totals):
                     assert [total.tolist() for total in one] == [[N] * 3] * 2
 
@@ -335,14 +361,26 @@ def test_replicas_of_both_kinds(place, made):
 
         def replica():
             context = replica_context()
-            assert isinstance(v.value(), xp.ndarray) and context.devices == (long_form(devices[RANK]),)
+            assert isinstance(v.value(), xp.ndarray) and context.devices == (
+                long_form(devices[RANK]),
+            )
             v.assign_add(xp.full(3, RANK + 1, np.float32))
             mine = xp.full((RANK, 2), RANK)
-            return context.all_reduce("SUM", xp.arange(4.0) * RANK), context.all_gather(mine, 0), v + RANK, mine
+            return (
+                context.all_reduce("SUM", xp.arange(4.0) * RANK),
+                context.all_gather(mine, 0),
+                v + RANK,
+                mine,
+            )
 
         total, rows, sums, own = strategy.run(replica)
         assert v.numpy().tolist() == [N * (N + 1) / 2] * 3
-        for one in (total._component, rows._component, sums._component, strategy.reduce("MAX", sums, None)):
+        for one in (
+            total._component,
+            rows._component,
+            sums._component,
+            strategy.reduce("MAX", sums, None),
+        ):
             assert isinstance(one, xp.ndarray)
         for one in strategy.experimental_local_results(total):
             assert one.tolist() == [k * N * (N - 1) / 2 for k in range(4)]
@@ -350,7 +388,9 @@ def test_replicas_of_both_kinds(place, made):
         for one in (*strategy.experimental_local_results(rows), strategy.gather(own, 0)):
             assert isinstance(one, (np.ndarray, place.xp.ndarray)) and one.tolist() == expected
         assert strategy.reduce("MAX", sums, None).tolist() == [N * (N + 1) / 2 + N - 1] * 3
-        assert strategy.reduce("MEAN", own, (0, 1)) == sum(rank**2 for rank in range(N)) / (N * (N - 1) / 2)
+        assert strategy.reduce("MEAN", own, (0, 1)) == sum(rank**2 for rank in range(N)) / (
+            N * (N - 1) / 2
+        )
 
 
 # ---- merge_call
@@ -422,7 +462,9 @@ def test_merge_calls_that_differ(strategy):
         args = (1, 2) if RANK == 0 else ([1, 2],)
         replica_context().merge_call(lambda strategy, *args: None, args)
 
-    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: ReplicaContext.merge_call\((.|\n)*rank 1: "):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"rank 0: ReplicaContext.merge_call\((.|\n)*rank 1: "
+    ):
         strategy.run(replica)
     assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
 
@@ -442,7 +484,9 @@ def test_all_reduce_of_a_nest(strategy, place):
             "list": [xp.arange(4) * RANK, (True,)],
         }
         context = replica_context()
-        return context.all_reduce(hs.ReduceOp.MAX, value), context.all_reduce("mean", value["array"])
+        return context.all_reduce(hs.ReduceOp.MAX, value), context.all_reduce(
+            "mean", value["array"]
+        )
 
     for most, mean in strategy.experimental_local_results(strategy.run(replica)):
         assert all(isinstance(one, xp.ndarray) for one in (most["array"], most["list"][0], mean))
@@ -471,7 +515,9 @@ def test_all_gather_of_a_nest(strategy, place):
 @pytest.mark.core
 def test_all_reduce_of_slices(strategy, place):
     def replica(op):
-        slices = hs.IndexedSlices(place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (10, 3))
+        slices = hs.IndexedSlices(
+            place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (10, 3)
+        )
         return replica_context().all_reduce(op, slices)
 
     for op, scale in [("SUM", 1), ("MEAN", N)]:
@@ -501,7 +547,9 @@ def test_random_generators_are_each_replicas_own(strategy, place):
         assert isinstance(numbers, place.xp.ndarray)
         return hs.asnumpy(numbers)
 
-    first, again, other = (strategy.experimental_local_results(strategy.run(replica, (seed,))) for seed in (1, 1, 2))
+    first, again, other = (
+        strategy.experimental_local_results(strategy.run(replica, (seed,))) for seed in (1, 1, 2)
+    )
     assert np.array_equal(first, again)
     assert len({one.tobytes() for one in (*first, *other)}) == 2 * N
 
@@ -522,7 +570,10 @@ def test_experimental_set_strategy(strategy, place):
         assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
         with strategy.extended.colocate_vars_with(v):
             hs.Variable(1.0)
-        with strategy.scope(), pytest.raises(RuntimeError, match="experimental_set_strategy was called inside"):
+        with (
+            strategy.scope(),
+            pytest.raises(RuntimeError, match="experimental_set_strategy was called inside"),
+        ):
             hs.experimental_set_strategy(None)
     finally:
         hs.experimental_set_strategy(None)
@@ -533,7 +584,10 @@ def test_a_thread_starts_outside_and_may_take_a_context_along(strategy):
     seen = []
     with strategy.scope():
         context = contextvars.copy_context()
-        for target in (lambda: seen.append(hs.has_strategy()), lambda: context.run(lambda: seen.append(facts()))):
+        for target in (
+            lambda: seen.append(hs.has_strategy()),
+            lambda: context.run(lambda: seen.append(facts())),
+        ):
             thread = threading.Thread(target=target)
             thread.start()
             thread.join()
@@ -594,7 +648,10 @@ def test_many_strategies_one_communicator(place):
 def test_the_repr_tells_the_replicas_and_where_they_are(place):
     short = ", ".join(dict.fromkeys(place.devices))
     replicas = f"{N} replica{'s' if N > 1 else ''}"
-    with place.make(hs.MirroredStrategy) as mirrored, place.make(hs.CentralStorageStrategy) as central:
+    with (
+        place.make(hs.MirroredStrategy) as mirrored,
+        place.make(hs.CentralStorageStrategy) as central,
+    ):
         assert repr(mirrored) == f"MirroredStrategy({replicas} on {short})"
         where = "" if N == 1 else f", variables on {place.devices[0]}"
         assert repr(central) == f"CentralStorageStrategy({replicas} on {short}{where})"

@@ -12,7 +12,9 @@ from slow import slow_but
 import hpcstrat as hs
 from hpcstrat.data import AutoShardPolicy, Dataset
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 several_replicas = pytest.mark.mpi(min_size=2)  # one agrees with itself, and has all elements
 
 
@@ -46,19 +48,26 @@ PIPELINES = {
     "windows": lambda: Dataset.range(21).window(3, 1, 1, True).flat_map(lambda w: w.batch(3)),
     "interleaved": lambda: Dataset.range(7).interleave(Dataset.range, 3, 2, num_parallel_calls=2),
     "scanned": lambda: Dataset.range(21).scan(np.int64(0), lambda s, x: (s + x, s)),
-    "sampled": lambda: Dataset.sample_from_datasets([Dataset.range(9), Dataset.range(20, 32)], seed=3),
-    "rebatched": lambda: Dataset.range(21).batch(4).rebatch(3).map(lambda x: x * 2, 2).unbatch().prefetch(2),
+    "sampled": lambda: Dataset.sample_from_datasets(
+        [Dataset.range(9), Dataset.range(20, 32)], seed=3
+    ),
+    "rebatched": lambda: (
+        Dataset.range(21).batch(4).rebatch(3).map(lambda x: x * 2, 2).unbatch().prefetch(2)
+    ),
 }
 CORE_PIPELINES = ("range", "generated", "rebatched")
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 8, 30])
 @pytest.mark.parametrize(
-    "pipeline", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE_PIPELINES)) for name in PIPELINES]
+    "pipeline",
+    [pytest.param(name, marks=[pytest.mark.core] * (name in CORE_PIPELINES)) for name in PIPELINES],
 )
 def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, batch_size):
     dataset = PIPELINES[pipeline]().batch(batch_size)
-    expected = [shares(batch.tolist(), len(batch), strategy.num_replicas_in_sync) for batch in dataset]
+    expected = [
+        shares(batch.tolist(), len(batch), strategy.num_replicas_in_sync) for batch in dataset
+    ]
     dataset = PIPELINES[pipeline]().batch(batch_size)
     assert steps(strategy, strategy.experimental_distribute_dataset(dataset)) == expected
 
@@ -66,7 +75,9 @@ def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, batch_siz
 @pytest.mark.core
 def test_from_function_deals_the_elements_in_turn(strategy):
     n = strategy.num_replicas_in_sync
-    distributed = strategy.distribute_datasets_from_function(lambda context: Dataset.range(2 * n * 3 + 1).batch(3))
+    distributed = strategy.distribute_datasets_from_function(
+        lambda context: Dataset.range(2 * n * 3 + 1).batch(3)
+    )
     found = steps(strategy, distributed)
     assert list(itertools.chain(*itertools.chain(*found))) == list(range(2 * n * 3 + 1))
     assert found[0] == [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(n)]
@@ -79,7 +90,9 @@ def test_unseeded_shuffles_agree_and_differ_between_iterations(strategy):
     if hs.is_lead():
         list(dataset)  # one rank's own iteration puts no rank out of step
     distributed = strategy.experimental_distribute_dataset(dataset)
-    orders = [tuple(itertools.chain(*itertools.chain(*steps(strategy, distributed)))) for _ in range(3)]
+    orders = [
+        tuple(itertools.chain(*itertools.chain(*steps(strategy, distributed)))) for _ in range(3)
+    ]
     assert [sorted(order) for order in orders] == [list(range(50))] * 3
     assert len(set(orders)) == 3
 
@@ -105,7 +118,9 @@ def test_batches_go_into_run(strategy, xp):
         return a.sum() + more["y"].sum()
 
     total = 0.0
-    for batch in strategy.experimental_distribute_dataset(Dataset.from_tensor_slices((x, {"y": y})).batch(6)):
+    for batch in strategy.experimental_distribute_dataset(
+        Dataset.from_tensor_slices((x, {"y": y})).batch(6)
+    ):
         sums = strategy.run(add_up, args=(batch,))
         total += float(strategy.reduce("SUM", sums, axis=None))
     assert total == x.sum() + y.sum()
@@ -139,7 +154,9 @@ def test_an_error_comes_between_the_steps(strategy, place, wrong):
             raise KeyError(f"no element {wrong}")
         return x
 
-    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n)))
+    iterator = iter(
+        strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n))
+    )
     for step in range(24):
         if place.kind == "GPU" and at - 3 <= step <= at:  # for CPUs nothing is loaded ahead
             time.sleep(0.005)  # in which the loader comes to the error
@@ -156,7 +173,9 @@ def test_an_error_comes_between_the_steps(strategy, place, wrong):
 def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(10).batch(2)))
     for take in (next, lambda iterator: iterator.get_next()):
-        with pytest.raises(ValueError, match="next was called inside a replica function.*call it outside"):
+        with pytest.raises(
+            ValueError, match="next was called inside a replica function.*call it outside"
+        ):
             strategy.run(take, args=(iterator,))
     hs.barrier()
     assert len(list(iterator)) == 5  # nothing was taken
@@ -168,11 +187,15 @@ def test_v1_calls_a_function_for_each_element(place, count):
     with place.make(hs.compat.v1.CentralStorageStrategy) as strategy:
         n = strategy.num_replicas_in_sync
         numbers = iter(range(count * n)) if count else itertools.count()
-        iterator = strategy.make_input_fn_iterator(lambda context: lambda: np.full(2, next(numbers)))
+        iterator = strategy.make_input_fn_iterator(
+            lambda context: lambda: np.full(2, next(numbers))
+        )
         iterator.initialize()
         for step in range(count or 5):
             parts = strategy.experimental_local_results(iterator.get_next())
-            assert [hs.asnumpy(part).tolist() for part in parts] == [2 * [step * n + replica] for replica in range(n)]
+            assert [hs.asnumpy(part).tolist() for part in parts] == [
+                2 * [step * n + replica] for replica in range(n)
+            ]
         if count:
             with pytest.raises(StopIteration):
                 iterator.get_next()
@@ -182,7 +205,10 @@ def test_v1_calls_a_function_for_each_element(place, count):
 @several_replicas
 def test_generators_that_differ_are_named(strategy):
     dataset = Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64).batch(2)
-    with pytest.raises(hs.ReplicaMismatchError, match="different numbers of elements in step 2: rank 0 none, rank 1 1"):
+    with pytest.raises(
+        hs.ReplicaMismatchError,
+        match="different numbers of elements in step 2: rank 0 none, rank 1 1",
+    ):
         list(strategy.experimental_distribute_dataset(dataset))
 
 
@@ -199,9 +225,13 @@ def test_datasets_that_differ_are_named(strategy):
 def test_arrays_that_differ_are_named(strategy, by_strategy):
     make = strategy.experimental_make_numpy_dataset if by_strategy else Dataset.from_tensor_slices
     own = np.random.default_rng(hs.rank()).permutation(1000)
-    with pytest.raises(hs.ReplicaMismatchError, match=r"different arrays .* rank 0 .* rank 1 .*broadcast_object"):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"different arrays .* rank 0 .* rank 1 .*broadcast_object"
+    ):
         iter(strategy.experimental_distribute_dataset(make(own).batch(100)))
-    distributed = strategy.experimental_distribute_dataset(make(hs.broadcast_object(own)).batch(100))
+    distributed = strategy.experimental_distribute_dataset(
+        make(hs.broadcast_object(own)).batch(100)
+    )
     assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
 
 
@@ -256,8 +286,12 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
     values = 2.0 * np.arange(100 * n * steps).reshape(steps, n, 100)
     assert (-whole.numpy()).tolist() == values.sum(axis=(0, 1)).tolist()
     if slow == "consumer":
-        assert weighted.numpy().tolist() == (values.sum(axis=1).T @ np.arange(1.0, steps + 1)).tolist()
-    for part, expected in zip(kept, values[::3, hs.rank()], strict=True):  # nothing came over what is still held
+        assert (
+            weighted.numpy().tolist() == (values.sum(axis=1).T @ np.arange(1.0, steps + 1)).tolist()
+        )
+    for part, expected in zip(
+        kept, values[::3, hs.rank()], strict=True
+    ):  # nothing came over what is still held
         assert part.tolist() == expected.tolist()
 
 
@@ -274,7 +308,9 @@ def test_nests_of_any_dtype_and_size(strategy, xp):
             "name": np.array([f"row {row}" for row in rows], "U12"),
         }
 
-    distributed = strategy.experimental_distribute_dataset([nest(step) for step in range(len(sizes))])
+    distributed = strategy.experimental_distribute_dataset(
+        [nest(step) for step in range(len(sizes))]
+    )
     for step, batch in zip(range(len(sizes)), distributed, strict=True):
         part, whole = own(strategy, batch), nest(step)
         mine = slice(r * sizes[step], (r + 1) * sizes[step])
@@ -290,7 +326,9 @@ def test_batches_stay_on_the_host_where_it_is_asked(strategy):
     options = hs.InputOptions(experimental_fetch_to_device=False)
     for distributed in (
         strategy.experimental_distribute_dataset(Dataset.range(6 * n).batch(2 * n), options),
-        strategy.distribute_datasets_from_function(lambda context: Dataset.range(6 * n).batch(2), options),
+        strategy.distribute_datasets_from_function(
+            lambda context: Dataset.range(6 * n).batch(2), options
+        ),
     ):
         parts = [own(strategy, batch) for batch in distributed]
         assert [type(part) for part in parts] == [np.ndarray] * 3
@@ -302,12 +340,16 @@ def test_batches_stay_on_the_host_where_it_is_asked(strategy):
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
     n = strategy.num_replicas_in_sync
-    distributed = strategy.experimental_distribute_dataset(Dataset.range(20 * n).map(lambda x: x + 1).batch(2 * n))
+    distributed = strategy.experimental_distribute_dataset(
+        Dataset.range(20 * n).map(lambda x: x + 1).batch(2 * n)
+    )
     left = iter(distributed)
     for _ in range(taken):
         next(left)
     between = steps(strategy, distributed)
-    assert between == [[[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)]
+    assert between == [
+        [[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)
+    ]
     assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
     del left
     assert steps(strategy, distributed) == between
@@ -336,7 +378,9 @@ def test_a_pipeline_may_compute_on_the_gpu(place):
     with place.make(hs.MirroredStrategy) as strategy:
         dataset = Dataset.from_tensor_slices(np.arange(200.0)).batch(20).map(doubled)
         for i, batch in enumerate(strategy.experimental_distribute_dataset(dataset)):
-            total = strategy.reduce("SUM", strategy.run(step, args=(batch, [xp.full(1, 1.0)])), None)
+            total = strategy.reduce(
+                "SUM", strategy.run(step, args=(batch, [xp.full(1, 1.0)])), None
+            )
             assert float(total) == 2 * np.arange(20.0 * i, 20.0 * i + 20).sum() + 20
 
 
@@ -353,10 +397,16 @@ def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads)
     with place.make(hs.MirroredStrategy) as strategy:
         rows = Dataset.from_tensor_slices(np.arange(80.0).reshape(40, 2))
         dataset = rows.map(doubled, num_parallel_calls=threads).batch(10)
-        gathered = [strategy.gather(step, 0) for step in strategy.experimental_distribute_dataset(dataset)]
-        assert np.array_equal(hs.asnumpy(xp.concatenate(gathered)), 2 * np.arange(80.0).reshape(40, 2))
+        gathered = [
+            strategy.gather(step, 0) for step in strategy.experimental_distribute_dataset(dataset)
+        ]
+        assert np.array_equal(
+            hs.asnumpy(xp.concatenate(gathered)), 2 * np.arange(80.0).reshape(40, 2)
+        )
         own = strategy.run(lambda: xp.cuda.Device().id)
-        assert {device for device, _ in places} == {strategy.experimental_local_results(own)[hs.rank()]}
+        assert {device for device, _ in places} == {
+            strategy.experimental_local_results(own)[hs.rank()]
+        }
         assert len({stream for _, stream in places}) == 1
 
 
@@ -375,7 +425,9 @@ def test_one_rank_saves_and_each_loads_its_own(strategy, folder, differ):
     rows.shuffle(13).save(folder + "/data")
     found = Dataset.load(folder + "/data")
     batches = found.padded_batch(5) if differ else found.batch(5)
-    gathered = [strategy.gather(step[0], 0) for step in strategy.experimental_distribute_dataset(batches)]
+    gathered = [
+        strategy.gather(step[0], 0) for step in strategy.experimental_distribute_dataset(batches)
+    ]
     order = [int(x) for part in gathered for x in hs.asnumpy(part)]
     assert sorted(order) == list(range(13)) and order == [int(x) for x, _ in found]
 
@@ -386,7 +438,9 @@ def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
 
     with pytest.raises(ValueError, match="no such element"):
         Dataset.range(3).map(fail).save(folder + "/data")
-    with pytest.raises(FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a dataset"):
+    with pytest.raises(
+        FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a dataset"
+    ):
         Dataset.range(3).save(folder)
     Dataset.range(3).save(folder + "/data")
     assert list(Dataset.load(folder + "/data")) == [0, 1, 2]
@@ -422,7 +476,10 @@ def test_the_lead_warns_once_of_a_batch_that_does_not_reach_all_replicas(strateg
         assert found == []
         return
     ((text, place, category),) = found
-    assert f"some of {n} replicas have no elements of a batch of 1" in text and "drop_remainder=True" in text
+    assert (
+        f"some of {n} replicas have no elements of a batch of 1" in text
+        and "drop_remainder=True" in text
+    )
     assert (place, category) == (__file__, UserWarning)
 
 
@@ -449,7 +506,9 @@ def test_short_batches_are_split_evenly_or_in_order(strategy, rest, policy):
     dataset = Dataset.range(16 * n + rest).batch(8 * n).with_options(options)
     *full, last = steps(strategy, strategy.experimental_distribute_dataset(dataset))
     assert full == [shares(range(8 * n * step, 8 * n * (step + 1)), 8 * n, n) for step in range(2)]
-    assert last == shares(range(16 * n, 16 * n + rest), rest if policy == AutoShardPolicy.AUTO else 8 * n, n)
+    assert last == shares(
+        range(16 * n, 16 * n + rest), rest if policy == AutoShardPolicy.AUTO else 8 * n, n
+    )
 
 
 @pytest.mark.core
@@ -459,7 +518,10 @@ def test_an_error_in_a_part_without_elements_says_so(strategy):
     def first_row(x, y, *, others):
         return x[0] + y + others["x"][0] + [][0]
 
-    for args, kwargs in (((batch, 1), {"others": {"x": np.ones(1)}}), ((np.ones(1), 1), {"others": {"x": batch}})):
+    for args, kwargs in (
+        ((batch, 1), {"others": {"x": np.ones(1)}}),
+        ((np.ones(1), 1), {"others": {"x": batch}}),
+    ):
         with pytest.raises(IndexError) as caught:
             strategy.run(first_row, args, kwargs)
         notes = getattr(caught.value, "__notes__", [])
@@ -467,7 +529,10 @@ def test_an_error_in_a_part_without_elements_says_so(strategy):
             assert notes == []
         else:
             (note,) = notes
-            assert "this replica's part of the batch has no elements" in note and "drop_remainder=True" in note
+            assert (
+                "this replica's part of the batch has no elements" in note
+                and "drop_remainder=True" in note
+            )
     hs.barrier()
 
 

@@ -78,7 +78,9 @@ def check(v, expected, rtol=0.0, atol=0.0):
 def test_facts(strategy, xp, root):
     v = hs.Variable(np.full(3, RANK + 5.0))
     assert v.device == strategy.extended.parameter_devices[0]
-    assert strategy.xp.__name__ == ("numpy" if "CPU" in strategy.extended.worker_devices[RANK] else "cupy")
+    assert strategy.xp.__name__ == (
+        "numpy" if "CPU" in strategy.extended.worker_devices[RANK] else "cupy"
+    )
     check(v, root + 5)
     check(hs.Variable(lambda: xp.full((300, 70), RANK + 1.0)), root + 1)
 
@@ -120,7 +122,9 @@ def test_what_leaves_run_is_a_copy_of_each_rank(strategy, xp):
     v.assign(xp.zeros(4))
     assert same is v
     for found, expected in ((whole, [0, 1, 2, 3]), (kept, [0, 1, 2, 3]), (part, [1, 2])):
-        assert [one.tolist() for one in strategy.experimental_local_results(found)] == [expected] * N
+        assert [one.tolist() for one in strategy.experimental_local_results(found)] == [
+            expected
+        ] * N
 
 
 def test_on_read(strategy, xp):
@@ -170,7 +174,9 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
 
     def replica():
-        optimizer.apply_gradients([(xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)])
+        optimizer.apply_gradients(
+            [(xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
+        )
 
     for change in (0.5, 0.75):  # of the first step, and of the second with half of the first
         before = [v.numpy() for v in variables]
@@ -184,7 +190,9 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
 
 def test_variables_die_in_another_order_on_every_rank(strategy, xp):
     for again in range(3):
-        variables: list[Any] = [hs.Variable(np.full(500 + i, float(i)), aggregation="SUM") for i in range(20)]
+        variables: list[Any] = [
+            hs.Variable(np.full(500 + i, float(i)), aggregation="SUM") for i in range(20)
+        ]
         alive = dict(list(enumerate(variables))[::4])
         for i in np.random.default_rng([RANK, again]).permutation(20):
             variables[i] = None
@@ -221,9 +229,14 @@ def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
     with stream.current(), cuda.using_allocator(pool.malloc):
         block = memory.new_block((1 << 20,), np.dtype(np.float32), 1)
         assert block.array.data.mem is pool.memory and not block.array.any()
-        with pytest.raises(MemoryError, match=r"the pool is empty.* XLA_PYTHON_CLIENT_PREALLOCATE=false .* RMM"):
+        with pytest.raises(
+            MemoryError, match=r"the pool is empty.* XLA_PYTHON_CLIENT_PREALLOCATE=false .* RMM"
+        ):
             memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
-        with cuda.using_allocator(refuse), pytest.raises(MemoryError, match=r"out of memory.* torch.cuda.empty_cache"):
+        with (
+            cuda.using_allocator(refuse),
+            pytest.raises(MemoryError, match=r"out of memory.* torch.cuda.empty_cache"),
+        ):
             memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
         assert memory.new_block((10,), np.dtype(np.float32), 3).start > block.start
 
@@ -243,7 +256,10 @@ def test_slots_live_once(strategy, xp, root):
 
 CASES = {
     "SGD": (lambda: hs.optimizers.SGD(0.5), lambda t, g: 0.5 * g),
-    "momentum": (lambda: hs.optimizers.SGD(0.5, momentum=0.5), lambda t, g: 0.5 * g * (2 - 0.5 ** (t - 1))),
+    "momentum": (
+        lambda: hs.optimizers.SGD(0.5, momentum=0.5),
+        lambda t, g: 0.5 * g * (2 - 0.5 ** (t - 1)),
+    ),
     "Adam": (lambda: hs.optimizers.Adam(0.1, epsilon=1e-12), lambda t, g: 0.1 * np.sign(g)),
     "Adagrad": (
         lambda: hs.optimizers.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=1e-12),
@@ -262,12 +278,17 @@ def test_optimizers(strategy, xp, case):
     make, change = CASES[case]
     shapes = [(), (0,), (3, 5), (70_001,), *[(1 + i % 4,) for i in range(130)]]
     dtypes = [np.float64 if 0 < i < 3 else np.float32 for i in range(len(shapes))]
-    variables = [hs.Variable(np.full(*form)) for form in zip(shapes, [2] * len(shapes), dtypes, strict=True)]
+    variables = [
+        hs.Variable(np.full(*form)) for form in zip(shapes, [2] * len(shapes), dtypes, strict=True)
+    ]
     table = hs.Variable(np.full((6, 2), 2.0))
     optimizer, slope = make(), [(-1) ** i * (1 + i % 3) for i in range(len(shapes))]
 
     def replica():
-        dense = [(xp.full(v.shape, a * (RANK + 1), v.dtype), v) for v, a in zip(variables, slope, strict=True)]
+        dense = [
+            (xp.full(v.shape, a * (RANK + 1), v.dtype), v)
+            for v, a in zip(variables, slope, strict=True)
+        ]
         rows = hs.IndexedSlices(xp.full((2, 2), RANK + 1.0), xp.array([4, 1]))
         optimizer.apply_gradients([*dense[:7], (rows, table), *dense[7:]])
 
@@ -284,12 +305,23 @@ def test_optimizers(strategy, xp, case):
 
 
 def test_gradients_of_any_layout_and_dtype(strategy, xp):
-    v, w, h = hs.Variable(np.zeros((4, 6), np.float32)), hs.Variable(np.zeros((4, 6))), hs.Variable(np.zeros((4, 6)))
+    v, w, h = (
+        hs.Variable(np.zeros((4, 6), np.float32)),
+        hs.Variable(np.zeros((4, 6))),
+        hs.Variable(np.zeros((4, 6))),
+    )
     grid = np.arange(24).reshape(4, 6)
-    transposed, strided = xp.asarray(grid.T * 1.0).T, xp.repeat(xp.asarray(grid * 1.0), 2, axis=1)[:, ::2]
+    transposed, strided = (
+        xp.asarray(grid.T * 1.0).T,
+        xp.repeat(xp.asarray(grid * 1.0), 2, axis=1)[:, ::2],
+    )
     wide, short = transposed * (RANK + 1), (strided * (RANK + 1)).astype(np.float16)
     optimizer = hs.optimizers.SGD(1.0)
-    strategy.run(lambda: optimizer.apply_gradients([(wide, v), (short, w), ((grid * (RANK + 1))[::-1] * 1.0, h)]))
+    strategy.run(
+        lambda: optimizer.apply_gradients(
+            [(wide, v), (short, w), ((grid * (RANK + 1))[::-1] * 1.0, h)]
+        )
+    )
     check(v, -SUM * grid)
     check(w, -SUM * grid)
     check(h, -SUM * grid[::-1])
@@ -408,10 +440,16 @@ def test_gradients_are_clipped_together(strategy, xp, most):
 
 
 def test_gradients_of_the_cross_replica_context(strategy, xp):
-    v, table, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((3, 2))), hs.optimizers.SGD(1.0)
+    v, table, optimizer = (
+        hs.Variable(np.zeros(3)),
+        hs.Variable(np.zeros((3, 2))),
+        hs.optimizers.SGD(1.0),
+    )
     rows = hs.IndexedSlices(xp.ones((2, 2)), xp.array([2, 0]))
     optimizer.apply_gradients([(xp.full(3, 2.0), v), (rows, table)])
-    strategy.run(lambda: optimizer.apply_gradients([(xp.full(3, 2.0), v)], skip_gradients_aggregation=True))
+    strategy.run(
+        lambda: optimizer.apply_gradients([(xp.full(3, 2.0), v)], skip_gradients_aggregation=True)
+    )
     check(v, -4)
     check(table, [[-1], [0], [-1]])
 
@@ -433,7 +471,11 @@ def test_update_runs_on_the_parameter_rank(strategy, root):
     assert COMM.allgather(ran) == [[rank] if rank == root else [] for rank in range(N)]
     check(v, [2, 3, 4])
     check(w, 5)
-    assert result["variable"] is w and result["array"].tolist() == [4, 6, 8] and float(result["sum"]) == 9
+    assert (
+        result["variable"] is w
+        and result["array"].tolist() == [4, 6, 8]
+        and float(result["sum"]) == 9
+    )
 
 
 def test_updates_within_merge_call(strategy, xp):
@@ -483,7 +525,9 @@ def test_data_metrics_and_reductions(strategy, xp):
 
     rows = np.arange(2.0 * 7 * N).reshape(-1, 2)
     total = 0.0
-    for x in strategy.experimental_distribute_dataset(hs.data.Dataset.from_tensor_slices(rows).batch(3 * N)):
+    for x in strategy.experimental_distribute_dataset(
+        hs.data.Dataset.from_tensor_slices(rows).batch(3 * N)
+    ):
         total += float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None))
     assert total == rows.sum() and loss.result() == rows.sum(axis=1).mean()
     check(w, -rows.sum(axis=0))
@@ -496,7 +540,10 @@ def test_mirrors_of_both_kinds(place, first):
     devices = ["CPU:0", *place.devices[1:]] if first else [*place.devices[:-1], "CPU:0"]
     with hs.MirroredStrategy(devices) as strategy, strategy.scope():
         xp = strategy.xp
-        v, optimizer = hs.Variable(np.full(100, RANK + 3.0), aggregation="SUM"), hs.optimizers.SGD(0.5, momentum=0.5)
+        v, optimizer = (
+            hs.Variable(np.full(100, RANK + 3.0), aggregation="SUM"),
+            hs.optimizers.SGD(0.5, momentum=0.5),
+        )
         assert v.device == strategy.extended.worker_devices[RANK]
         check(v, 3)
         strategy.run(lambda: v.assign(xp.full(100, RANK + 1.0)))
@@ -512,7 +559,10 @@ def test_mirrors_of_both_kinds(place, first):
 def test_mirrors_of_both_kinds_stay_equal_to_the_last_bit(place):
     with hs.MirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy, strategy.scope():
         xp = strategy.xp
-        v, optimizer = hs.Variable(np.linspace(-1, 1, 10_001, dtype=np.float32)), hs.optimizers.Adam(0.1)
+        v, optimizer = (
+            hs.Variable(np.linspace(-1, 1, 10_001, dtype=np.float32)),
+            hs.optimizers.Adam(0.1),
+        )
         for step in range(3):
             gradient = xp.linspace(-1, RANK + step, 10_001).astype(np.float32)
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v)]))
@@ -532,10 +582,15 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
             strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
         monkeypatch.undo()
         for read in v.numpy, v.value, lambda: v + 1:
-            with pytest.raises(RuntimeError, match=r"an exception interrupted SGD\.apply_gradients"):
+            with pytest.raises(
+                RuntimeError, match=r"an exception interrupted SGD\.apply_gradients"
+            ):
                 read()
         assert optimizer.iterations == 0
         calls: Any = strategy._group.communicator.calls
         if strategy.num_replicas_in_sync > 1:
             assert calls.interruption.call == "SGD.apply_gradients"
-            calls.interruption, calls.barred = None, False  # so that the test can go on, which a program cannot
+            calls.interruption, calls.barred = (
+                None,
+                False,
+            )  # so that the test can go on, which a program cannot

@@ -47,9 +47,17 @@ def inside(strategy, fn) -> Any:
 
 @pytest.mark.parametrize("root", range(N))
 def test_broadcast_of_a_nest(strategy, xp, root):
-    given = {"w": xp.arange(3.0) + RANK, "numbers": [RANK, 0.5 * RANK, None], "none": xp.zeros((0, 2))}
+    given = {
+        "w": xp.arange(3.0) + RANK,
+        "numbers": [RANK, 0.5 * RANK, None],
+        "none": xp.zeros((0, 2)),
+    }
     found = inside(strategy, lambda: context().broadcast(given, root=root))
-    assert found == {"w": [root, root + 1, root + 2], "numbers": [root, 0.5 * root, None], "none": []}
+    assert found == {
+        "w": [root, root + 1, root + 2],
+        "numbers": [root, 0.5 * root, None],
+        "none": [],
+    }
     assert given["w"].tolist() == [RANK, RANK + 1, RANK + 2]
 
 
@@ -83,11 +91,15 @@ def test_reduce_scatter_is_a_part_of_all_reduce(strategy, xp, op, size):
     def replica():
         own = context().reduce_scatter(op, value, axis=-1)
         whole = context().all_reduce(op, value)
-        return own, {key: np.array_split(hs.asnumpy(one), N, -1)[RANK] for key, one in whole.items()}
+        return own, {
+            key: np.array_split(hs.asnumpy(one), N, -1)[RANK] for key, one in whole.items()
+        }
 
     own, expected = inside(strategy, replica)
     assert own == expected
-    joined = inside(strategy, lambda: context().all_gather(context().reduce_scatter(op, value, -1), -1))
+    joined = inside(
+        strategy, lambda: context().all_gather(context().reduce_scatter(op, value, -1), -1)
+    )
     assert joined == inside(strategy, lambda: context().all_reduce(op, value))
 
 
@@ -109,18 +121,27 @@ def test_reduce_scatter_of_gradients_then_a_step_of_ones_own_part(strategy, xp):
 
 def test_all_to_all_of_parts_of_any_size(strategy, xp):
     def replica():
-        return context().all_to_all([xp.full(RANK * target, 10 * RANK + target) for target in range(N)])
+        return context().all_to_all(
+            [xp.full(RANK * target, 10 * RANK + target) for target in range(N)]
+        )
 
-    assert inside(strategy, replica) == [[10 * source + RANK] * (source * RANK) for source in range(N)]
+    assert inside(strategy, replica) == [
+        [10 * source + RANK] * (source * RANK) for source in range(N)
+    ]
 
 
 def test_all_to_all_of_nests(strategy, xp):
     def replica():
         return context().all_to_all(
-            tuple({"x": xp.full((target, 2), float(RANK)), "n": RANK - target, "none": None} for target in range(N))
+            tuple(
+                {"x": xp.full((target, 2), float(RANK)), "n": RANK - target, "none": None}
+                for target in range(N)
+            )
         )
 
-    expected = [{"x": [[source] * 2] * RANK, "n": source - RANK, "none": None} for source in range(N)]
+    expected = [
+        {"x": [[source] * 2] * RANK, "n": source - RANK, "none": None} for source in range(N)
+    ]
     assert inside(strategy, replica) == expected
 
 
@@ -145,7 +166,9 @@ def test_all_to_all_transposes(strategy, xp):
 def test_neighbors(strategy, xp, size, periodic):
     def replica():
         return context().neighbor_exchange(
-            {"edge": xp.full(size + RANK, -1.0 - RANK)}, (xp.full((2, size), RANK), RANK), periodic=periodic
+            {"edge": xp.full(size + RANK, -1.0 - RANK)},
+            (xp.full((2, size), RANK), RANK),
+            periodic=periodic,
         )
 
     from_left, from_right = inside(strategy, replica)
@@ -158,7 +181,9 @@ def test_neighbors(strategy, xp, size, periodic):
 
 def test_to_one_side_only(strategy, xp):
     def replica():
-        return [context().neighbor_exchange(None, xp.full(2, RANK), periodic=True) for _ in range(3)]
+        return [
+            context().neighbor_exchange(None, xp.full(2, RANK), periodic=True) for _ in range(3)
+        ]
 
     assert inside(strategy, replica) == [[[(RANK - 1) % N] * 2, None]] * 3
 
@@ -168,7 +193,9 @@ def test_a_grid_in_parts_is_the_grid(strategy, xp):
     grid = np.random.default_rng(0).random((6 * N + 1, 9))
     whole = np.pad(grid, 1)
     for _ in range(10):
-        whole[1:-1, 1:-1] = (whole[:-2, 1:-1] + whole[2:, 1:-1] + whole[1:-1, :-2] + whole[1:-1, 2:]) / 4
+        whole[1:-1, 1:-1] = (
+            whole[:-2, 1:-1] + whole[2:, 1:-1] + whole[1:-1, :-2] + whole[1:-1, 2:]
+        ) / 4
     own = xp.asarray(np.array_split(grid, N)[RANK])
 
     def replica():

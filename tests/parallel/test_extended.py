@@ -37,9 +37,14 @@ def where_updates_run(strategy):
 def test_facts(strategy, place):
     extended = strategy.extended
     v = hs.Variable([1.0, 2.0])
-    assert extended.non_slot_devices([v]) == (f"/job:localhost/replica:0/task:0/device:{place.devices[0]}",)
+    assert extended.non_slot_devices([v]) == (
+        f"/job:localhost/replica:0/task:0/device:{place.devices[0]}",
+    )
     assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
-    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (False, False)
+    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (
+        False,
+        False,
+    )
     assert extended.value_container(v) is v
     assert extended.read_var(v).tolist() == [1, 2]
     with extended.colocate_vars_with(v):
@@ -69,7 +74,10 @@ def test_reduce_to(strategy, xp):
         assert one.tolist() == total
     assert strategy.run(lambda x: x.tolist() == total, (everywhere,)) is not None
     assert (
-        strategy.experimental_local_results(strategy.run(lambda x: x.tolist() == total, (everywhere,))) == (True,) * N
+        strategy.experimental_local_results(
+            strategy.run(lambda x: x.tolist() == total, (everywhere,))
+        )
+        == (True,) * N
     )
     assert strategy.extended.reduce_to("MEAN", 4.0, v) == 4
 
@@ -90,7 +98,9 @@ def test_batch_reduce_to_is_one_message(strategy, xp):
 @pytest.mark.core
 def test_slices_into_themselves(strategy, xp):
     """A value is a destination of its own sum, with one replica too."""
-    value = strategy.run(lambda: hs.IndexedSlices(xp.full((1, 1), RANK + 1.0), xp.array([RANK]), (5, 1)))
+    value = strategy.run(
+        lambda: hs.IndexedSlices(xp.full((1, 1), RANK + 1.0), xp.array([RANK]), (5, 1))
+    )
     one = strategy.extended.reduce_to("SUM", value, value)
     two, three = strategy.extended.batch_reduce_to("MEAN", [(value, value), (value, value)])
     for found, scale in [(one, 1), (two, N), (three, N)]:
@@ -153,7 +163,9 @@ def test_an_updates_large_result_is_the_same_everywhere(strategy, xp):
     assert len(set(COMM.allgather(result.tobytes()))) == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero")], ids=repr)
+@pytest.mark.parametrize(
+    "error", [ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero")], ids=repr
+)
 def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
     v = hs.Variable(np.zeros(3))
 
@@ -192,14 +204,19 @@ def test_an_update_writes_the_variables_passed_to_it_only(strategy, xp):
 
     strategy.extended.update(v, fn, ({"list": [passed]},), {"key": v})
     assert (v.numpy().tolist(), passed.numpy().tolist()) == ([2, 2], [1, 1])
-    with pytest.raises(RuntimeError, match="Variable.assign of 'other': this update may write only the variables"):
+    with pytest.raises(
+        RuntimeError, match="Variable.assign of 'other': this update may write only the variables"
+    ):
         strategy.extended.update(v, lambda var: other.assign(xp.ones(2)))
     assert other.numpy().tolist() == [0, 0]
 
 
 def test_wrong_values_in_an_update(strategy, xp):
     v = hs.Variable(np.zeros(2))
-    for value, message in [(xp.ones(3), r"has shape \(3,\)"), (xp.array([1j, 2]), "complex128 does not go into")]:
+    for value, message in [
+        (xp.ones(3), r"has shape \(3,\)"),
+        (xp.array([1j, 2]), "complex128 does not go into"),
+    ]:
         with pytest.raises(ValueError, match=message):
             strategy.extended.update(v, lambda var, value=value: var.assign(value))
     assert v.numpy().tolist() == [0, 0]
@@ -211,14 +228,18 @@ def collectives(strategy):
     w = hs.Variable(np.zeros(2), aggregation="SUM")
     metric = hs.metrics.Mean()
     optimizer = hs.optimizers.SGD(0.1)
-    dataset = strategy.experimental_distribute_dataset(hs.data.Dataset.from_generator(lambda: iter(range(8))).batch(4))
+    dataset = strategy.experimental_distribute_dataset(
+        hs.data.Dataset.from_generator(lambda: iter(range(8))).batch(4)
+    )
     return {
         "reduce": lambda v: strategy.reduce("SUM", ready, None),
         "gather": lambda v: strategy.gather(ready, 0),
         "run": lambda v: strategy.run(lambda: 0),
         "scope": lambda v: strategy.scope().__enter__(),
         "local results": lambda v: strategy.experimental_local_results(ready),
-        "values from function": lambda v: strategy.experimental_distribute_values_from_function(lambda c: 1),
+        "values from function": lambda v: strategy.experimental_distribute_values_from_function(
+            lambda c: 1
+        ),
         "reduce_to": lambda v: strategy.extended.reduce_to("SUM", ready, v),
         "broadcast_to": lambda v: strategy.extended.broadcast_to(1, v),
         "update": lambda v: strategy.extended.update(v, lambda var: None),
@@ -235,8 +256,25 @@ def collectives(strategy):
 
 
 COMMUNICATING = [
-    *("reduce", "gather", "run", "scope", "values from function", "reduce_to", "broadcast_to", "update"),
-    *("update_non_slot", "new variable", "optimizer", "barrier", "any_rank", "broadcast_object", "close"),
+    *(
+        "reduce",
+        "gather",
+        "run",
+        "scope",
+        "values from function",
+        "reduce_to",
+        "broadcast_to",
+        "update",
+    ),
+    *(
+        "update_non_slot",
+        "new variable",
+        "optimizer",
+        "barrier",
+        "any_rank",
+        "broadcast_object",
+        "close",
+    ),
 ]
 if N > 1:  # with one replica these have nothing to ask others for
     COMMUNICATING += ["local results", "metric", "dataset"]

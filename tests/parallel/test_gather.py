@@ -34,7 +34,9 @@ def test_uneven_parts_in_replica_order(strategy, place, axis, dtype):
     assert np.array_equal(hs.asnumpy(found), expected) and found.shape == expected.shape
     assert len(set(COMM.allgather(found.tobytes()))) == 1
     found[...] = 0
-    assert np.array_equal(hs.asnumpy(strategy.gather(strategy.run(lambda: mine), axis=axis)), expected)
+    assert np.array_equal(
+        hs.asnumpy(strategy.gather(strategy.run(lambda: mine), axis=axis)), expected
+    )
 
 
 @pytest.mark.core
@@ -42,14 +44,18 @@ def test_uneven_parts_in_replica_order(strategy, place, axis, dtype):
 @pytest.mark.parametrize("has_equal_parts", [True, False])
 def test_parts_that_are_not_contiguous(strategy, place, axis, has_equal_parts):
     def numbers(rank):
-        return np.arange(80.0 if has_equal_parts else 40.0 * (1 + rank)).reshape(-1, 10) + 1000 * rank
+        return (
+            np.arange(80.0 if has_equal_parts else 40.0 * (1 + rank)).reshape(-1, 10) + 1000 * rank
+        )
 
     def part(array):
         return array[::-2, 1::3].T if axis else array[::-2, 1::3]
 
     mine = place.xp.asarray(numbers(RANK))
     found = strategy.gather(strategy.run(lambda: part(mine)), axis)
-    assert np.array_equal(hs.asnumpy(found), np.concatenate([part(numbers(rank)) for rank in range(N)], axis))
+    assert np.array_equal(
+        hs.asnumpy(found), np.concatenate([part(numbers(rank)) for rank in range(N)], axis)
+    )
 
 
 @pytest.mark.core
@@ -75,7 +81,9 @@ def test_large_parts(strategy, place):
 @pytest.mark.core
 def test_a_nest(strategy, place):
     xp = place.xp
-    value = strategy.run(lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])})
+    value = strategy.run(
+        lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])}
+    )
     counts = [strategy._group.communicator.number]
     for nest in (value["a"], value):  # which takes no more calls than an array
         found = strategy.gather(nest, 0)
@@ -88,8 +96,14 @@ def test_a_nest(strategy, place):
 
 @pytest.mark.core
 def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, place):
-    value = strategy.run(lambda: [np.full((RANK, 2), RANK), place.xp.full((2, RANK), RANK), np.array([0.5 * RANK])])
-    found = strategy.gather(value[:1], 0) + strategy.gather(value[1:2], 1) + strategy.gather(value[2:], 0)
+    value = strategy.run(
+        lambda: [np.full((RANK, 2), RANK), place.xp.full((2, RANK), RANK), np.array([0.5 * RANK])]
+    )
+    found = (
+        strategy.gather(value[:1], 0)
+        + strategy.gather(value[1:2], 1)
+        + strategy.gather(value[2:], 0)
+    )
     both = strategy.gather([strategy.run(lambda: place.xp.array([RANK])), value[2]], 0)
     for one, kind in zip((*found, *both), (np, place.xp, np, place.xp, np), strict=True):
         assert isinstance(one, kind.ndarray)
@@ -115,7 +129,9 @@ def test_a_variable_that_a_replica_returns(strategy):
 
 
 def test_arrays_without_dimensions(strategy, place):
-    with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on rank 0"):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on rank 0"
+    ):
         strategy.gather(strategy.run(lambda: place.xp.array(1.0)), 0)
     with pytest.raises(ValueError, match=r"Strategy.gather: axis 0 does not exist"):
         strategy.gather(strategy.run(lambda: 2.5), 0)
@@ -135,7 +151,9 @@ def test_an_axis_that_is_not_there(strategy, place, axis):
 @pytest.mark.parametrize("unit", [1, 3000])
 def test_shapes_that_do_not_fit(strategy, place, unit):
     xp = place.xp
-    with pytest.raises(hs.ReplicaMismatchError, match="Strategy.gather: shapes may differ along axis 0 only") as caught:
+    with pytest.raises(
+        hs.ReplicaMismatchError, match="Strategy.gather: shapes may differ along axis 0 only"
+    ) as caught:
         strategy.gather(strategy.run(lambda: xp.zeros((2, unit * (RANK + 1)))), 0)
     for rank in range(N):
         assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
@@ -178,7 +196,10 @@ def own_part(array, axis):
 def test_what_is_scattered_is_gathered_again(strategy, place, axis, size):
     shape = [2, 3, 4]
     shape[axis] = size
-    whole = {"a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape), "b": np.ones((*shape, 2))}
+    whole = {
+        "a": np.arange(np.prod(shape), dtype=np.float32).reshape(shape),
+        "b": np.ones((*shape, 2)),
+    }
     if axis < 0:
         whole["b"] = np.arange(size)
     parts = strategy.scatter(whole, axis)
@@ -201,11 +222,18 @@ def test_parts_are_copies_and_arrays_may_be_on_the_device(strategy, place):
     strategy.run(clear, args=(parts,))
     assert np.array_equal(hs.asnumpy(whole), np.arange(7.0))
     variable = hs.Variable(np.arange(4.0))
-    assert np.array_equal(hs.asnumpy(strategy.gather(strategy.scatter(variable), 0)), np.arange(4.0))
+    assert np.array_equal(
+        hs.asnumpy(strategy.gather(strategy.scatter(variable), 0)), np.arange(4.0)
+    )
 
 
 UNSCATTERED = {
-    "an axis that is not there": (np.arange(3), 1, ValueError, r"axis 1 does not exist in an array of shape \(3,\)"),
+    "an axis that is not there": (
+        np.arange(3),
+        1,
+        ValueError,
+        r"axis 1 does not exist in an array of shape \(3,\)",
+    ),
     "a number": (np.float32(3), 0, ValueError, "axis 0"),
     "half an axis": (np.arange(3), 0.5, TypeError, "axis is 0.5; it must be an int"),
     "text": ("text", 0, TypeError, "array of numbers"),
@@ -216,7 +244,12 @@ UNSCATTERED = {
         ValueError,
         r"shapes \(20, 3\), \(5,\), whose sizes along",
     ),
-    "last sizes that differ": ([np.zeros((5, 3)), np.zeros(5)], -1, ValueError, r"sizes along axis -1 differ"),
+    "last sizes that differ": (
+        [np.zeros((5, 3)), np.zeros(5)],
+        -1,
+        ValueError,
+        r"sizes along axis -1 differ",
+    ),
 }
 
 
@@ -230,7 +263,11 @@ def test_what_cannot_be_scattered(strategy, case):
 
 @pytest.mark.mpi(min_size=2)
 def test_only_what_is_equal_on_all_ranks_is_scattered(strategy):
-    for other in (np.arange(6.0) + RANK, np.arange(6.0 + RANK), np.arange(6, dtype=f"f{4 + 4 * (RANK % 2)}")):
+    for other in (
+        np.arange(6.0) + RANK,
+        np.arange(6.0 + RANK),
+        np.arange(6, dtype=f"f{4 + 4 * (RANK % 2)}"),
+    ):
         with pytest.raises(hs.ReplicaMismatchError, match="scatter"):
             strategy.scatter(other)
     with pytest.raises(hs.ReplicaMismatchError, match="scatter"):

@@ -68,7 +68,10 @@ def local(value):
 @protocols
 def test_variables_begin_with_them_and_keep_their_dtype(strategy, protocol):
     with strategy.scope():
-        made = [hs.Variable(protocol(np.array([[1, 2], [3, 4]], dtype))) for dtype in ("f8", "f4", "i8", "u1")]
+        made = [
+            hs.Variable(protocol(np.array([[1, 2], [3, 4]], dtype)))
+            for dtype in ("f8", "f4", "i8", "u1")
+        ]
     assert [v.dtype.name for v in made] == ["float64", "float32", "int64", "uint8"]
     assert [v.numpy().tolist() for v in made] == [[[1, 2], [3, 4]]] * 4
 
@@ -96,11 +99,17 @@ def test_gradients(strategy, protocol, order):
         optimizer = hs.optimizers.SGD(1.0)
     gradient = np.asarray(np.arange(6).reshape(2, 3) + 10 * RANK, np.float32, order=order)
     for _ in range(3):
-        strategy.run(lambda: optimizer.apply_gradients([(protocol(gradient), v), (protocol(np.full(2, RANK)), w)]))
+        strategy.run(
+            lambda: optimizer.apply_gradients(
+                [(protocol(gradient), v), (protocol(np.full(2, RANK)), w)]
+            )
+        )
     tens = 10 * N * (N - 1) // 2
     assert (-v.numpy() / 3).tolist() == [[N * k + tens for k in range(a, a + 3)] for a in (0, 3)]
     assert w.numpy().tolist() == [1 - 3 * (N * (N - 1) // 2)] * 2
-    with pytest.raises(ValueError, match=r"apply_gradients: the gradient of 'Variable' has shape \(3, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"apply_gradients: the gradient of 'Variable' has shape \(3, 2\)"
+    ):
         strategy.run(lambda: optimizer.apply_gradients([(protocol(np.zeros((3, 2))), v)]))
     assert len(gradient) == 2 and gradient.flags.writeable
 
@@ -152,7 +161,9 @@ def test_sparse_gradients(strategy, protocol):
     with strategy.scope():
         table = hs.Variable(np.zeros((N + 1, 2)))
         optimizer = hs.optimizers.SGD(1.0)
-    slices = hs.IndexedSlices(protocol(np.array([[1.0, 2.0], [3.0, 4.0]])), protocol(np.array([RANK, N])))
+    slices = hs.IndexedSlices(
+        protocol(np.array([[1.0, 2.0], [3.0, 4.0]])), protocol(np.array([RANK, N]))
+    )
     strategy.run(lambda: optimizer.apply_gradients([(slices, table)]))
     assert (-table.numpy()).tolist() == [[1, 2]] * N + [[3 * N, 4 * N]]
 
@@ -178,7 +189,9 @@ def test_what_run_returns(strategy, protocol):
     assert local([strategy.reduce("MAX", values, axis=None)["x"]]) == [[N - 1, N]]
     assert float(strategy.reduce("SUM", values["x"], axis=0)) == N + N * (N - 1)
     assert local([strategy.gather(values["x"], 0)]) == [[k + r for r in range(N) for k in range(2)]]
-    if protocol is ByDlpack:  # which says that it is an array, and no table or image that becomes one
+    if (
+        protocol is ByDlpack
+    ):  # which says that it is an array, and no table or image that becomes one
         parts = [part["x"] for part in strategy.experimental_local_results(values)]
         assert all(type(part) is np.ndarray for part in parts)
         assert local(parts) == [[r, r + 1] for r in range(N)]
@@ -188,7 +201,10 @@ def test_what_run_returns(strategy, protocol):
 def test_plain_values(strategy, protocol):
     value = protocol(np.arange(4.0))
     assert float(strategy.reduce("MEAN", value, axis=0)) == 1.5
-    assert local([strategy.reduce("MEAN", value, axis=None), strategy.gather(value, 0)]) == [[0, 1, 2, 3]] * 2
+    assert (
+        local([strategy.reduce("MEAN", value, axis=None), strategy.gather(value, 0)])
+        == [[0, 1, 2, 3]] * 2
+    )
 
 
 @protocols
@@ -257,7 +273,10 @@ def test_what_has_no_values_is_a_type_error(strategy):
             (lambda: hs.data.Dataset.from_tensors(WithoutValues()), "Dataset: this"),
             (lambda: hs.asnumpy(WithoutValues()), "asnumpy: this"),
         ):
-            with pytest.raises(TypeError, match=rf"{text} .*WithoutValues does not become an array: no strided memory"):
+            with pytest.raises(
+                TypeError,
+                match=rf"{text} .*WithoutValues does not become an array: no strided memory",
+            ):
                 call()
     with pytest.raises(TypeError, match="SGD.apply_gradients: this .* Pass a dense array"):
         strategy.run(lambda: optimizer.apply_gradients([(WithoutValues(), v)]))
@@ -267,7 +286,9 @@ def test_what_has_no_values_is_a_type_error(strategy):
         lambda: strategy.gather(values, 0),
         lambda: strategy.experimental_local_results(values),
     ):
-        with pytest.raises(TypeError, match=r"Strategy\.\w+: this .*WithoutValues does not become an array"):
+        with pytest.raises(
+            TypeError, match=r"Strategy\.\w+: this .*WithoutValues does not become an array"
+        ):
             call()
     assert v.numpy().tolist() == [0, 0, 0]
 
@@ -278,7 +299,9 @@ def test_what_one_rank_cannot_convert_all_ranks_raise(strategy):
         v = hs.Variable(np.zeros(3))
         optimizer = hs.optimizers.SGD(1.0)
     gradient = WithoutValues() if RANK == N - 1 else np.ones(3)
-    with pytest.raises(TypeError, match="apply_gradients: this .*WithoutValues does not become an array"):
+    with pytest.raises(
+        TypeError, match="apply_gradients: this .*WithoutValues does not become an array"
+    ):
         strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
     hs.barrier()
 
@@ -287,7 +310,9 @@ def test_what_one_rank_cannot_convert_all_ranks_raise(strategy):
 
 
 @on_the_cpu
-@pytest.mark.parametrize("dtype", slow_but(["f4", "f2", "?"], ["f4", "f8", "f2", "i4", "u1", "c8", "?"]))
+@pytest.mark.parametrize(
+    "dtype", slow_but(["f4", "f2", "?"], ["f4", "f8", "f2", "i4", "u1", "c8", "?"])
+)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)], ids=str)
 def test_the_interface_of_a_variable_in_a_replica_is_its_memory(strategy, shape, dtype):
     expected = (np.arange(np.prod(shape, dtype=int)).reshape(shape) + 1).astype(dtype)
@@ -320,7 +345,9 @@ def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
     arrays = kept()
     gc.collect()
     with strategy.scope():
-        others = [hs.Variable(np.full(1000, -1.0)) for _ in range(4)]  # in the memory of what has died
+        others = [
+            hs.Variable(np.full(1000, -1.0)) for _ in range(4)
+        ]  # in the memory of what has died
     noise = [np.full(1000, -2.0) for _ in range(100)]
     assert [array.tolist() for array in arrays] == [list(range(1000))] * 3
     assert len(others) == 4 and len(noise) == 100
@@ -330,7 +357,9 @@ def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
 def test_across_replicas_a_variable_names_no_memory(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3.0))
-        with pytest.raises(AttributeError, match="on the CPU in a replica context only; call numpy"):
+        with pytest.raises(
+            AttributeError, match="on the CPU in a replica context only; call numpy"
+        ):
             v.__array_interface__  # noqa: B018
         array = np.asarray(v)
         array[:] = 9
@@ -356,12 +385,20 @@ def test_nobody_gets_write_access_through_dlpack(strategy, place):
         v = hs.Variable(np.arange(3.0, dtype=np.float32))
 
     def body():
-        for arguments in ({}, {"stream": None}, {"copy": True}, {"max_version": (1, 0)}, {"max_version": (0, 8)}):
+        for arguments in (
+            {},
+            {"stream": None},
+            {"copy": True},
+            {"max_version": (1, 0)},
+            {"max_version": (0, 8)},
+        ):
             taken = place.xp.from_dlpack(ByDlpackOf(v, arguments))
             taken = taken if place.kind == "GPU" or taken.flags.writeable else place.xp.array(taken)
             taken[:] = 9
         assert v.numpy().tolist() == [0, 1, 2]
-        with pytest.raises(BufferError, match=r"exported as a copy.* pass value\(\) in a replica context"):
+        with pytest.raises(
+            BufferError, match=r"exported as a copy.* pass value\(\) in a replica context"
+        ):
             v.__dlpack__(copy=False)
         with pytest.raises(BufferError, match=r"is on .*; call numpy\(\)"):
             v.__dlpack__(dl_device=(7, 0))
@@ -391,7 +428,12 @@ def test_results_are_plain_arrays(strategy):
         v = hs.Variable(np.arange(3.0))
     values = strategy.run(lambda: np.arange(3.0) + RANK)
     with strategy.scope():
-        results = [strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), v.numpy(), v.value()]
+        results = [
+            strategy.reduce("SUM", values, axis=None),
+            strategy.gather(values, 0),
+            v.numpy(),
+            v.value(),
+        ]
     results += [hs.asnumpy(v), *strategy.experimental_local_results(values)]
     for array in results:
         assert type(array) is np.ndarray
@@ -451,7 +493,9 @@ def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
         for _ in range(2):
             hs.torch.all_reduce_gradients("SUM", module)
             box.append((weight.grad * 1).tolist())
-        with pytest.raises(TypeError, match="the parameter weight is on .* move the module there or to the CPU"):
+        with pytest.raises(
+            TypeError, match="the parameter weight is on .* move the module there or to the CPU"
+        ):
             hs.torch.all_reduce_gradients("SUM", Module(elsewhere))
         assert cuda.Device().id == (gpu + 1) % count
 

@@ -30,11 +30,14 @@ def test_gradients_flow_through_losses(strategy):
 
     def loss(w):
         losses, weights = ((w * x) ** 2)[:, None], jax.numpy.array([1, 0, 2])
-        average = hs.losses.compute_average_loss(losses, sample_weight=weights, global_batch_size=10)
+        average = hs.losses.compute_average_loss(
+            losses, sample_weight=weights, global_batch_size=10
+        )
         return average + hs.losses.scale_regularization_loss(3 * w)
 
     total, gradient = (
-        strategy.reduce("SUM", v, axis=None) for v in strategy.run(lambda: jax.value_and_grad(loss)(2.0))
+        strategy.reduce("SUM", v, axis=None)
+        for v in strategy.run(lambda: jax.value_and_grad(loss)(2.0))
     )
     squares = sum((1 + rank) ** 2 + 2 * (3 + rank) ** 2 for rank in range(N))
     assert total == pytest.approx(4 * squares / 10 + 6)
@@ -64,11 +67,17 @@ def test_gradients_of_a_function_of_the_variables(strategy):
 
 def test_values_of_the_replicas(strategy):
     values = strategy.run(lambda: {"x": jax.numpy.arange(3.0) + RANK, "n": jax.numpy.int32(RANK)})
-    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [k + (N - 1) / 2 for k in range(3)]
-    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [k + r for r in range(N) for k in range(3)]
+    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [
+        k + (N - 1) / 2 for k in range(3)
+    ]
+    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [
+        k + r for r in range(N) for k in range(3)
+    ]
     parts = strategy.experimental_local_results(values)
     assert [type(part["x"]) for part in parts] == [np.ndarray] * N
-    assert [(part["x"].tolist(), int(part["n"])) for part in parts] == [([r, r + 1, r + 2], r) for r in range(N)]
+    assert [(part["x"].tolist(), int(part["n"])) for part in parts] == [
+        ([r, r + 1, r + 2], r) for r in range(N)
+    ]
 
 
 def test_datasets(strategy):
@@ -78,7 +87,9 @@ def test_datasets(strategy):
         hs.data.Dataset.range(6).map(lambda k: jax.numpy.array([float(k)])).batch(6),
         [x],
     ):
-        found = [strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(dataset)]
+        found = [
+            strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(dataset)
+        ]
         assert [hs.asnumpy(batch).tolist() for batch in found] == [x.tolist()]
 
 
@@ -86,7 +97,9 @@ def test_traced_arrays_are_type_errors(strategy):
     with strategy.scope():
         v = hs.Variable(np.zeros(3, np.float32))
         for trace in (jax.jit, jax.grad):
-            with pytest.raises(TypeError, match="Variable.assign of 'Variable': this .*Tracer .* jax.jit, jax.grad"):
+            with pytest.raises(
+                TypeError, match="Variable.assign of 'Variable': this .*Tracer .* jax.jit, jax.grad"
+            ):
                 trace(lambda x: v.assign(x) and x.sum())(jax.numpy.ones(3))
     assert not v.numpy().any()
 

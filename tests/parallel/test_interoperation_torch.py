@@ -11,7 +11,9 @@ import hpcstrat as hs
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
@@ -109,12 +111,14 @@ def test_tensors_without_values_are_type_errors(strategy, make):
         w = hs.Variable(np.zeros((3, 3), np.float32))
         optimizer = hs.optimizers.SGD(1.0)
         with pytest.raises(
-            TypeError, match=r"Variable.assign of 'Variable': this torch.Tensor does not become an array"
+            TypeError,
+            match=r"Variable.assign of 'Variable': this torch.Tensor does not become an array",
         ):
             w.assign(make())
     for gradient in (make(), make() if RANK == 0 else torch.ones(3, 3)):
         with pytest.raises(
-            TypeError, match=r"SGD.apply_gradients: this torch.Tensor .* Pass a dense array with values"
+            TypeError,
+            match=r"SGD.apply_gradients: this torch.Tensor .* Pass a dense array with values",
         ):
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, w)]))
     assert not w.numpy().any()
@@ -123,16 +127,26 @@ def test_tensors_without_values_are_type_errors(strategy, make):
 def test_traced_tensors_are_type_errors():
     for trace in (torch.func.grad, torch.func.vmap):
         with pytest.raises(TypeError, match="asnumpy: this .* outside functions that are traced"):
-            trace(lambda x: hs.asnumpy(x) and x.sum())(torch.ones(3, 2) if trace is torch.func.vmap else torch.ones(3))
+            trace(lambda x: hs.asnumpy(x) and x.sum())(
+                torch.ones(3, 2) if trace is torch.func.vmap else torch.ones(3)
+            )
 
 
 def test_values_of_the_replicas(strategy, place):
-    values = strategy.run(lambda: {"x": torch.arange(3.0) + RANK, "n": (torch.tensor(RANK, dtype=torch.int32),)})
-    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [k + (N - 1) / 2 for k in range(3)]
-    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [k + r for r in range(N) for k in range(3)]
+    values = strategy.run(
+        lambda: {"x": torch.arange(3.0) + RANK, "n": (torch.tensor(RANK, dtype=torch.int32),)}
+    )
+    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [
+        k + (N - 1) / 2 for k in range(3)
+    ]
+    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [
+        k + r for r in range(N) for k in range(3)
+    ]
     parts = strategy.experimental_local_results(values)
     assert [type(part["x"]) for part in parts] == [np.ndarray] * N
-    assert [(part["x"].tolist(), int(part["n"][0])) for part in parts] == [([r, r + 1, r + 2], r) for r in range(N)]
+    assert [(part["x"].tolist(), int(part["n"][0])) for part in parts] == [
+        ([r, r + 1, r + 2], r) for r in range(N)
+    ]
     for part in parts:
         part["x"][:] = 0
     seen = []
@@ -161,7 +175,12 @@ def test_what_is_without_a_copy(strategy):
     with strategy.scope():
         v = hs.Variable(np.arange(3, dtype=np.float32))
     values = strategy.run(lambda: torch.arange(3.0) + RANK)
-    for array in (strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), hs.asnumpy(v), v.numpy()):
+    for array in (
+        strategy.reduce("SUM", values, axis=None),
+        strategy.gather(values, 0),
+        hs.asnumpy(v),
+        v.numpy(),
+    ):
         for tensor in (torch.from_numpy(array), torch.from_dlpack(array), torch.as_tensor(array)):
             assert tensor.data_ptr() == array.ctypes.data
 
@@ -221,7 +240,9 @@ def test_gradients_flow_through_losses(strategy):
         w = torch.tensor(2.0, requires_grad=True)
         losses = (w * x)[:, None] ** 2
         weights = torch.tensor([1, 0, 2])
-        average = hs.losses.compute_average_loss(losses, sample_weight=weights, global_batch_size=10)
+        average = hs.losses.compute_average_loss(
+            losses, sample_weight=weights, global_batch_size=10
+        )
         (average + hs.losses.scale_regularization_loss(3 * w)).backward()
         assert average.dtype == torch.float32
         return average, w.grad
@@ -260,7 +281,9 @@ def test_a_loader_is_shared_out(strategy, form, shuffle):
     distributed = strategy.experimental_distribute_dataset(make())
     for expected_batches in (list(loader := make()), list(loader)):
         found = [hs.asnumpy(strategy.gather(batch, 0)) for batch in distributed]
-        assert [pairs(form, batch) for batch in found] == [pairs(form, batch) for batch in expected_batches]
+        assert [pairs(form, batch) for batch in found] == [
+            pairs(form, batch) for batch in expected_batches
+        ]
         everything = [pair for batch in found for pair in pairs(form, batch)]
         assert len(found) == 4 and sorted(everything) == [(i, i * i) for i in range(23)]
 
@@ -282,7 +305,8 @@ def test_a_loader_that_shuffles_for_itself_on_every_rank(strategy):
     for _ in range(2):
         iterator = iter(distributed)
         with pytest.raises(
-            hs.ReplicaMismatchError, match=r"different elements .* DataLoader must give the same .*seed\("
+            hs.ReplicaMismatchError,
+            match=r"different elements .* DataLoader must give the same .*seed\(",
         ):
             next(iterator)
         assert list(iterator) == []

@@ -26,7 +26,9 @@ CASES = {
     "Huber's": (losses.huber, LABELS),
     "Huber's of delta 3": (lambda labels, x: losses.huber(labels, x, delta=3.0), LABELS),
 }
-on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
+on_one_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True
+)
 
 
 def quotients(loss, labels, x, step=1e-5):
@@ -46,8 +48,12 @@ def test_gradient(xp, case):
     found, gradient = loss(xp.asarray(labels), xp.asarray(LOGITS))
     assert type(found) is type(gradient) is xp.ndarray
     assert gradient.shape == LOGITS.shape
-    assert found.shape == (LOGITS.shape[:-1] if loss is losses.softmax_cross_entropy else LOGITS.shape)
-    np.testing.assert_allclose(hs.asnumpy(gradient), quotients(loss, labels, LOGITS), rtol=1e-7, atol=1e-7)
+    assert found.shape == (
+        LOGITS.shape[:-1] if loss is losses.softmax_cross_entropy else LOGITS.shape
+    )
+    np.testing.assert_allclose(
+        hs.asnumpy(gradient), quotients(loss, labels, LOGITS), rtol=1e-7, atol=1e-7
+    )
 
 
 def test_values(xp):
@@ -56,11 +62,15 @@ def test_values(xp):
     np.testing.assert_allclose(hs.asnumpy(found), -(LABELS * np.log(p)).sum(axis=-1), rtol=1e-13)
     found, _ = losses.softmax_cross_entropy(CLASSES.tolist(), xp.asarray(LOGITS))
     np.testing.assert_allclose(
-        hs.asnumpy(found), -np.log(np.take_along_axis(p, CLASSES[..., None], -1)[..., 0]), rtol=1e-13
+        hs.asnumpy(found),
+        -np.log(np.take_along_axis(p, CLASSES[..., None], -1)[..., 0]),
+        rtol=1e-13,
     )
     p = 1 / (1 + np.exp(-LOGITS))
     found, _ = losses.sigmoid_cross_entropy(LABELS, xp.asarray(LOGITS))
-    np.testing.assert_allclose(hs.asnumpy(found), -LABELS * np.log(p) - (1 - LABELS) * np.log1p(-p), rtol=1e-12)
+    np.testing.assert_allclose(
+        hs.asnumpy(found), -LABELS * np.log(p) - (1 - LABELS) * np.log1p(-p), rtol=1e-12
+    )
     found, gradient = losses.huber(xp.zeros(5), xp.array([-3, -1, 0.5, 1, 2]))
     assert found.tolist() == [2.5, 0.5, 0.125, 0.5, 1.5]
     assert gradient.tolist() == [-1, -1, 0.5, 1, 1]
@@ -78,7 +88,9 @@ def test_dtypes(xp, case, dtype):
     assert [one.dtype for one in found] == [dtype, dtype]
     for one, exact in zip(found, loss(labels, x.astype(np.float64)), strict=True):
         epsilon = float(ml_dtypes.finfo(dtype).eps)
-        np.testing.assert_allclose(hs.asnumpy(one).astype(np.float64), exact, rtol=8 * epsilon, atol=20 * epsilon)
+        np.testing.assert_allclose(
+            hs.asnumpy(one).astype(np.float64), exact, rtol=8 * epsilon, atol=20 * epsilon
+        )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -143,11 +155,18 @@ def test_an_index_that_is_no_class(xp):
     for wrong in 2, -1:
         labels = xp.array([1, wrong, 0])
         if xp is np:
-            with pytest.raises(ValueError, match="softmax_cross_entropy: labels has class indices that are negative"):
+            with pytest.raises(
+                ValueError,
+                match="softmax_cross_entropy: labels has class indices that are negative",
+            ):
                 losses.softmax_cross_entropy(labels, x)
         else:
             for one in losses.softmax_cross_entropy(labels, x):
-                assert np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1).tolist() == [False, True, False]
+                assert np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1).tolist() == [
+                    False,
+                    True,
+                    False,
+                ]
 
 
 WEIGHTED = [
@@ -169,9 +188,13 @@ def test_weights_never_repeat_losses(strategy, xp, shape, weights):
     """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
     own = 2.0 ** np.arange(np.prod(shape, dtype=int)).reshape(shape)
     weight = 1.0 + np.arange(np.prod(weights, dtype=int)).reshape(weights)
-    of_each = np.broadcast_to(weight.reshape(weight.shape[: own.ndim] + (1,) * (own.ndim - weight.ndim)), shape)
+    of_each = np.broadcast_to(
+        weight.reshape(weight.shape[: own.ndim] + (1,) * (own.ndim - weight.ndim)), shape
+    )
     found = strategy.run(
-        lambda: losses.compute_average_loss(xp.asarray(own * (RANK + 1)), xp.asarray(weight), global_batch_size=4)
+        lambda: losses.compute_average_loss(
+            xp.asarray(own * (RANK + 1)), xp.asarray(weight), global_batch_size=4
+        )
     )
     assert float(strategy.reduce("SUM", found, None)) == (own * of_each).sum() * N * (N + 1) / 2 / 4
 
@@ -182,17 +205,35 @@ def test_weights_that_do_not_fit(strategy, xp, weights):
     def step():
         losses.compute_average_loss(xp.ones(3), xp.ones(weights))
 
-    with pytest.raises(ValueError, match=rf"compute_average_loss: sample_weight has shape \({weights[0]},.*\(3,\)"):
+    with pytest.raises(
+        ValueError, match=rf"compute_average_loss: sample_weight has shape \({weights[0]},.*\(3,\)"
+    ):
         strategy.run(step)
 
 
 @pytest.mark.parametrize(
     "call, kind, says",
     [
-        (lambda: losses.softmax_cross_entropy([0, 1], [[1, 2], [3, 4]]), TypeError, "logits is of dtype int64"),
-        (lambda: losses.softmax_cross_entropy([0.0], [[1.0, 2.0]]), TypeError, "class indices of dtype float64"),
-        (lambda: losses.softmax_cross_entropy([0, 1], [[1.0, 2.0]]), ValueError, r"labels has shape \(2,\) and logits"),
-        (lambda: losses.softmax_cross_entropy(0, 1.0), ValueError, r"logits has shape \(\); its last dimension"),
+        (
+            lambda: losses.softmax_cross_entropy([0, 1], [[1, 2], [3, 4]]),
+            TypeError,
+            "logits is of dtype int64",
+        ),
+        (
+            lambda: losses.softmax_cross_entropy([0.0], [[1.0, 2.0]]),
+            TypeError,
+            "class indices of dtype float64",
+        ),
+        (
+            lambda: losses.softmax_cross_entropy([0, 1], [[1.0, 2.0]]),
+            ValueError,
+            r"labels has shape \(2,\) and logits",
+        ),
+        (
+            lambda: losses.softmax_cross_entropy(0, 1.0),
+            ValueError,
+            r"logits has shape \(\); its last dimension",
+        ),
         (
             lambda: losses.softmax_cross_entropy(np.zeros(2, int), np.zeros((2, 0))),
             ValueError,
@@ -205,14 +246,26 @@ def test_weights_that_do_not_fit(strategy, xp, weights):
         ),
         (lambda: losses.squared_error(["x"], [1.0]), TypeError, "labels is of dtype"),
         (lambda: losses.squared_error([1j], [1.0]), TypeError, "labels is of dtype complex128"),
-        (lambda: losses.squared_error([1.0], [1j]), TypeError, "predictions is of dtype complex128"),
-        (lambda: losses.huber([1.0], [1.0], delta=0), ValueError, "huber: delta is 0; it must be positive"),
+        (
+            lambda: losses.squared_error([1.0], [1j]),
+            TypeError,
+            "predictions is of dtype complex128",
+        ),
+        (
+            lambda: losses.huber([1.0], [1.0], delta=0),
+            ValueError,
+            "huber: delta is 0; it must be positive",
+        ),
         (
             lambda: losses.huber([1.0], [1.0], delta="x"),  # pyright: ignore[reportArgumentType]
             TypeError,
             "huber: delta is 'x'; it must be a number",
         ),
-        (lambda: losses.huber([1.0], [1.0, 2.0]), ValueError, r"huber: labels has shape \(1,\) and predictions \(2,\)"),
+        (
+            lambda: losses.huber([1.0], [1.0, 2.0]),
+            ValueError,
+            r"huber: labels has shape \(1,\) and predictions \(2,\)",
+        ),
     ],
     ids=[
         "softmax_cross_entropy of int logits",
@@ -237,17 +290,26 @@ def test_what_is_refused(call, kind, says):
 @pytest.mark.parametrize(
     "call, says",
     [
-        (lambda: losses.compute_average_loss(["x"]), "compute_average_loss: per_example_loss is of dtype str"),
+        (
+            lambda: losses.compute_average_loss(["x"]),
+            "compute_average_loss: per_example_loss is of dtype str",
+        ),
         (
             lambda: losses.compute_average_loss(np.array([None])),
             "compute_average_loss: per_example_loss is of dtype ob",
         ),
-        (lambda: losses.compute_average_loss([1.0], ["2"]), "compute_average_loss: sample_weight is of dtype str"),
+        (
+            lambda: losses.compute_average_loss([1.0], ["2"]),
+            "compute_average_loss: sample_weight is of dtype str",
+        ),
         (
             lambda: losses.compute_average_loss([1.0], global_batch_size="8"),  # pyright: ignore[reportArgumentType]
             "compute_average_loss: global_batch_size is '8'; it must be a number",
         ),
-        (lambda: losses.scale_regularization_loss("x"), "scale_regularization_loss: regularization_loss is of dtype s"),
+        (
+            lambda: losses.scale_regularization_loss("x"),
+            "scale_regularization_loss: regularization_loss is of dtype s",
+        ),
     ],
     ids=["losses", "objects", "weights", "batch size", "regularization"],
 )

@@ -13,7 +13,9 @@ import hpcstrat as hs
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
+on_one_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True
+)
 
 
 def make(strategy, kind, *args):
@@ -24,11 +26,16 @@ def make(strategy, kind, *args):
 def batches(rank):
     """Three batches of a replica; replica 0's second one and replica 2's last one are empty."""
     sizes = [rank + 1, 3 if rank else 0, 0 if rank == 2 else 2]
-    return [np.random.default_rng([rank, step]).integers(-9, 10, (size, 2)) for step, size in enumerate(sizes)]
+    return [
+        np.random.default_rng([rank, step]).integers(-9, 10, (size, 2))
+        for step, size in enumerate(sizes)
+    ]
 
 
 def everything():
-    return np.concatenate([batch for rank in range(N) for batch in batches(rank)]).astype(np.float64)
+    return np.concatenate([batch for rank in range(N) for batch in batches(rank)]).astype(
+        np.float64
+    )
 
 
 def feed(strategy, metric, xp):
@@ -143,8 +150,15 @@ def test_squared_errors_of_any_dtype(strategy, xp, dtype):
     """In their own dtype 0 - 1 is 255 and 100 * 100 is 16 for 8 bits; 300 squared is inf for 16."""
     metric = make(strategy, hs.metrics.MeanSquaredError)
     largest = {np.float64: 1e3, np.float16: 300, np.uint8: 200, np.int8: 100, bool: 1}[dtype]
-    true, predicted = xp.array([0, largest, 0]).astype(dtype), xp.array([largest, 0, 0]).astype(dtype)
-    strategy.run(lambda: metric.update_state(true if RANK % 2 else predicted, predicted if RANK % 2 else true))
+    true, predicted = (
+        xp.array([0, largest, 0]).astype(dtype),
+        xp.array([largest, 0, 0]).astype(dtype),
+    )
+    strategy.run(
+        lambda: metric.update_state(
+            true if RANK % 2 else predicted, predicted if RANK % 2 else true
+        )
+    )
     assert metric.result() == 2 * largest**2 / 3
 
 
@@ -152,7 +166,10 @@ def test_squared_errors_of_any_dtype(strategy, xp, dtype):
 @pytest.mark.parametrize("kind", [hs.metrics.Accuracy, hs.metrics.MeanSquaredError])
 def test_shapes_that_differ(strategy, xp, kind):
     metric = make(strategy, kind)
-    with pytest.raises(ValueError, match=rf"{kind.__name__}.update_state: y_true has shape \(3,\) and y_pred \(3, 1\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{kind.__name__}.update_state: y_true has shape \(3,\) and y_pred \(3, 1\)",
+    ):
         strategy.run(lambda: metric.update_state(xp.ones(3), xp.ones((3, 1))))
     assert metric.result() == 0
 
@@ -160,7 +177,10 @@ def test_shapes_that_differ(strategy, xp, kind):
 @pytest.mark.mpi(min_size=2)  # with one replica the script's own level counts for it
 def test_the_scripts_own_level_does_not_count(strategy):
     mean = make(strategy, hs.metrics.Mean)
-    with strategy.scope(), pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"):
+    with (
+        strategy.scope(),
+        pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"),
+    ):
         mean.update_state(3.0)
     assert mean.result() == 0
 
@@ -168,13 +188,18 @@ def test_the_scripts_own_level_does_not_count(strategy):
 @pytest.mark.mpi(min_size=2)  # with one replica all is one process's own
 def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
     mean = hs.metrics.Mean("loss")
-    with pytest.raises(RuntimeError, match="'loss': the variable was made outside of this strategy's scope"):
+    with pytest.raises(
+        RuntimeError, match="'loss': the variable was made outside of this strategy's scope"
+    ):
         strategy.run(lambda: mean.update_state(1.0))
 
 
 def test_the_dtype_is_that_of_the_result(strategy, xp):
     with strategy.scope():
-        mean, matrix = hs.metrics.Mean(dtype=np.float32), hs.metrics.ConfusionMatrix(2, dtype=np.int64)
+        mean, matrix = (
+            hs.metrics.Mean(dtype=np.float32),
+            hs.metrics.ConfusionMatrix(2, dtype=np.int64),
+        )
 
     def step():
         mean.update_state(xp.asarray(RANK + 0.1))
@@ -190,8 +215,13 @@ def test_the_dtype_is_that_of_the_result(strategy, xp):
 def test_a_call_updates_and_returns_the_result(strategy, xp):
     mean = make(strategy, hs.metrics.Mean)
     for step in range(3):
-        found = strategy.run(lambda step=step: mean(xp.full(RANK + 1, step + 1.0), sample_weight=xp.array(2.0)))
-        assert all(one == mean.result() == (step + 2) / 2 for one in strategy.experimental_local_results(found))
+        found = strategy.run(
+            lambda step=step: mean(xp.full(RANK + 1, step + 1.0), sample_weight=xp.array(2.0))
+        )
+        assert all(
+            one == mean.result() == (step + 2) / 2
+            for one in strategy.experimental_local_results(found)
+        )
 
 
 @on_one_strategy
@@ -204,7 +234,11 @@ def test_a_function_makes_a_metric(strategy, xp):
     with strategy.scope():
         cubed = hs.metrics.MeanMetricWrapper(error, "cubed", power=3)
     assert cubed.name == "cubed"
-    strategy.run(lambda: cubed.update_state(xp.array([1.0, 2.0]), xp.array([RANK + 1.0, 2.0]), xp.array([3.0, 1.0])))
+    strategy.run(
+        lambda: cubed.update_state(
+            xp.array([1.0, 2.0]), xp.array([RANK + 1.0, 2.0]), xp.array([3.0, 1.0])
+        )
+    )
     assert cubed.result() == sum(3 * rank**3 for rank in range(N)) / (4 * N)
 
 
@@ -225,7 +259,9 @@ def test_totals_are_merged(strategy, xp, in_replica):
         first.merge_state(iter([second, third]))
         assert strategy._group.communicator.number == before  # it never communicates
     ranks = np.arange(N)
-    assert first.result() == pytest.approx((ranks + 1 + 2 * ranks).sum() / (2 + ranks).sum(), rel=1e-15)
+    assert first.result() == pytest.approx(
+        (ranks + 1 + 2 * ranks).sum() / (2 + ranks).sum(), rel=1e-15
+    )
     assert third.result() == 0
 
 
@@ -233,10 +269,14 @@ def test_totals_are_merged(strategy, xp, in_replica):
 def test_only_metrics_of_the_same_kind_are_merged(strategy):
     mean, other = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Mean)
     strategy.run(lambda: other.update_state(1.0))
-    with pytest.raises(TypeError, match=r"Mean.merge_state: Sum\(name='sum'\) is a Sum; pass metrics of"):
+    with pytest.raises(
+        TypeError, match=r"Mean.merge_state: Sum\(name='sum'\) is a Sum; pass metrics of"
+    ):
         mean.merge_state([other, make(strategy, hs.metrics.Sum)])
     auc = make(strategy, hs.metrics.AUC)
-    with pytest.raises(ValueError, match=r"AUC.merge_state: AUC\(name='auc'\) differs in its options"):
+    with pytest.raises(
+        ValueError, match=r"AUC.merge_state: AUC\(name='auc'\) differs in its options"
+    ):
         auc.merge_state([make(strategy, hs.metrics.AUC, 20)])
     if N > 1:
         with pytest.raises(ValueError, match="Mean.merge_state: .* or its strategy"):
@@ -252,12 +292,18 @@ def test_the_average_loss_of_the_global_batch(strategy, xp):
     """Uneven parts with the global batch size told: their sum is the mean of all."""
     losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
     size = sum(map(len, losses))
-    found = strategy.run(lambda: hs.losses.compute_average_loss(xp.asarray(losses[RANK]), global_batch_size=size))
+    found = strategy.run(
+        lambda: hs.losses.compute_average_loss(xp.asarray(losses[RANK]), global_batch_size=size)
+    )
     total = strategy.reduce("SUM", found, None)
     assert total.dtype == np.float32
     assert float(total) == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
-    found = strategy.run(lambda: hs.losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1])))
-    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
+    found = strategy.run(
+        lambda: hs.losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1]))
+    )
+    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(
+        2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15
+    )
     found = strategy.run(lambda: hs.losses.scale_regularization_loss(xp.array([1.0, 5.0])))
     assert float(strategy.reduce("SUM", found, None)) == pytest.approx(6, rel=1e-15)
 
@@ -273,15 +319,31 @@ def test_the_repr_is_the_name(strategy):
 @pytest.mark.parametrize(
     "kind, args, says",
     [
-        (hs.metrics.Mean, ("x",), "Mean.update_state: values is 'x'; it must be an array of numbers"),
+        (
+            hs.metrics.Mean,
+            ("x",),
+            "Mean.update_state: values is 'x'; it must be an array of numbers",
+        ),
         (hs.metrics.Sum, ([1.0], ["x"]), "Sum.update_state: sample_weight is"),
-        (hs.metrics.MeanSquaredError, ([1.0], [None, "x"]), "MeanSquaredError.update_state: y_pred is"),
-        (hs.metrics.Mean, (None,), "Mean.update_state: values is None; it must be an array of numbers"),
+        (
+            hs.metrics.MeanSquaredError,
+            ([1.0], [None, "x"]),
+            "MeanSquaredError.update_state: y_pred is",
+        ),
+        (
+            hs.metrics.Mean,
+            (None,),
+            "Mean.update_state: values is None; it must be an array of numbers",
+        ),
         (hs.metrics.Mean, ([1.0, None],), r"Mean.update_state: values is \[1.0, None\]"),
         (hs.metrics.Mean, (["1.5"],), r"Mean.update_state: values is \['1.5'\]"),
         (hs.metrics.Sum, ([1.0], [None]), r"Sum.update_state: sample_weight is \[None\]"),
         (hs.metrics.Accuracy, (None, [1]), "Accuracy.update_state: y_true is None"),
-        (hs.metrics.SparseCategoricalAccuracy, ([1], None), "Accuracy.update_state: y_pred is None"),
+        (
+            hs.metrics.SparseCategoricalAccuracy,
+            ([1], None),
+            "Accuracy.update_state: y_pred is None",
+        ),
         (hs.metrics.AUC, ([1], None), "AUC.update_state: y_pred is None"),
         (lambda: hs.metrics.MeanIoU(2), (None, None), "MeanIoU.update_state: y_true is None"),
         (
@@ -291,8 +353,22 @@ def test_the_repr_is_the_name(strategy):
         ),
     ],
     ids=[
-        *("values", "weights", "predictions", "None", "None among values", "digits", "None as weight"),
-        *("None for labels", "None for scores", "None for chances", "None for classes", "a function without result"),
+        *(
+            "values",
+            "weights",
+            "predictions",
+            "None",
+            "None among values",
+            "digits",
+            "None as weight",
+        ),
+        *(
+            "None for labels",
+            "None for scores",
+            "None for chances",
+            "None for classes",
+            "a function without result",
+        ),
     ],
 )
 def test_what_is_no_number_is_refused_by_the_name_of_the_call(strategy, kind, args, says):

@@ -18,7 +18,9 @@ N = COMM.size
 RANK = COMM.rank
 CLASSES = 4
 THRESHOLDS = [0.75, 0.25]
-on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True)
+on_one_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True
+)
 
 
 def data(rank, step):
@@ -29,7 +31,8 @@ def data(rank, step):
     return {
         "scores": scores,
         "classes": random.integers(0, CLASSES, size),
-        "chances": random.integers(0, 9, size) / 8,  # exact in each dtype, and some are at thresholds
+        "chances": random.integers(0, 9, size)
+        / 8,  # exact in each dtype, and some are at thresholds
         "labels": random.integers(0, 2, size),
         "weights": random.integers(0, 4, size) / 4,  # so that sums are exact in any order
     }
@@ -131,7 +134,11 @@ CASES = {
         one_hot,
         mean(lambda label, scores: first(label) == first(scores)),
     ),
-    "SparseTopK": (lambda: metrics.SparseTopKCategoricalAccuracy(2), of_classes, mean(is_in_top(2))),
+    "SparseTopK": (
+        lambda: metrics.SparseTopKCategoricalAccuracy(2),
+        of_classes,
+        mean(is_in_top(2)),
+    ),
     "TopK": (
         lambda: metrics.TopKCategoricalAccuracy(3),
         one_hot,
@@ -164,7 +171,14 @@ CASES = {
     "AUC": (lambda: metrics.AUC(thresholds=THRESHOLDS), of_chances, area),
 }
 # The conformance kit compares all of them, in float32, with TensorFlow's.
-KINDS = ["SparseTopK", "CategoricalAccuracy", "RootMeanSquaredError", "MeanIoU but for a class", "Recall", "AUC"]
+KINDS = [
+    "SparseTopK",
+    "CategoricalAccuracy",
+    "RootMeanSquaredError",
+    "MeanIoU but for a class",
+    "Recall",
+    "AUC",
+]
 """One of each way to compute."""
 
 
@@ -174,12 +188,16 @@ def rows_of(pair, is_weighted):
         for step in range(3):
             given = data(rank, step)
             yield from zip(
-                *pair(given), given["weights"] if is_weighted else np.ones(len(given["weights"])), strict=True
+                *pair(given),
+                given["weights"] if is_weighted else np.ones(len(given["weights"])),
+                strict=True,
             )
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("is_weighted", slow_but([True], [False, True]), ids=["unweighted", "weighted"])
+@pytest.mark.parametrize(
+    "is_weighted", slow_but([True], [False, True]), ids=["unweighted", "weighted"]
+)
 @pytest.mark.parametrize("case", slow_but(KINDS, CASES))
 def test_metric(strategy, xp, case, is_weighted):
     make, pair, expected = CASES[case]
@@ -188,7 +206,9 @@ def test_metric(strategy, xp, case, is_weighted):
     for step in range(3):
         given = data(RANK, step)
         arrays = [xp.asarray(one) for one in (*pair(given), given["weights"])]
-        strategy.run(lambda arrays=arrays: metric.update_state(*(arrays if is_weighted else arrays[:2])))
+        strategy.run(
+            lambda arrays=arrays: metric.update_state(*(arrays if is_weighted else arrays[:2]))
+        )
     want = expected([*rows_of(pair, is_weighted)])
     for _ in range(2):
         np.testing.assert_allclose(metric.result(), want, rtol=1e-12, atol=1e-15)
@@ -220,7 +240,9 @@ def test_values_of_the_host_and_of_the_device_add_up(strategy, xp, case):
 
 @on_one_strategy
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("case", slow_but([*KINDS, "SparseCategoricalAccuracy", "MeanAbsoluteError"], CASES))
+@pytest.mark.parametrize(
+    "case", slow_but([*KINDS, "SparseCategoricalAccuracy", "MeanAbsoluteError"], CASES)
+)
 def test_dtypes(strategy, xp, case, dtype):
     make, pair, expected = CASES[case]
     with strategy.scope():
@@ -255,16 +277,35 @@ def test_logits(strategy, xp):
         of_chances.update_state(xp.asarray(labels), xp.asarray(1 / (1 + np.exp(-logits))))
 
     strategy.run(step)
-    assert of_logits.result() == pytest.approx(of_chances.result(), rel=1e-12) == pytest.approx(8 / 9, rel=1e-2)
+    assert (
+        of_logits.result()
+        == pytest.approx(of_chances.result(), rel=1e-12)
+        == pytest.approx(8 / 9, rel=1e-2)
+    )
 
 
 @on_one_strategy
 @pytest.mark.parametrize(
     "make, true, predicted, says",
     [
-        (lambda: metrics.ConfusionMatrix(3), [0, 3], [0, 1], "labels or predictions are not below num_classes"),
-        (lambda: metrics.MeanIoU(3), [0, 1], [0, -1], "labels or predictions are not below num_classes"),
-        (lambda: metrics.ConfusionMatrix(3), [0, 1], [0.0, 0.7], "labels .*; pass class indices, of probabilities"),
+        (
+            lambda: metrics.ConfusionMatrix(3),
+            [0, 3],
+            [0, 1],
+            "labels or predictions are not below num_classes",
+        ),
+        (
+            lambda: metrics.MeanIoU(3),
+            [0, 1],
+            [0, -1],
+            "labels or predictions are not below num_classes",
+        ),
+        (
+            lambda: metrics.ConfusionMatrix(3),
+            [0, 1],
+            [0.0, 0.7],
+            "labels .*; pass class indices, of probabilities",
+        ),
         (lambda: metrics.MeanIoU(3), [0.0, 1.5], [0, 1], "labels or predictions .* have fractions"),
         (lambda: metrics.MeanIoU(3), [0, 1], [0.0, math.nan], "labels or predictions"),
         (lambda: metrics.MeanIoU(3, ignore_class=2), [0, 2.5], [0, 1], "labels or predictions"),
@@ -272,7 +313,13 @@ def test_logits(strategy, xp):
         (lambda: metrics.AUC(), [0, 1], [0.5, math.nan], "predictions are not between 0 and 1"),
     ],
     ids=[
-        *("label", "prediction", "probability for a class", "label with a fraction", "nan for a class"),
+        *(
+            "label",
+            "prediction",
+            "probability for a class",
+            "label with a fraction",
+            "nan for a class",
+        ),
         *("ignored class with a fraction", "logits", "nan"),
     ],
 )
@@ -306,14 +353,18 @@ def test_a_label_that_is_ignored_need_not_be_a_class(strategy, xp):
 def test_classes_of_any_dtype_count_if_they_are_whole(strategy, xp, dtype):
     with strategy.scope():
         metric = metrics.ConfusionMatrix(2)
-    strategy.run(lambda: metric.update_state(xp.array([0, 1, 1], dtype), xp.array([1, 0, 1], dtype)))
+    strategy.run(
+        lambda: metric.update_state(xp.array([0, 1, 1], dtype), xp.array([1, 0, 1], dtype))
+    )
     assert metric.result().tolist() == [[0, N], [N, N]]
 
 
 def test_an_ignored_class_of_weight(strategy, xp):
     with strategy.scope():
         metric = metrics.ConfusionMatrix(2, ignore_class=0)
-    strategy.run(lambda: metric.update_state(xp.array([0, 1]), xp.array([1, 0]), xp.array([0.5, 2.0])))
+    strategy.run(
+        lambda: metric.update_state(xp.array([0, 1]), xp.array([1, 0]), xp.array([0.5, 2.0]))
+    )
     assert metric.result().tolist() == [[0, 0], [2 * N, 0]]
 
 
@@ -321,13 +372,41 @@ def test_an_ignored_class_of_weight(strategy, xp):
 @pytest.mark.parametrize(
     "make, arguments, says",
     [
-        (metrics.SparseCategoricalAccuracy, ([0, 1], [[1.0, 2.0]]), r"y_true has shape \(2,\) and y_pred \(1, 2\)"),
-        (metrics.SparseCategoricalAccuracy, ([0, 1], [1.0, 2.0]), "y_pred must have one more dimension"),
-        (metrics.CategoricalAccuracy, ([0, 1], [[1.0, 2.0]]), r"y_true has shape \(2,\) and y_pred \(1, 2\)"),
-        (metrics.CategoricalAccuracy, (np.ones((2, 0)), np.ones((2, 0))), "its last dimension must be that of classes"),
-        (metrics.Precision, ([0, 1], [[1.0]]), r"y_true has shape \(2,\) and y_pred \(1, 1\); they must be equal"),
-        (metrics.Precision, ([0, 1], [0.0, 1.0], [1.0, 1.0, 1.0]), r"sample_weight has shape \(3,\) and the values"),
-        (metrics.MeanAbsoluteError, ([0, 1], [0.0, 1.0], np.ones((2, 2))), "sample_weight has shape"),
+        (
+            metrics.SparseCategoricalAccuracy,
+            ([0, 1], [[1.0, 2.0]]),
+            r"y_true has shape \(2,\) and y_pred \(1, 2\)",
+        ),
+        (
+            metrics.SparseCategoricalAccuracy,
+            ([0, 1], [1.0, 2.0]),
+            "y_pred must have one more dimension",
+        ),
+        (
+            metrics.CategoricalAccuracy,
+            ([0, 1], [[1.0, 2.0]]),
+            r"y_true has shape \(2,\) and y_pred \(1, 2\)",
+        ),
+        (
+            metrics.CategoricalAccuracy,
+            (np.ones((2, 0)), np.ones((2, 0))),
+            "its last dimension must be that of classes",
+        ),
+        (
+            metrics.Precision,
+            ([0, 1], [[1.0]]),
+            r"y_true has shape \(2,\) and y_pred \(1, 1\); they must be equal",
+        ),
+        (
+            metrics.Precision,
+            ([0, 1], [0.0, 1.0], [1.0, 1.0, 1.0]),
+            r"sample_weight has shape \(3,\) and the values",
+        ),
+        (
+            metrics.MeanAbsoluteError,
+            ([0, 1], [0.0, 1.0], np.ones((2, 2))),
+            "sample_weight has shape",
+        ),
     ],
     ids=[
         "fewer class indices",
@@ -350,14 +429,23 @@ def test_shapes_that_do_not_fit(strategy, xp, make, arguments, says):
 @pytest.mark.parametrize(
     "make, says",
     [
-        (lambda: metrics.Precision(1.5), "Precision: thresholds is 1.5; it must be a number between 0 and 1"),
+        (
+            lambda: metrics.Precision(1.5),
+            "Precision: thresholds is 1.5; it must be a number between 0 and 1",
+        ),
         (lambda: metrics.Recall([]), r"Recall: thresholds is \[\]"),
         (lambda: metrics.AUC(1), "AUC: num_thresholds is 1; it must be at least 2"),
         (lambda: metrics.AUC(thresholds=[0.5, 2]), "AUC: thresholds is"),
         (lambda: metrics.AUC(curve="roc"), "AUC: curve is 'roc'; it must be 'ROC' or 'PR'"),  # type: ignore[arg-type]
-        (lambda: metrics.AUC(summation_method="x"), "AUC: summation_method is 'x'; it must be one of"),  # type: ignore
+        (
+            lambda: metrics.AUC(summation_method="x"),  # type: ignore[arg-type]
+            "AUC: summation_method is 'x'; it must be one of",
+        ),
         (lambda: metrics.MeanIoU(0), "MeanIoU: num_classes is 0; it must be at least 1"),
-        (lambda: metrics.TopKCategoricalAccuracy(0), "TopKCategoricalAccuracy: k is 0; it must be at least 1"),
+        (
+            lambda: metrics.TopKCategoricalAccuracy(0),
+            "TopKCategoricalAccuracy: k is 0; it must be at least 1",
+        ),
     ],
     ids=[
         "Precision(1.5)",

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 
 # Whichever communicator a strategy has, its ranks compare their calls by the same lines.
-@pytest.fixture(scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]])
+@pytest.fixture(
+    scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]]
+)
 def env(request, place):
     with place.make(request.param) as strategy, place.make(request.param) as other:
         yield Env(place, strategy, other)
@@ -38,7 +40,10 @@ def made(e, value):
 
 
 DIFFERENT = {
-    "reduce: shapes": (lambda e, odd: e.s.reduce("SUM", e.each(FIVE if odd else ONES), None), ("(3,)", "(5,)")),
+    "reduce: shapes": (
+        lambda e, odd: e.s.reduce("SUM", e.each(FIVE if odd else ONES), None),
+        ("(3,)", "(5,)"),
+    ),
     "reduce: dtypes": (
         lambda e, odd: e.s.reduce("SUM", e.each(np.ones(3) if odd else ONES), None),
         ("float64", "float32"),
@@ -47,8 +52,14 @@ DIFFERENT = {
         lambda e, odd: e.s.reduce("MAX" if odd else "SUM", e.each(ONES), None),
         ("Strategy.reduce(SUM", "Strategy.reduce(MAX"),
     ),
-    "reduce: dimensions": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3 + odd))), 0), ("(3,)", "(4,)")),
-    "reduce: axes": (lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3))), int(odd)), ("Strategy.reduce",)),
+    "reduce: dimensions": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3 + odd))), 0),
+        ("(3,)", "(4,)"),
+    ),
+    "reduce: axes": (
+        lambda e, odd: e.s.reduce("SUM", e.each(np.ones((2, 3))), int(odd)),
+        ("Strategy.reduce",),
+    ),
     "reduce: axes of a square": (
         lambda e, odd: e.s.reduce("SUM", e.each(np.ones((3, 3))), int(odd)),
         ("axis=0", "axis=1"),
@@ -61,13 +72,22 @@ DIFFERENT = {
         lambda e, odd: e.s.reduce("SUM", e.each({"a": 1, "c" if odd else "b": 2}), None),
         ("'b': *", "'c': *"),
     ),
-    "reduce: None": (lambda e, odd: e.s.reduce("SUM", e.each([1, None] if odd else [None, 1]), None), ("[0]", "[1]")),
+    "reduce: None": (
+        lambda e, odd: e.s.reduce("SUM", e.each([1, None] if odd else [None, 1]), None),
+        ("[0]", "[1]"),
+    ),
     "reduce: plain or not": (
         lambda e, odd: e.s.reduce("MEAN", [1, e.each(1)] if odd else [e.each(1), 1], None),
         ("[0]", "[1]"),
     ),
-    "gather: keys": (lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0), ("'a': *", "'b': *")),
-    "reduce: no leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * odd), None), ("[]", "[*]")),
+    "gather: keys": (
+        lambda e, odd: e.s.gather(e.each({"b" if odd else "a": ONES}), 0),
+        ("'a': *", "'b': *"),
+    ),
+    "reduce: no leaves": (
+        lambda e, odd: e.s.reduce("SUM", e.each([ONES] * odd), None),
+        ("[]", "[*]"),
+    ),
     "reduce: None or not": (
         lambda e, odd: e.s.reduce("SUM", e.each(ONES if odd else None), None),
         ("not distributed",),
@@ -85,13 +105,24 @@ DIFFERENT = {
         lambda e, odd: e.s.experimental_local_results(e.each([ONES] * (1 + odd))),
         ("[*]", "[*, *]"),
     ),
-    "reduce: leaves": (lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None), ("Strategy.reduce",)),
+    "reduce: leaves": (
+        lambda e, odd: e.s.reduce("SUM", e.each([ONES] * (1 + odd)), None),
+        ("Strategy.reduce",),
+    ),
     "reduce or gather": (
-        lambda e, odd: e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None),
+        lambda e, odd: (
+            e.s.gather(e.each(ONES), 0) if odd else e.s.reduce("SUM", e.each(ONES), None)
+        ),
         ("gather",),
     ),
-    "gather: axes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 2))), int(odd)), ("Strategy.gather",)),
-    "gather: shapes": (lambda e, odd: e.s.gather(e.each(np.ones((2, 3 + odd))), 0), ("(2, 3)", "(2, 4)")),
+    "gather: axes": (
+        lambda e, odd: e.s.gather(e.each(np.ones((2, 2))), int(odd)),
+        ("Strategy.gather",),
+    ),
+    "gather: shapes": (
+        lambda e, odd: e.s.gather(e.each(np.ones((2, 3 + odd))), 0),
+        ("(2, 3)", "(2, 4)"),
+    ),
     "variables: shapes": (lambda e, odd: made(e, np.ones(3 + odd)), ("(3,)", "(4,)")),
     "variables: dtypes": (
         lambda e, odd: made(e, np.ones(3, np.float32 if odd else np.float64)),
@@ -101,16 +132,28 @@ DIFFERENT = {
         lambda e, odd: (e.v.assign_add if odd else e.v.assign)(e.here(ONES)),
         ("Variable.assign_add of 'v'",),
     ),
-    "assign: variables": (lambda e, odd: (e.none if odd else e.v).assign(e.here(ONES)), ("'none'",)),
-    "reduce or close": (lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(), ("barrier",)),
-    "any_rank or barrier": (lambda e, odd: hs.any_rank(False) if odd else hs.barrier(), ("any_rank",)),
+    "assign: variables": (
+        lambda e, odd: (e.none if odd else e.v).assign(e.here(ONES)),
+        ("'none'",),
+    ),
+    "reduce or close": (
+        lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(),
+        ("barrier",),
+    ),
+    "any_rank or barrier": (
+        lambda e, odd: hs.any_rank(False) if odd else hs.barrier(),
+        ("any_rank",),
+    ),
     "strategies": (
         lambda e, odd: e.place.make(hs.MirroredStrategy if odd else hs.CentralStorageStrategy),
         ("MirroredStrategy",),
     ),
 }
 DIFFERENT_INSIDE = {
-    "all_reduce: shapes": (lambda e, odd: context().all_reduce("SUM", e.here(FIVE if odd else ONES)), ("(3,)", "(5,)")),
+    "all_reduce: shapes": (
+        lambda e, odd: context().all_reduce("SUM", e.here(FIVE if odd else ONES)),
+        ("(3,)", "(5,)"),
+    ),
     "all_reduce: operations": (
         lambda e, odd: context().all_reduce("MIN" if odd else "SUM", e.here(ONES)),
         ("ReplicaContext.all_reduce(SUM", "ReplicaContext.all_reduce(MIN"),
@@ -119,7 +162,10 @@ DIFFERENT_INSIDE = {
         lambda e, odd: context().all_reduce("SUM", e.here([None if odd else ONES, ONES])),
         ("ReplicaContext.all_reduce",),
     ),
-    "all_reduce: keys": (lambda e, odd: context().all_reduce("SUM", {"b" if odd else "a": 1}), ("'a': *", "'b': *")),
+    "all_reduce: keys": (
+        lambda e, odd: context().all_reduce("SUM", {"b" if odd else "a": 1}),
+        ("'a': *", "'b': *"),
+    ),
     "all_reduce: the other None": (
         lambda e, odd: context().all_reduce("SUM", [1, None] if odd else [None, 1]),
         ("[0]", "[1]"),
@@ -129,19 +175,29 @@ DIFFERENT_INSIDE = {
         ("'a': *", "'b': *"),
     ),
     "all_reduce or all_gather": (
-        lambda e, odd: context().all_gather(e.here(ONES), 0) if odd else context().all_reduce("SUM", e.here(ONES)),
+        lambda e, odd: (
+            context().all_gather(e.here(ONES), 0)
+            if odd
+            else context().all_reduce("SUM", e.here(ONES))
+        ),
         ("all_gather",),
     ),
     "all_reduce or merge_call": (
-        lambda e, odd: context().merge_call(lambda s: 0) if odd else context().all_reduce("SUM", e.here(ONES)),
+        lambda e, odd: (
+            context().merge_call(lambda s: 0) if odd else context().all_reduce("SUM", e.here(ONES))
+        ),
         ("merge_call",),
     ),
     "assign: variables": (
-        lambda e, odd: e.large.assign(e.here(np.ones((300, 100)))) if odd else e.v.assign(e.here(ONES)),
+        lambda e, odd: (
+            e.large.assign(e.here(np.ones((300, 100)))) if odd else e.v.assign(e.here(ONES))
+        ),
         ("'large'",),
     ),
     "assign or all_reduce": (
-        lambda e, odd: e.v.assign(e.here(ONES)) if odd else context().all_reduce("SUM", e.here(ONES)),
+        lambda e, odd: (
+            e.v.assign(e.here(ONES)) if odd else context().all_reduce("SUM", e.here(ONES))
+        ),
         ("Variable.assign",),
     ),
 }
@@ -183,12 +239,20 @@ PLACES = {
 def test_arrays_on_the_gpu_of_some_ranks_only(env, place, name):
     here = place.xp.asarray(ONES)
     for even, odd in [([here], [ONES]), ([here, ONES], [ONES, here]), ([here, here], [here, ONES])]:
-        check_different(lambda env, is_odd, both=(even, odd): PLACES[name](env, both[is_odd]), env, ("on the GPU [0",))
+        check_different(
+            lambda env, is_odd, both=(even, odd): PLACES[name](env, both[is_odd]),
+            env,
+            ("on the GPU [0",),
+        )
 
 
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_devices_that_differ(env, place):
-    check_different(lambda env, odd: type(env.s)(["CPU:0"] * N if odd else place.devices), env, (place.devices[0],))
+    check_different(
+        lambda env, odd: type(env.s)(["CPU:0"] * N if odd else place.devices),
+        env,
+        (place.devices[0],),
+    )
 
 
 def applied(e, rate, value=ONES):
@@ -199,7 +263,8 @@ def applied(e, rate, value=ONES):
 def test_a_search_over_learning_rates_is_shown_the_way(env):
     """Where numbers alone differ. With other differences it would be misleading."""
     with pytest.raises(
-        hs.ReplicaMismatchError, match="learning_rate=0.5(.|\n)*To train a model on each rank, .* make"
+        hs.ReplicaMismatchError,
+        match="learning_rate=0.5(.|\n)*To train a model on each rank, .* make",
     ) as one:
         applied(env, 0.5 + RANK)
     assert "apply_gradients" in str(one.value)

@@ -42,7 +42,11 @@ class Case:
     def __repr__(self):
         source = pathlib.Path(__file__).read_text()
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Call) and node.lineno == self._line and ast.unparse(node.func) == "Case":
+            if (
+                isinstance(node, ast.Call)
+                and node.lineno == self._line
+                and ast.unparse(node.func) == "Case"
+            ):
                 return ast.unparse(node)
         return f"Case at line {self._line}"
 
@@ -99,26 +103,47 @@ ONE_EACH = "one value a replica; reduce it first"
 
 ACROSS = {
     # strategies
-    "devices: too many": Case(central([HERE] * (N + 1)), ValueError, f"{N + 1} compute devices .*`mpirun -n {N + 1}`"),
-    "devices: none": Case(mirrored([]), ValueError, "MirroredStrategy: 0 compute devices were named"),
+    "devices: too many": Case(
+        central([HERE] * (N + 1)), ValueError, f"{N + 1} compute devices .*`mpirun -n {N + 1}`"
+    ),
+    "devices: none": Case(
+        mirrored([]), ValueError, "MirroredStrategy: 0 compute devices were named"
+    ),
     "devices: one string": Case(
         central(HERE), TypeError, r"compute_devices is the string 'CPU:0'; pass a list", central()
     ),
-    "devices: mirrored, one string": Case(mirrored(HERE), TypeError, "MirroredStrategy: compute_devices is the string"),
-    "devices: unknown": Case(central(["XPU:0"] * N), ValueError, "CentralStorageStrategy: 'XPU:0' is not a device"),
-    "devices: no string": Case(mirrored([0] * N), ValueError, "MirroredStrategy: 0 is not a device"),
-    "devices: no number": Case(central(["CPU"] * N), ValueError, "'CPU' is not a device; write 'CPU:0'"),
-    "devices: another job": Case(central(["/job:worker/task:0/device:CPU:0"] * N), ValueError, "is not a device"),
+    "devices: mirrored, one string": Case(
+        mirrored(HERE), TypeError, "MirroredStrategy: compute_devices is the string"
+    ),
+    "devices: unknown": Case(
+        central(["XPU:0"] * N), ValueError, "CentralStorageStrategy: 'XPU:0' is not a device"
+    ),
+    "devices: no string": Case(
+        mirrored([0] * N), ValueError, "MirroredStrategy: 0 is not a device"
+    ),
+    "devices: no number": Case(
+        central(["CPU"] * N), ValueError, "'CPU' is not a device; write 'CPU:0'"
+    ),
+    "devices: another job": Case(
+        central(["/job:worker/task:0/device:CPU:0"] * N), ValueError, "is not a device"
+    ),
     "devices: a second CPU": Case(
         central(["CPU:1"] * N), ValueError, "CentralStorageStrategy: there is no CPU:1", central()
     ),
     "devices: parameter device of nobody": Case(
-        parameters_on("GPU:77"), ValueError, "parameter_device is .*GPU:77, and no rank computes there", central()
+        parameters_on("GPU:77"),
+        ValueError,
+        "parameter_device is .*GPU:77, and no rank computes there",
+        central(),
     ),
-    "devices: parameter device unknown": Case(parameters_on("here"), ValueError, "'here' is not a device", central()),
+    "devices: parameter device unknown": Case(
+        parameters_on("here"), ValueError, "'here' is not a device", central()
+    ),
     # scopes
     "scope of another": Case(
-        lambda e: in_scope(e.other, lambda: entered(e.s)), RuntimeError, "Strategy.scope .*scope of another strategy"
+        lambda e: in_scope(e.other, lambda: entered(e.s)),
+        RuntimeError,
+        "Strategy.scope .*scope of another strategy",
     ),
     "run in another's scope": Case(
         lambda e: in_scope(e.other, lambda: e.s.run(lambda: 0)),
@@ -131,23 +156,31 @@ ACROSS = {
         "Strategy.reduce .*another strategy",
     ),
     "set_strategy in a scope": Case(
-        lambda e: in_scope(e.s, lambda: hs.experimental_set_strategy(None)), RuntimeError, "inside a strategy's scope"
+        lambda e: in_scope(e.s, lambda: hs.experimental_set_strategy(None)),
+        RuntimeError,
+        "inside a strategy's scope",
     ),
     # run
     "run: what the function returned": Case(
         lambda e: e.s.run(5), TypeError, "Strategy.run: fn is 5; pass the function"
     ),
-    "run: None": Case(lambda e: e.s.run(None), TypeError, "Strategy.run: fn is None; pass the function itself"),
+    "run: None": Case(
+        lambda e: e.s.run(None), TypeError, "Strategy.run: fn is None; pass the function itself"
+    ),
     "run: args is the one argument": Case(
         lambda e: e.s.run(lambda x: 0, args=e.each(ONES)),
         TypeError,
         r"args is of type \w+; it must be a tuple: args=\(x,\)",
     ),
     "run: args is a number": Case(
-        lambda e: e.s.run(lambda x: 0, (5)), TypeError, "Strategy.run: args is of type int; it must be a tuple"
+        lambda e: e.s.run(lambda x: 0, (5)),
+        TypeError,
+        "Strategy.run: args is of type int; it must be a tuple",
     ),
     "run: args is of type dict": Case(
-        lambda e: e.s.run(lambda x: 0, {"x": 1}), TypeError, "Strategy.run: args is of type dict; it must be a tuple"
+        lambda e: e.s.run(lambda x: 0, {"x": 1}),
+        TypeError,
+        "Strategy.run: args is of type dict; it must be a tuple",
     ),
     "update: args is the one argument": Case(
         lambda e: e.s.extended.update(e.v, lambda v, x: 0, args=ONES),
@@ -161,24 +194,38 @@ ACROSS = {
         "Strategy.reduce: reduce_op is 'TOTAL'; it must be one",
         reduced("SUM", ONES),
     ),
-    "reduce: operation None": Case(reduced(None, ONES), ValueError, "reduce_op is None", reduced("SUM", ONES)),
+    "reduce: operation None": Case(
+        reduced(None, ONES), ValueError, "reduce_op is None", reduced("SUM", ONES)
+    ),
     "reduce: axis of another kind": Case(
-        reduced("SUM", ONES, "0"), TypeError, "axis is '0'; it must be None, an int", reduced("SUM", ONES, 0)
+        reduced("SUM", ONES, "0"),
+        TypeError,
+        "axis is '0'; it must be None, an int",
+        reduced("SUM", ONES, 0),
     ),
     "reduce: axis 1.0": Case(
-        reduced("SUM", ONES, 1.0), TypeError, "Strategy.reduce: axis is 1.0", reduced("SUM", ONES, 0)
+        reduced("SUM", ONES, 1.0),
+        TypeError,
+        "Strategy.reduce: axis is 1.0",
+        reduced("SUM", ONES, 0),
     ),
     "reduce: axis True": Case(
         reduced("SUM", np.ones((2, 2)), True), TypeError, "axis is True", reduced("SUM", ONES, 0)
     ),
     "reduce: axis out of range": Case(
-        reduced("MEAN", ONES, 1), ValueError, "axis 1 does not exist in a value of 1", reduced("MEAN", ONES, 0)
+        reduced("MEAN", ONES, 1),
+        ValueError,
+        "axis 1 does not exist in a value of 1",
+        reduced("MEAN", ONES, 0),
     ),
     "reduce: axis too negative": Case(
         reduced("MEAN", ONES, -2), ValueError, "axis -2 does not exist", reduced("MEAN", ONES, 0)
     ),
     "reduce: axis of a number": Case(
-        reduced("MEAN", 2.5, 0), ValueError, "axis 0 does not exist in a value of 0", reduced("MEAN", ONES, 0)
+        reduced("MEAN", 2.5, 0),
+        ValueError,
+        "axis 0 does not exist in a value of 0",
+        reduced("MEAN", ONES, 0),
     ),
     "reduce: axis twice": Case(
         reduced("SUM", np.ones((2, 2)), (0, -2)),
@@ -187,13 +234,19 @@ ACROSS = {
         reduced("SUM", np.ones((2, 2)), (0, 1)),
     ),
     "reduce: SUM of bool": Case(
-        reduced("SUM", np.array([True])), TypeError, "Strategy.reduce: SUM of bool is not defined", reduced("SUM", ONES)
+        reduced("SUM", np.array([True])),
+        TypeError,
+        "Strategy.reduce: SUM of bool is not defined",
+        reduced("SUM", ONES),
     ),
     "reduce: MEAN of bool along an axis": Case(
         reduced("MEAN", np.array([True]), 0), TypeError, "MEAN of bool", reduced("MEAN", ONES, 0)
     ),
     "reduce: MAX of complex": Case(
-        reduced("MAX", np.array([1j])), TypeError, "MAX of complex128 is not defined", reduced("MAX", ONES)
+        reduced("MAX", np.array([1j])),
+        TypeError,
+        "MAX of complex128 is not defined",
+        reduced("MAX", ONES),
     ),
     "reduce: long double": Case(
         reduced("SUM", np.ones(3, np.longdouble)),
@@ -202,10 +255,15 @@ ACROSS = {
         reduced("SUM", ONES),
     ),
     "reduce: text": Case(
-        reduced("SUM", "text"), TypeError, f"Strategy.reduce: 'text' {NO_ARRAY}", reduced("SUM", ONES)
+        reduced("SUM", "text"),
+        TypeError,
+        f"Strategy.reduce: 'text' {NO_ARRAY}",
+        reduced("SUM", ONES),
     ),
     "reduce: objects": Case(reduced("SUM", {1, 2}), TypeError, NO_ARRAY, reduced("SUM", ONES)),
-    "reduce: dates": Case(reduced("MAX", np.datetime64("2020-01-01")), TypeError, NO_ARRAY, reduced("MAX", ONES)),
+    "reduce: dates": Case(
+        reduced("MAX", np.datetime64("2020-01-01")), TypeError, NO_ARRAY, reduced("MAX", ONES)
+    ),
     "reduce: slices along an axis": Case(
         lambda e: e.s.reduce("SUM", e.each(e.slices), 0), ValueError, "IndexedSlices .*axis=None"
     ),
@@ -214,11 +272,18 @@ ACROSS = {
     ),
     # gather
     "gather: number": Case(gathered(2.5, 0), ValueError, "Strategy.gather: axis 0 does not exist"),
-    "gather: axis out of range": Case(gathered(ONES, 1), ValueError, r"axis 1 does not exist .*\(3,\) on rank 0"),
-    "gather: axis of another kind": Case(
-        gathered(ONES, None), TypeError, "Strategy.gather: axis is None; it must be an int", gathered(ONES, 0)
+    "gather: axis out of range": Case(
+        gathered(ONES, 1), ValueError, r"axis 1 does not exist .*\(3,\) on rank 0"
     ),
-    "gather: axis True": Case(gathered(np.ones((2, 2)), True), TypeError, "axis is True", gathered(ONES, 0)),
+    "gather: axis of another kind": Case(
+        gathered(ONES, None),
+        TypeError,
+        "Strategy.gather: axis is None; it must be an int",
+        gathered(ONES, 0),
+    ),
+    "gather: axis True": Case(
+        gathered(np.ones((2, 2)), True), TypeError, "axis is True", gathered(ONES, 0)
+    ),
     "gather: slices": Case(
         lambda e: e.s.gather(e.each(e.slices), 0),
         NotImplementedError,
@@ -237,10 +302,18 @@ ACROSS = {
             rf"Strategy.experimental_distribute_values_from_function: .*{NO_ARRAY}",
             from_function(1.0),
         )
-        for name, value in {"text": "text", "None": None, "function": len, "object": object()}.items()
+        for name, value in {
+            "text": "text",
+            "None": None,
+            "function": len,
+            "object": object(),
+        }.items()
     },
     "values from function: not callable": Case(
-        lambda e: e.s.experimental_distribute_values_from_function(5), TypeError, "not callable", from_function(1.0)
+        lambda e: e.s.experimental_distribute_values_from_function(5),
+        TypeError,
+        "not callable",
+        from_function(1.0),
     ),
     "values from function: fails": Case(
         lambda e: e.s.experimental_distribute_values_from_function(lambda c: {}["gone"]),
@@ -250,10 +323,14 @@ ACROSS = {
     ),
     # one logical device a replica
     "logical device 1": Case(
-        lambda e: e.s.experimental_assign_to_logical_device(ONES, 1), ValueError, "no logical device 1"
+        lambda e: e.s.experimental_assign_to_logical_device(ONES, 1),
+        ValueError,
+        "no logical device 1",
     ),
     "logical device -1": Case(
-        lambda e: e.s.experimental_assign_to_logical_device(ONES, -1), ValueError, "no logical device -1"
+        lambda e: e.s.experimental_assign_to_logical_device(ONES, -1),
+        ValueError,
+        "no logical device -1",
     ),
     "split: too short": Case(
         lambda e: e.s.experimental_split_to_logical_devices(np.ones((2, 2)), [1]),
@@ -267,21 +344,38 @@ ACROSS = {
     ),
     # making variables
     "variable of None": Case(
-        made(None), TypeError, "Variable: the initial value is None; it must be an array", made(ONES)
+        made(None),
+        TypeError,
+        "Variable: the initial value is None; it must be an array",
+        made(ONES),
     ),
     "variable of text": Case(made("text"), TypeError, "the initial value is 'text'", made(ONES)),
     "variable of a set": Case(made({1, 2}), TypeError, "the initial value is {1, 2}", made(ONES)),
-    "variable of dates": Case(made(np.zeros(2, "M8[s]")), TypeError, "the initial value is", made(ONES)),
-    "variable of records": Case(made(np.zeros(2, [("a", "f4")])), TypeError, "the initial value is", made(ONES)),
-    "variable of a ragged list": Case(made([[1], [2, 3]]), ValueError, "inhomogeneous|setting an array", made(ONES)),
+    "variable of dates": Case(
+        made(np.zeros(2, "M8[s]")), TypeError, "the initial value is", made(ONES)
+    ),
+    "variable of records": Case(
+        made(np.zeros(2, [("a", "f4")])), TypeError, "the initial value is", made(ONES)
+    ),
+    "variable of a ragged list": Case(
+        made([[1], [2, 3]]), ValueError, "inhomogeneous|setting an array", made(ONES)
+    ),
     "variable of text dtype": Case(
-        made(1.0, dtype=str), TypeError, "Variable: dtype is .*; it must be one of numbers", made(1.0)
+        made(1.0, dtype=str),
+        TypeError,
+        "Variable: dtype is .*; it must be one of numbers",
+        made(1.0),
     ),
     "variable of no dtype": Case(made(1.0, dtype="float31"), TypeError, "float31", made(1.0)),
     "variable of another shape": Case(
-        made(ONES, shape=(4,)), ValueError, r"shape \(3,\), and shape=\(4,\)", made(ONES, shape=(3,))
+        made(ONES, shape=(4,)),
+        ValueError,
+        r"shape \(3,\), and shape=\(4,\)",
+        made(ONES, shape=(3,)),
     ),
-    "variable of an int too large": Case(made(2**40), ValueError, "does not go into int32 without loss", made(2)),
+    "variable of an int too large": Case(
+        made(2**40), ValueError, "does not go into int32 without loss", made(2)
+    ),
     "variable of a negative uint": Case(
         made(-1, dtype=np.uint8), ValueError, "does not go into uint8", made(1, dtype=np.uint8)
     ),
@@ -297,7 +391,10 @@ ACROSS = {
         "one value a replica; reduce it",
     ),
     "variable of no aggregation": Case(
-        made(1.0, aggregation="MOST"), ValueError, "Variable: aggregation is 'MOST'; it must", made(1.0)
+        made(1.0, aggregation="MOST"),
+        ValueError,
+        "Variable: aggregation is 'MOST'; it must",
+        made(1.0),
     ),
     "variable of no synchronization": Case(
         made(1.0, synchronization=3), ValueError, "Variable: synchronization is 3", made(1.0)
@@ -310,11 +407,19 @@ ACROSS = {
         assigned("v", ONES * 0),
     ),
     "assign: a number": Case(
-        assigned("v", 1.0), ValueError, r"\(\) and the variable \(3,\); nothing is broadcast", assigned("v", ONES * 0)
+        assigned("v", 1.0),
+        ValueError,
+        r"\(\) and the variable \(3,\); nothing is broadcast",
+        assigned("v", ONES * 0),
     ),
-    "assign: one more dimension": Case(assigned("scalar", [1.0]), ValueError, r"\(1,\) and the variable \(\)"),
+    "assign: one more dimension": Case(
+        assigned("scalar", [1.0]), ValueError, r"\(1,\) and the variable \(\)"
+    ),
     "assign: large": Case(
-        assigned("large", np.ones((100, 300))), ValueError, r"\(100, 300\) and", assigned("large", np.zeros((300, 100)))
+        assigned("large", np.ones((100, 300))),
+        ValueError,
+        r"\(100, 300\) and",
+        assigned("large", np.zeros((300, 100))),
     ),
     "assign: floats": Case(
         assigned("i", np.ones(3)),
@@ -322,25 +427,39 @@ ACROSS = {
         "'i': a value of dtype float64 does not go into .* int32",
         assigned("i", [0, 0, 0]),
     ),
-    "assign: Python floats": Case(assigned("i", [1.0, 2.0, 3.0]), ValueError, "float64 does not go into"),
+    "assign: Python floats": Case(
+        assigned("i", [1.0, 2.0, 3.0]), ValueError, "float64 does not go into"
+    ),
     "assign: a large array of ints": Case(
         assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [0, 0, 0])
     ),
     "assign: large Python ints": Case(assigned("i", [0, 0, -(2**31) - 1]), ValueError, INT_RANGE),
-    "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into a variable of float32"),
-    "assign: text": Case(assigned("v", ["a", "b", "c"]), ValueError, "the value is .*; it must be an array, a number"),
-    "assign: one text": Case(assigned("v", "text"), ValueError, "the value is 'text'; it must be an array, a number"),
+    "assign: complex": Case(
+        assigned("v", ONES * 1j), ValueError, "complex64 does not go into a variable of float32"
+    ),
+    "assign: text": Case(
+        assigned("v", ["a", "b", "c"]), ValueError, "the value is .*; it must be an array, a number"
+    ),
+    "assign: one text": Case(
+        assigned("v", "text"), ValueError, "the value is 'text'; it must be an array, a number"
+    ),
     "assign: None": Case(assigned("v", None), ValueError, "Variable.assign of 'v'"),
     "assign: numbers to bool": Case(
         assigned("b", np.array([1, 0])), ValueError, "int64 does not go into a variable of bool"
     ),
     "add to bool": Case(
-        assigned("b", np.array([True, True]), "assign_add"), ValueError, "'b': booleans are neither added"
+        assigned("b", np.array([True, True]), "assign_add"),
+        ValueError,
+        "'b': booleans are neither added",
     ),
     "add: shape": Case(
-        assigned("v", FIVE, "assign_add"), ValueError, "Variable.assign_add of 'v': the value has shape"
+        assigned("v", FIVE, "assign_add"),
+        ValueError,
+        "Variable.assign_add of 'v': the value has shape",
     ),
-    "subtract: shape": Case(assigned("v", FIVE, "assign_sub"), ValueError, "Variable.assign_sub of 'v': the value has"),
+    "subtract: shape": Case(
+        assigned("v", FIVE, "assign_sub"), ValueError, "Variable.assign_sub of 'v': the value has"
+    ),
     "assign: each replica's": Case(
         lambda e: e.v.assign(e.each(ONES) if N > 1 else hs.PerReplica(ONES, 0, 1)),
         ValueError,
@@ -358,7 +477,9 @@ ACROSS = {
         "StrategyExtended.reduce_to: destinations is None",
     ),
     "reduce_to: unknown device": Case(
-        lambda e: e.s.extended.reduce_to("SUM", e.each(ONES), "here"), ValueError, "'here' is not a device"
+        lambda e: e.s.extended.reduce_to("SUM", e.each(ONES), "here"),
+        ValueError,
+        "'here' is not a device",
     ),
     "batch_reduce_to: nowhere": Case(
         lambda e: e.s.extended.batch_reduce_to("SUM", [(e.each(ONES), [])]),
@@ -366,7 +487,9 @@ ACROSS = {
         r"StrategyExtended.batch_reduce_to: destinations is \[\]",
     ),
     "broadcast_to: nowhere": Case(
-        lambda e: e.s.extended.broadcast_to(1, None), ValueError, "StrategyExtended.broadcast_to: destinations"
+        lambda e: e.s.extended.broadcast_to(1, None),
+        ValueError,
+        "StrategyExtended.broadcast_to: destinations",
     ),
     "broadcast_to: a distributed value": Case(
         lambda e: e.s.extended.broadcast_to({"a": hs.PerReplica(1, RANK, N)}, HERE),
@@ -391,7 +514,9 @@ ACROSS = {
         "StrategyExtended.update: .*reduce it first",
     ),
     "colocate: no scope": Case(
-        lambda e: e.s.extended.colocate_vars_with(e.v).__enter__(), RuntimeError, "colocate_vars_with is for use under"
+        lambda e: e.s.extended.colocate_vars_with(e.v).__enter__(),
+        RuntimeError,
+        "colocate_vars_with is for use under",
     ),
     "colocate: another's": Case(
         lambda e: in_scope(e.s, lambda: e.s.extended.colocate_vars_with(e.foreign).__enter__()),
@@ -400,13 +525,19 @@ ACROSS = {
     ),
     # a replica's context, kept
     "all_reduce outside": Case(
-        lambda e: e.context.all_reduce("SUM", 1), RuntimeError, "ReplicaContext.all_reduce was called outside"
+        lambda e: e.context.all_reduce("SUM", 1),
+        RuntimeError,
+        "ReplicaContext.all_reduce was called outside",
     ),
     "all_gather outside": Case(
-        lambda e: e.context.all_gather(ONES, 0), RuntimeError, "ReplicaContext.all_gather was called outside"
+        lambda e: e.context.all_gather(ONES, 0),
+        RuntimeError,
+        "ReplicaContext.all_gather was called outside",
     ),
     "merge_call outside": Case(
-        lambda e: e.context.merge_call(lambda s: 0), RuntimeError, "ReplicaContext.merge_call was called"
+        lambda e: e.context.merge_call(lambda s: 0),
+        RuntimeError,
+        "ReplicaContext.merge_call was called",
     ),
     "all_reduce in the scope": Case(
         lambda e: in_scope(e.s, lambda: e.context.all_reduce("SUM", 1)),
@@ -415,7 +546,9 @@ ACROSS = {
     ),
 }
 if importlib.util.find_spec("cupy") is None:
-    ACROSS["devices: a GPU without CuPy"] = Case(central(["GPU:0"] * N), RuntimeError, "GPU:0 needs CuPy", central())
+    ACROSS["devices: a GPU without CuPy"] = Case(
+        central(["GPU:0"] * N), RuntimeError, "GPU:0 needs CuPy", central()
+    )
 else:
     ACROSS["devices: no such GPU"] = Case(
         central(["GPU:77"] * N),
@@ -425,7 +558,9 @@ else:
     )
 if N > 1:
     ACROSS["OneDeviceStrategy"] = Case(
-        lambda e: hs.OneDeviceStrategy(HERE), RuntimeError, f"one replica, and {N} ranks run; start .* without mpirun"
+        lambda e: hs.OneDeviceStrategy(HERE),
+        RuntimeError,
+        f"one replica, and {N} ranks run; start .* without mpirun",
     )
     ACROSS["reduce: sum of a plain value"] = Case(
         lambda e: e.s.reduce("SUM", [5, e.each(ONES)], None),
@@ -439,7 +574,9 @@ if N > 1:
         "Strategy.experimental_local_results: .*cannot travel",
         lambda e: e.s.experimental_local_results(e.each(0)),
     )
-    ACROSS["ON_READ as an array"] = Case(lambda e: e.own + 1, RuntimeError, "'own' has one value a replica")
+    ACROSS["ON_READ as an array"] = Case(
+        lambda e: e.own + 1, RuntimeError, "'own' has one value a replica"
+    )
     ACROSS["add to ON_READ"] = Case(
         assigned("own", ONES, "assign_add"),
         ValueError,
@@ -453,19 +590,27 @@ else:
 
 
 def scattered(name, verb, values, indices):
-    return lambda e: getattr(getattr(e, name), f"scatter_{verb}")(hs.IndexedSlices(e.here(values), indices))
+    return lambda e: getattr(getattr(e, name), f"scatter_{verb}")(
+        hs.IndexedSlices(e.here(values), indices)
+    )
 
 
 ROW = scattered("v", "add", 0.0, [0])
 ROWS = {
     "scatter: index": Case(
-        scattered("v", "add", 1.0, [0, 3]), ValueError, r"scatter_add of 'v': an index is not in 0\.\.2", ROW
+        scattered("v", "add", 1.0, [0, 3]),
+        ValueError,
+        r"scatter_add of 'v': an index is not in 0\.\.2",
+        ROW,
     ),
     "scatter: negative": Case(
         scattered("v", "mul", 1.0, [-1]), ValueError, r"scatter_mul of 'v': an index is not in", ROW
     ),
     "scatter: indices of floats": Case(
-        scattered("v", "add", 1.0, [0.5]), ValueError, "indices are of dtype float64; pass integers", ROW
+        scattered("v", "add", 1.0, [0.5]),
+        ValueError,
+        "indices are of dtype float64; pass integers",
+        ROW,
     ),
     "scatter: shape": Case(
         scattered("v", "sub", ONES, [0, 1]),
@@ -474,33 +619,58 @@ ROWS = {
         ROW,
     ),
     "scatter: into a number": Case(
-        scattered("scalar", "add", 1.0, [0]), ValueError, r"indices of 1 dimensions, and the variable has shape \(\)"
+        scattered("scalar", "add", 1.0, [0]),
+        ValueError,
+        r"indices of 1 dimensions, and the variable has shape \(\)",
     ),
     "scatter: an array": Case(
-        lambda e: e.v.scatter_add(e.here(ONES)), TypeError, "sparse_delta is of type ndarray; pass IndexedSlices", ROW
+        lambda e: e.v.scatter_add(e.here(ONES)),
+        TypeError,
+        "sparse_delta is of type ndarray; pass IndexedSlices",
+        ROW,
     ),
     "scatter: complex": Case(
-        scattered("v", "add", [1j], [0]), ValueError, "complex128 does not go into a variable of float32", ROW
+        scattered("v", "add", [1j], [0]),
+        ValueError,
+        "complex128 does not go into a variable of float32",
+        ROW,
     ),
     "scatter: bool": Case(
-        scattered("b", "add", True, [0]), ValueError, "it is not defined for bool; use scatter_update"
+        scattered("b", "add", True, [0]),
+        ValueError,
+        "it is not defined for bool; use scatter_update",
     ),
-    "scatter: quotient of ints": Case(scattered("i", "div", 2, [0]), ValueError, "it is not defined for int32"),
-    "scatter: by zero": Case(scattered("v", "div", 0.0, [0]), ValueError, "a value is 0; divide by other numbers"),
+    "scatter: quotient of ints": Case(
+        scattered("i", "div", 2, [0]), ValueError, "it is not defined for int32"
+    ),
+    "scatter: by zero": Case(
+        scattered("v", "div", 0.0, [0]), ValueError, "a value is 0; divide by other numbers"
+    ),
     "scatter: one value a replica": Case(
-        scattered("v", "add", hs.PerReplica(1.0, RANK, N), [0]), ValueError, "is a PerReplica, one value a replica", ROW
+        scattered("v", "add", hs.PerReplica(1.0, RANK, N), [0]),
+        ValueError,
+        "is a PerReplica, one value a replica",
+        ROW,
     ),
     "scatter: to a variable that each replica has": Case(
         scattered("own", "add", 1.0, [0]), NotImplementedError, "'own': the variable is ON_READ"
     ),
     "scatter_nd: index": Case(
-        lambda e: e.large.scatter_nd_add([[0, 100]], [1.0]), ValueError, r"an index is not in 0\.\.99"
+        lambda e: e.large.scatter_nd_add([[0, 100]], [1.0]),
+        ValueError,
+        r"an index is not in 0\.\.99",
     ),
     "scatter_nd: too deep": Case(
-        lambda e: e.v.scatter_nd_add([[0, 1]], [1.0]), ValueError, "indices of 2 dimensions, .* pass at most 1"
+        lambda e: e.v.scatter_nd_add([[0, 1]], [1.0]),
+        ValueError,
+        "indices of 2 dimensions, .* pass at most 1",
     ),
-    "sparse_read: index": Case(lambda e: e.v.sparse_read([3]), ValueError, "sparse_read of 'v': an index is not in 0"),
-    "gather_nd: index": Case(lambda e: e.v.gather_nd([[-1]]), ValueError, "gather_nd of 'v': an index is not in 0"),
+    "sparse_read: index": Case(
+        lambda e: e.v.sparse_read([3]), ValueError, "sparse_read of 'v': an index is not in 0"
+    ),
+    "gather_nd: index": Case(
+        lambda e: e.v.gather_nd([[-1]]), ValueError, "gather_nd of 'v': an index is not in 0"
+    ),
 }
 ACROSS |= {f"{name}, at the top level": case for name, case in ROWS.items()}
 
@@ -519,46 +689,82 @@ def gathered_inside(value, axis):
 
 
 INSIDE = {
-    "run": Case(lambda e: e.s.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica function"),
+    "run": Case(
+        lambda e: e.s.run(lambda: 0),
+        RuntimeError,
+        "Strategy.run was called inside a replica function",
+    ),
     "reduce": Case(
-        lambda e: e.s.reduce("SUM", 1, None), RuntimeError, "Strategy.reduce was called inside .*all_reduce"
+        lambda e: e.s.reduce("SUM", 1, None),
+        RuntimeError,
+        "Strategy.reduce was called inside .*all_reduce",
     ),
     "gather": Case(
-        lambda e: e.s.gather(e.here(ONES), 0), RuntimeError, "Strategy.gather was called inside a replica function"
+        lambda e: e.s.gather(e.here(ONES), 0),
+        RuntimeError,
+        "Strategy.gather was called inside a replica function",
     ),
-    "scope": Case(lambda e: entered(e.s), RuntimeError, "Strategy.scope was called inside a replica function"),
-    "another's run": Case(lambda e: e.other.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica"),
-    "values from function": Case(from_function(1), RuntimeError, "values_from_function was called inside a replica"),
+    "scope": Case(
+        lambda e: entered(e.s), RuntimeError, "Strategy.scope was called inside a replica function"
+    ),
+    "another's run": Case(
+        lambda e: e.other.run(lambda: 0), RuntimeError, "Strategy.run was called inside a replica"
+    ),
+    "values from function": Case(
+        from_function(1), RuntimeError, "values_from_function was called inside a replica"
+    ),
     "distribute_dataset": Case(
         lambda e: e.s.experimental_distribute_dataset(hs.data.Dataset.range(4).batch(2)),
         RuntimeError,
         "distribute_dataset",
     ),
     "update": Case(
-        lambda e: e.s.extended.update(e.v, lambda v: 0), RuntimeError, "StrategyExtended.update was called inside"
+        lambda e: e.s.extended.update(e.v, lambda v: 0),
+        RuntimeError,
+        "StrategyExtended.update was called inside",
     ),
     "reduce_to": Case(
-        lambda e: e.s.extended.reduce_to("SUM", 1, e.v), RuntimeError, "reduce_to was called inside a replica"
+        lambda e: e.s.extended.reduce_to("SUM", 1, e.v),
+        RuntimeError,
+        "reduce_to was called inside a replica",
     ),
     "call_for_each_replica": Case(
-        lambda e: e.s.extended.call_for_each_replica(lambda: 0), RuntimeError, "call_for_each_replica was called inside"
+        lambda e: e.s.extended.call_for_each_replica(lambda: 0),
+        RuntimeError,
+        "call_for_each_replica was called inside",
     ),
     "set_strategy": Case(
-        lambda e: hs.experimental_set_strategy(None), RuntimeError, "experimental_set_strategy was called"
+        lambda e: hs.experimental_set_strategy(None),
+        RuntimeError,
+        "experimental_set_strategy was called",
     ),
     "all_reduce: no operation": Case(
-        summed(1, "AVERAGE"), ValueError, "ReplicaContext.all_reduce: reduce_op is 'AVERAGE'", summed(1)
+        summed(1, "AVERAGE"),
+        ValueError,
+        "ReplicaContext.all_reduce: reduce_op is 'AVERAGE'",
+        summed(1),
     ),
-    "all_reduce: bool": Case(summed(True), TypeError, "ReplicaContext.all_reduce: SUM of bool", summed(1)),
+    "all_reduce: bool": Case(
+        summed(True), TypeError, "ReplicaContext.all_reduce: SUM of bool", summed(1)
+    ),
     "all_reduce: text": Case(
-        summed({"a": "text"}), TypeError, f"ReplicaContext.all_reduce: 'text' {NO_ARRAY}", summed({"a": 1})
+        summed({"a": "text"}),
+        TypeError,
+        f"ReplicaContext.all_reduce: 'text' {NO_ARRAY}",
+        summed({"a": 1}),
     ),
-    "all_reduce: long double": Case(summed(np.longdouble(1)), TypeError, "cannot be reduced", summed(1)),
+    "all_reduce: long double": Case(
+        summed(np.longdouble(1)), TypeError, "cannot be reduced", summed(1)
+    ),
     "all_reduce: a distributed value": Case(
         summed(hs.PerReplica(1, RANK, N)), TypeError, "one value a replica", summed(1)
     ),
-    "all_gather: number": Case(gathered_inside(1.0, 0), ValueError, "ReplicaContext.all_gather: axis 0 does not exist"),
-    "all_gather: axis": Case(gathered_inside(ONES, 1), ValueError, "ReplicaContext.all_gather: axis 1 does not exist"),
+    "all_gather: number": Case(
+        gathered_inside(1.0, 0), ValueError, "ReplicaContext.all_gather: axis 0 does not exist"
+    ),
+    "all_gather: axis": Case(
+        gathered_inside(ONES, 1), ValueError, "ReplicaContext.all_gather: axis 1 does not exist"
+    ),
     "all_gather: axis None": Case(
         gathered_inside(ONES, None), TypeError, "all_gather: axis is None", gathered_inside(ONES, 0)
     ),
@@ -575,10 +781,15 @@ INSIDE = {
         lambda e: context().broadcast(e.here(ONES)),
     ),
     "broadcast: a root of another kind": Case(
-        lambda e: context().broadcast(e.here(ONES), True), ValueError, "root is True; it must be the index of a replica"
+        lambda e: context().broadcast(e.here(ONES), True),
+        ValueError,
+        "root is True; it must be the index of a replica",
     ),
     "broadcast: text": Case(
-        lambda e: context().broadcast(["text"]), TypeError, f"'text' {NO_ARRAY}", lambda e: context().broadcast([1.0])
+        lambda e: context().broadcast(["text"]),
+        TypeError,
+        f"'text' {NO_ARRAY}",
+        lambda e: context().broadcast([1.0]),
     ),
     "broadcast: a distributed value": Case(
         lambda e: context().broadcast(hs.PerReplica(1, RANK, N)), TypeError, "one value a replica"
@@ -595,13 +806,19 @@ INSIDE = {
         lambda e: context().reduce_scatter("SUM", e.here(ONES)),
     ),
     "reduce_scatter: axis None": Case(
-        lambda e: context().reduce_scatter("SUM", e.here(ONES), None), TypeError, "axis is None; it must be an int"
+        lambda e: context().reduce_scatter("SUM", e.here(ONES), None),
+        TypeError,
+        "axis is None; it must be an int",
     ),
     "reduce_scatter: no operation": Case(
-        lambda e: context().reduce_scatter("AVERAGE", e.here(ONES)), ValueError, "reduce_op is 'AVERAGE'"
+        lambda e: context().reduce_scatter("AVERAGE", e.here(ONES)),
+        ValueError,
+        "reduce_op is 'AVERAGE'",
     ),
     "reduce_scatter: bool": Case(
-        lambda e: context().reduce_scatter("SUM", e.here(ONES > 0)), TypeError, "reduce_scatter: SUM of bool"
+        lambda e: context().reduce_scatter("SUM", e.here(ONES > 0)),
+        TypeError,
+        "reduce_scatter: SUM of bool",
     ),
     "all_to_all: too many": Case(
         lambda e: context().all_to_all([e.here(ONES)] * (N + 1)),
@@ -610,9 +827,13 @@ INSIDE = {
         lambda e: context().all_to_all([e.here(ONES)] * N),
     ),
     "all_to_all: an array": Case(
-        lambda e: context().all_to_all(e.here(ONES)), ValueError, "values is of type ndarray; pass a list of"
+        lambda e: context().all_to_all(e.here(ONES)),
+        ValueError,
+        "values is of type ndarray; pass a list of",
     ),
-    "all_to_all: text": Case(lambda e: context().all_to_all(["text"] * N), TypeError, f"'text' {NO_ARRAY}"),
+    "all_to_all: text": Case(
+        lambda e: context().all_to_all(["text"] * N), TypeError, f"'text' {NO_ARRAY}"
+    ),
     "neighbor_exchange: text": Case(
         lambda e: context().neighbor_exchange(1.0, "text"),
         TypeError,
@@ -633,7 +854,9 @@ INSIDE = {
         "Variable.assign of 'none' in a replica context: it has no aggregation.*='SUM'",
     ),
     "assign: mean of ints": Case(
-        assigned("mean", np.ones(3, np.int32)), ValueError, "'mean': the mean .*float64 and does not fit int32"
+        assigned("mean", np.ones(3, np.int32)),
+        ValueError,
+        "'mean': the mean .*float64 and does not fit int32",
     ),
     "assign: shape": Case(
         assigned("v", FIVE),
@@ -642,16 +865,31 @@ INSIDE = {
         assigned("v", ONES),
     ),
     "assign: large": Case(
-        assigned("large", FIVE), ValueError, r"of 'large': .*\(5,\)", assigned("large", np.ones((300, 100)))
+        assigned("large", FIVE),
+        ValueError,
+        r"of 'large': .*\(5,\)",
+        assigned("large", np.ones((300, 100))),
     ),
-    "assign: a number": Case(assigned("v", 1.0), ValueError, r"\(\) and the variable \(3,\)", assigned("v", ONES)),
+    "assign: a number": Case(
+        assigned("v", 1.0), ValueError, r"\(\) and the variable \(3,\)", assigned("v", ONES)
+    ),
     "assign: floats": Case(
-        assigned("i", ONES), ValueError, "float32 does not go into a variable of int32", assigned("i", [1, 2, 3])
+        assigned("i", ONES),
+        ValueError,
+        "float32 does not go into a variable of int32",
+        assigned("i", [1, 2, 3]),
     ),
-    "assign: large ints": Case(assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [1, 2, 3])),
-    "assign: complex": Case(assigned("v", ONES * 1j), ValueError, "complex64 does not go into", assigned("v", ONES)),
+    "assign: large ints": Case(
+        assigned("i", np.array([0, 0, 2**31])), ValueError, INT_RANGE, assigned("i", [1, 2, 3])
+    ),
+    "assign: complex": Case(
+        assigned("v", ONES * 1j), ValueError, "complex64 does not go into", assigned("v", ONES)
+    ),
     "assign: a distributed value": Case(
-        lambda e: e.v.assign(hs.PerReplica(ONES, RANK, N)), ValueError, "is a PerReplica", assigned("v", ONES)
+        lambda e: e.v.assign(hs.PerReplica(ONES, RANK, N)),
+        ValueError,
+        "is a PerReplica",
+        assigned("v", ONES),
     ),
     "add to bool": Case(
         assigned("b", np.array([True, True]), "assign_add"),
@@ -664,7 +902,10 @@ INSIDE = {
     ),
     "own: shape": Case(assigned("own", FIVE), ValueError, r"Variable.assign of 'own': .*\(5,\)"),
     "new variable": Case(
-        lambda e: hs.Variable(None), TypeError, "the initial value is None", lambda e: hs.Variable(1.0)
+        lambda e: hs.Variable(None),
+        TypeError,
+        "the initial value is None",
+        lambda e: hs.Variable(1.0),
     ),
     **ROWS,
     "scatter: no aggregation": Case(
@@ -677,7 +918,9 @@ INSIDE = {
     ),
     **{
         f"scatter: {verb} of each replica's": Case(
-            scattered("v", verb, 1.0, [0]), NotImplementedError, "aggregation is SUM, and it takes ONLY_FIRST_REPLICA"
+            scattered("v", verb, 1.0, [0]),
+            NotImplementedError,
+            "aggregation is SUM, and it takes ONLY_FIRST_REPLICA",
         )
         for verb in ("min", "max", "update")
     },
@@ -685,7 +928,9 @@ INSIDE = {
 }
 if N > 1:  # with one rank each process is all of them
     INSIDE["all_to_all: dtypes"] = Case(
-        lambda e: context().all_to_all([e.here(ONES.astype("f8" if r == 1 else "f4")) for r in range(N)]),
+        lambda e: context().all_to_all(
+            [e.here(ONES.astype("f8" if r == 1 else "f4")) for r in range(N)]
+        ),
         ValueError,
         "differs from what is for another in its structure or its dtypes: .*float32; .*float64",
         lambda e: context().all_to_all([e.here(ONES)] * N),
@@ -726,17 +971,36 @@ def check_text(name, error):
         assert begins_with_a_call(str(error)), str(error)
 
 
-CORE_ACROSS = ["devices: too many", "OneDeviceStrategy", "OneDeviceStrategy: unknown", "reduce: sum of a plain value"]
+CORE_ACROSS = [
+    "devices: too many",
+    "OneDeviceStrategy",
+    "OneDeviceStrategy: unknown",
+    "reduce: sum of a plain value",
+]
 CORE_INSIDE = ["broadcast: root", "all_to_all: too many", "all_to_all: dtypes"]
-CORE_ACROSS_ON_ONE = ["devices: a second CPU", "reduce: text", "gather: axis of another kind", "variable of text"]
+CORE_ACROSS_ON_ONE = [
+    "devices: a second CPU",
+    "reduce: text",
+    "gather: axis of another kind",
+    "variable of text",
+]
 CORE_ACROSS_ON_ONE += ["assign: shape", "update: no variable", "values from function: fails"]
-CORE_INSIDE_ON_ONE = ["all_reduce: text", "broadcast: root", "assign: shape", "new variable", "scatter: index"]
+CORE_INSIDE_ON_ONE = [
+    "all_reduce: text",
+    "broadcast: root",
+    "assign: shape",
+    "new variable",
+    "scatter: index",
+]
 
 
 def named(cases, core):
     """The cases by name, for `parametrize`; those that the number of ranks matters for are core."""
     marks = pytest.mark.core
-    return [pytest.param(name, case, id=name, marks=marks if name in core else ()) for name, case in cases.items()]
+    return [
+        pytest.param(name, case, id=name, marks=marks if name in core else ())
+        for name, case in cases.items()
+    ]
 
 
 def with_right(cases):
@@ -783,7 +1047,10 @@ def test_in_a_replica_on_one_rank_only(env, name, case):
 ON_GPU = "an array is on a GPU, and this strategy's replicas compute on the CPU"
 AWAY = {
     "reduce": (lambda s, x: s.reduce("SUM", s.run(lambda: x), None), f"Strategy.reduce: {ON_GPU}"),
-    "reduce along an axis": (lambda s, x: s.reduce("MEAN", s.run(lambda: x), 0), f"Strategy.reduce: {ON_GPU}"),
+    "reduce along an axis": (
+        lambda s, x: s.reduce("MEAN", s.run(lambda: x), 0),
+        f"Strategy.reduce: {ON_GPU}",
+    ),
     "reduce slices": (
         lambda s, x: s.reduce("SUM", s.run(lambda: hs.IndexedSlices(x, np.arange(3), (5,))), None),
         f"Strategy.reduce: {ON_GPU}",
@@ -792,15 +1059,24 @@ AWAY = {
         lambda s, x: s.run(lambda: context().all_reduce("MAX", [np.ones(2), x])),
         f"ReplicaContext.all_reduce: {ON_GPU}",
     ),
-    "all_gather": (lambda s, x: s.run(lambda: context().all_gather(x, 0)), f"ReplicaContext.all_gather: {ON_GPU}"),
-    "variable": (lambda s, x: in_scope(s, lambda: hs.Variable(x)), "Variable: the value is on a GPU, .*hs.asnumpy"),
+    "all_gather": (
+        lambda s, x: s.run(lambda: context().all_gather(x, 0)),
+        f"ReplicaContext.all_gather: {ON_GPU}",
+    ),
+    "variable": (
+        lambda s, x: in_scope(s, lambda: hs.Variable(x)),
+        "Variable: the value is on a GPU, .*hs.asnumpy",
+    ),
     "assign": (
         lambda s, x: in_scope(s, lambda: hs.Variable(np.zeros(3, np.float32), name="v")).assign(x),
         "Variable.assign of 'v': the value is on a GPU, .*hs.asnumpy",
     ),
 }
 if N > 1:  # one replica's value is returned as it is
-    AWAY["gather"] = (lambda s, x: s.gather(s.run(lambda: [np.ones(2), x]), 0), f"Strategy.gather: {ON_GPU}")
+    AWAY["gather"] = (
+        lambda s, x: s.gather(s.run(lambda: [np.ones(2), x]), 0),
+        f"Strategy.gather: {ON_GPU}",
+    )
 
 
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
@@ -821,5 +1097,7 @@ def test_arrays_on_a_gpu_where_replicas_compute_on_the_cpu(env, place, name):
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_ranks_that_would_share_a_gpu(env, place, monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
-    with pytest.raises(RuntimeError, match=rf"ranks 0, 1.* would compute on one GPU, 1 for {N} ranks; .*share-gpu"):
+    with pytest.raises(
+        RuntimeError, match=rf"ranks 0, 1.* would compute on one GPU, 1 for {N} ranks; .*share-gpu"
+    ):
         type(env.s)([place.devices[0]] * N)

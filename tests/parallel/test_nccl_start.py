@@ -66,12 +66,33 @@ def start(place):
         (21000, True, False, "", ""),
         (0, False, False, "", "CuPy finds no NCCL"),
         (20906, True, False, "", "NCCL is 2.9.6, and hpcstrat needs 2.10.0 or later"),
-        (22907, True, True, "1", "several ranks share a GPU, which takes NCCL 2.30.0 or later, but this is 2.29.7"),
-        (23007, True, True, "", "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only"),
+        (
+            22907,
+            True,
+            True,
+            "1",
+            "several ranks share a GPU, which takes NCCL 2.30.0 or later, but this is 2.29.7",
+        ),
+        (
+            23007,
+            True,
+            True,
+            "",
+            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only",
+        ),
     ],
-    ids=["a shared GPU", "a GPU each", "no NCCL", "too old", "too old to share", "not enabled to share"],
+    ids=[
+        "a shared GPU",
+        "a GPU each",
+        "no NCCL",
+        "too old",
+        "too old to share",
+        "not enabled to share",
+    ],
 )
-def test_why_it_cannot_be_used(place, nccl, monkeypatch, version, available, shared, enabled, reason):
+def test_why_it_cannot_be_used(
+    place, nccl, monkeypatch, version, available, shared, enabled, reason
+):
     nccl(version, available)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
     found = nccl_start.why_not(shared)
@@ -82,7 +103,15 @@ def test_it_is_connected(place, nccl, start):
     mine = Connected()
     nccl(connect=lambda: mine)
     assert start() is mine and not mine.is_aborted
-    assert mine.calls == ["allReduce", "reduce", "broadcast", "reduceScatter", "allGather", "send", "recv"]
+    assert mine.calls == [
+        "allReduce",
+        "reduce",
+        "broadcast",
+        "reduceScatter",
+        "allGather",
+        "send",
+        "recv",
+    ]
 
 
 @several
@@ -91,7 +120,9 @@ def test_one_rank_fails_in_a_call_after_it_has_connected(place, nccl, start):
     nccl(connect=lambda: mine)
     with pytest.raises(RuntimeError, match=f"does not connect the {N} ranks") as caught:
         start()
-    assert "\n  rank 0: ZeroDivisionError: division by zero\n  rank 1: connected\n" in str(caught.value)
+    assert "\n  rank 0: ZeroDivisionError: division by zero\n  rank 1: connected\n" in str(
+        caught.value
+    )
     assert mine.is_aborted is (RANK > 0)
 
 
@@ -123,7 +154,9 @@ def test_later_calls_find_the_ranks_connected(place, monkeypatch, at_start):
 @several
 def test_versions_that_differ(place, nccl, start):
     nccl(23007 if RANK else 22803)
-    with pytest.raises(RuntimeError, match=r"different versions of NCCL: 2\.28\.3 on rank 0, 2\.30\.7 on rank 1"):
+    with pytest.raises(
+        RuntimeError, match=r"different versions of NCCL: 2\.28\.3 on rank 0, 2\.30\.7 on rank 1"
+    ):
         start()
 
 

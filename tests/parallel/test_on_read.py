@@ -48,7 +48,9 @@ def test_replicas_write_their_own(strategy, xp, shape, aggregation):
         found[...] = -1  # a copy
     assert np.array_equal(v.numpy(), expected)
     strategy.run(lambda: v.assign(xp.full(shape, float(RANK))))
-    assert np.array_equal(v.numpy(), brought_together(aggregation, [np.full(shape, float(r)) for r in range(N)]))
+    assert np.array_equal(
+        v.numpy(), brought_together(aggregation, [np.full(shape, float(r)) for r in range(N)])
+    )
 
 
 def test_an_initial_value_is_every_replicas(strategy):
@@ -109,7 +111,9 @@ def test_assign_across_replicas_reads_back(strategy, xp, shape, aggregation):
     assert np.array_equal(v.numpy(), np.full(shape, 12.0))
     own = strategy.run(v.read_value)
     for found in strategy.experimental_local_results(own):
-        assert np.array_equal(hs.asnumpy(found), np.full(shape, 12 / N if aggregation == "SUM" else 12.0))
+        assert np.array_equal(
+            hs.asnumpy(found), np.full(shape, 12 / N if aggregation == "SUM" else 12.0)
+        )
 
 
 @pytest.mark.parametrize("aggregation", ["MEAN", "ONLY_FIRST_REPLICA"])
@@ -126,7 +130,9 @@ def test_changes_across_replicas_change_all(strategy, xp, aggregation):
 @pytest.mark.parametrize("verb", ["assign_add", "assign_sub"])
 def test_changes_of_a_sum_across_replicas_are_refused(strategy, xp, verb):
     v = make(strategy, np.zeros(3), "SUM", name="total")
-    with pytest.raises(ValueError, match=rf"Variable.{verb} of 'total': .*ON_READ variable that sums"):
+    with pytest.raises(
+        ValueError, match=rf"Variable.{verb} of 'total': .*ON_READ variable that sums"
+    ):
         getattr(v, verb)(xp.ones(3))
     assert v.numpy().tolist() == [0, 0, 0]
 
@@ -154,7 +160,9 @@ def test_it_is_no_array_across_replicas(strategy, xp):
             lambda: xp.from_dlpack(v),
         ):
             before = strategy._group.communicator.number
-            with pytest.raises(RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"
+            ):
                 fn()
             assert strategy._group.communicator.number == before
         assert repr(v) == "Variable('total', shape=(3,), dtype=float64, one value a replica)"
@@ -189,12 +197,17 @@ def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation)
         assert [one.tolist() for one in found] == expected
 
     def copies():
-        return [one.tolist() for one in strategy.experimental_local_results(strategy.run(v.read_value))]
+        return [
+            one.tolist() for one in strategy.experimental_local_results(strategy.run(v.read_value))
+        ]
 
     assert copies() == [[6.0 + rank] * 2 for rank in range(N)]
     assert strategy.extended.update(v, lambda v: v.assign([1.0, 1.0])) is v
     assert copies() == [[1, 1]] * N
-    merged = lambda strategy: strategy.extended.update(v, lambda v: v.assign([2.0, 2.0], read_value=False))  # noqa: E731
+
+    def merged(strategy):
+        return strategy.extended.update(v, lambda v: v.assign([2.0, 2.0], read_value=False))
+
     strategy.run(lambda: hs.get_replica_context().merge_call(merged))
     assert copies() == [[2, 2]] * N
     strategy.extended.update_non_slot([v], lambda: None)
@@ -236,7 +249,9 @@ def test_a_sum_of_integers_is_shared_out(strategy, xp, dtype):
     assert [found.tolist() for found in own] == [[1, 0, 5]] * N
     assert v.numpy().tolist() == [N, 0, 5 * N]
     if N > 1:
-        with pytest.raises(ValueError, match=rf"sums over {N} replicas, and .* cannot be shared out to them in"):
+        with pytest.raises(
+            ValueError, match=rf"sums over {N} replicas, and .* cannot be shared out to them in"
+        ):
             v.assign([1, 0, 0])
         assert v.numpy().tolist() == [N, 0, 5 * N]
     v.assign([0, 0, 0])

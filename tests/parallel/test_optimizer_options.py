@@ -24,7 +24,9 @@ def strategy(request, place):
 
 def own(step):
     """The gradient of this replica, and the sum over all of them."""
-    gradients = np.array([np.cos(np.arange(6.0).reshape(3, 2) + 3 * step + rank) for rank in range(N)])
+    gradients = np.array(
+        [np.cos(np.arange(6.0).reshape(3, 2) + 3 * step + rank) for rank in range(N)]
+    )
     return gradients[RANK], gradients.sum(axis=0)
 
 
@@ -36,7 +38,9 @@ def model(strategy, make=hs.optimizers.SGD, **options):
 def trained(strategy, steps=4, **options):
     v, optimizer = model(strategy, **options)
     for step in range(steps):
-        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)]))
+        strategy.run(
+            lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)])
+        )
     return v, optimizer
 
 
@@ -62,7 +66,11 @@ def test_values_are_clipped_after_the_sum_over_replicas(strategy):
 @pytest.mark.core
 def test_each_gradient_is_clipped_to_a_norm_of_its_own(strategy):
     with strategy.scope():
-        small, large, optimizer = hs.Variable(START), hs.Variable(START), hs.optimizers.SGD(0.5, clipnorm=2.0)
+        small, large, optimizer = (
+            hs.Variable(START),
+            hs.Variable(START),
+            hs.optimizers.SGD(0.5, clipnorm=2.0),
+        )
 
     def step():
         gradient = strategy.xp.asarray(own(0)[0])
@@ -88,12 +96,18 @@ def test_rows_are_clipped_likewise(strategy):
 
 def test_the_norm_of_all_gradients_is_that_of_arrays_and_rows(strategy):
     with strategy.scope():
-        v, table, optimizer = hs.Variable(START), hs.Variable(START), hs.optimizers.SGD(0.5, global_clipnorm=1.0)
+        v, table, optimizer = (
+            hs.Variable(START),
+            hs.Variable(START),
+            hs.optimizers.SGD(0.5, global_clipnorm=1.0),
+        )
     rows = np.array([2, 0])
 
     def step():
         gradient = strategy.xp.asarray(own(0)[0])
-        optimizer.apply_gradients([(gradient, v), (hs.IndexedSlices(gradient[:2], strategy.xp.asarray(rows)), table)])
+        optimizer.apply_gradients(
+            [(gradient, v), (hs.IndexedSlices(gradient[:2], strategy.xp.asarray(rows)), table)]
+        )
 
     strategy.run(step)
     total, of_table = own(0)[1], np.zeros_like(START)
@@ -113,14 +127,18 @@ def test_a_decay_can_be_set_later(strategy):
     v, optimizer = model(strategy)
     optimizer.weight_decay = 0.1
     for step in range(4):
-        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)]))
+        strategy.run(
+            lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)])
+        )
     close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("frequency", [None, 3])
 def test_moving_averages(strategy, frequency):
-    v, optimizer = trained(strategy, 7, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency)
+    v, optimizer = trained(
+        strategy, 7, use_ema=True, ema_momentum=0.75, ema_overwrite_frequency=frequency
+    )
     value = average = START
     for step in range(7):
         value = value - 0.5 * own(step)[1]
@@ -142,7 +160,9 @@ def test_averages_are_in_checkpoints(strategy, mpi_tmp_path):
     other, restored = model(strategy, use_ema=True, momentum=0.9)
     hs.checkpoint.Checkpoint(w=other, optimizer=restored).restore(mpi_tmp_path / "file")
     for one, of in ((optimizer, v), (restored, other)):
-        strategy.run(lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(3)[0]), of)]))
+        strategy.run(
+            lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(3)[0]), of)])
+        )
         one.finalize_variable_values([of])
     assert np.array_equal(v.numpy(), other.numpy())
 
@@ -188,11 +208,15 @@ def test_gradients_that_are_added_up_stay_the_programs(strategy):
 
 def test_what_is_added_up_is_copied_but_not_saved(strategy, mpi_tmp_path):
     v, optimizer = trained(strategy, 1, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match=r"Checkpoint\.save: optimizer has the gradients of 1 of 2 calls"):
+    with pytest.raises(
+        ValueError, match=r"Checkpoint\.save: optimizer has the gradients of 1 of 2 calls"
+    ):
         hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
     other, copied = copy.deepcopy((v, optimizer))
     for one, of in ((optimizer, v), (copied, other)):
-        strategy.run(lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(1)[0]), of)]))
+        strategy.run(
+            lambda one=one, of=of: one.apply_gradients([(strategy.xp.asarray(own(1)[0]), of)])
+        )
         close(of.numpy(), START - 0.5 * (own(0)[1] + own(1)[1]) / 2)
     hs.checkpoint.Checkpoint(w=v, optimizer=optimizer).save(mpi_tmp_path / "file")
 
@@ -206,7 +230,9 @@ def test_minimize_applies_the_gradients_of_a_function(strategy):
         return float((error**2).sum()) / 2, [error]
 
     losses = strategy.run(lambda: optimizer.minimize(loss_and_gradients, [v]))
-    assert strategy.experimental_local_results(losses)[RANK] == pytest.approx(((START - own(0)[0]) ** 2).sum() / 2)
+    assert strategy.experimental_local_results(losses)[RANK] == pytest.approx(
+        ((START - own(0)[0]) ** 2).sum() / 2
+    )
     close(v.numpy(), START - 0.5 * (N * START - own(0)[1]))
 
 
@@ -231,7 +257,9 @@ def test_minimize_refuses_what_is_no_loss_with_gradients(strategy, loss, error, 
     [
         hs.optimizers.SGD(0.1, 0.9, nesterov=True, clipvalue=0.5, name="mine"),
         hs.optimizers.AdamW(hs.optimizers.schedules.CosineDecay(0.1, 10), weight_decay=0.3),
-        hs.optimizers.Nadam(beta_1=0.5, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=4),
+        hs.optimizers.Nadam(
+            beta_1=0.5, use_ema=True, ema_momentum=0.5, gradient_accumulation_steps=4
+        ),
         hs.optimizers.Adadelta(global_clipnorm=1.0),
     ],
     ids=repr,
@@ -279,13 +307,37 @@ optimizers: Any = hs.optimizers  # for what no type checker would pass
             r"SGD: clip is not an argument; besides its own it takes global_",
         ),
         (lambda: optimizers.Lion(beta_1=0), ValueError, "Lion: beta_1 is 0; it must be above 0"),
-        (lambda: optimizers.Adam(clipnorm=0), ValueError, "Adam: clipnorm is 0; it must be positive or None"),
-        (lambda: optimizers.SGD(clipnorm=1, clipvalue=1), ValueError, "SGD: clipnorm and clipvalue exclude each"),
-        (lambda: optimizers.SGD(weight_decay="a"), TypeError, "SGD: weight_decay is 'a'; it must be a number"),
-        (lambda: optimizers.SGD(ema_momentum=2), ValueError, "SGD: ema_momentum is 2; it must be from 0 to 1"),
+        (
+            lambda: optimizers.Adam(clipnorm=0),
+            ValueError,
+            "Adam: clipnorm is 0; it must be positive or None",
+        ),
+        (
+            lambda: optimizers.SGD(clipnorm=1, clipvalue=1),
+            ValueError,
+            "SGD: clipnorm and clipvalue exclude each",
+        ),
+        (
+            lambda: optimizers.SGD(weight_decay="a"),
+            TypeError,
+            "SGD: weight_decay is 'a'; it must be a number",
+        ),
+        (
+            lambda: optimizers.SGD(ema_momentum=2),
+            ValueError,
+            "SGD: ema_momentum is 2; it must be from 0 to 1",
+        ),
         (lambda: optimizers.SGD(ema_overwrite_frequency=2), ValueError, "pass use_ema=True too"),
-        (lambda: optimizers.SGD(gradient_accumulation_steps=0), ValueError, "steps is 0; it must be an int of at"),
-        (lambda: Overriding(0.1, use_ema=True), ValueError, "Overriding: use_ema changes the formula, and update_rule"),
+        (
+            lambda: optimizers.SGD(gradient_accumulation_steps=0),
+            ValueError,
+            "steps is 0; it must be an int of at",
+        ),
+        (
+            lambda: Overriding(0.1, use_ema=True),
+            ValueError,
+            "Overriding: use_ema changes the formula, and update_rule",
+        ),
     ],
     ids=[
         "SGD(clip=1)",
@@ -306,7 +358,10 @@ def test_wrong_options(make, error, message):
 
 def test_there_are_averages_only_with_use_ema(strategy):
     v, optimizer = model(strategy)
-    with pytest.raises(ValueError, match=r"SGD\.finalize_variable_values: there are no moving averages; pass use_ema"):
+    with pytest.raises(
+        ValueError,
+        match=r"SGD\.finalize_variable_values: there are no moving averages; pass use_ema",
+    ):
         optimizer.finalize_variable_values([v])
 
 
@@ -318,7 +373,11 @@ def test_numbers_that_change_between_steps(strategy):
         optimizer.lr, optimizer.momentum = rate, momentum
         assert optimizer.lr == optimizer.learning_rate == rate
         gradient, total = own(step)
-        strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(strategy.xp.asarray(gradient), v)]))
+        strategy.run(
+            lambda gradient=gradient: optimizer.apply_gradients(
+                [(strategy.xp.asarray(gradient), v)]
+            )
+        )
         velocity = momentum * velocity - rate * total
         value = value + velocity
     close(v.numpy(), value)
@@ -330,15 +389,31 @@ def test_numbers_that_change_between_steps(strategy):
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("momentm", 0.9, r"SGD: momentm is not an attribute; did you mean momentum\? It has clipnorm, .*learning_rate"),
+        (
+            "momentm",
+            0.9,
+            r"SGD: momentm is not an attribute; did you mean momentum\? It has clipnorm, .*learning_rate",
+        ),
         ("learningrate", 0.9, r"did you mean learning_rate\?"),
         ("wd", 0.9, r"SGD: wd is not an attribute; It has clipnorm, .*weight_decay"),
-        ("momentum", 0.9, r"SGD: momentum is 0\.0, and the slots are made: \[\]; .* \['momentum'\]"),
+        (
+            "momentum",
+            0.9,
+            r"SGD: momentum is 0\.0, and the slots are made: \[\]; .* \['momentum'\]",
+        ),
         ("use_ema", True, r"SGD: use_ema is False for good; pass use_ema=True to a new optimizer"),
         ("ema_overwrite_frequency", 1, "SGD: ema_overwrite_frequency is None for good"),
         ("gradient_accumulation_steps", 2, "SGD: gradient_accumulation_steps is None for good"),
     ],
-    ids=["misspelt", "run together", "like none", "momentum", "averages", "overwriting", "accumulation"],
+    ids=[
+        "misspelt",
+        "run together",
+        "like none",
+        "momentum",
+        "averages",
+        "overwriting",
+        "accumulation",
+    ],
 )
 def test_an_attribute_without_effect_is_refused(strategy, name, value, message):
     v, optimizer = trained(strategy, steps=1)

@@ -77,7 +77,9 @@ def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     strategy.run(replica)
     found, expected = table.numpy(), (-4 * sum(range(1, N + 1)) * slope).astype(dtype)
     assert not np.isfinite(found[[100, 200]]).any()
-    np.testing.assert_array_equal(np.delete(found, [100, 200], axis=0), np.delete(expected, [100, 200], axis=0))
+    np.testing.assert_array_equal(
+        np.delete(found, [100, 200], axis=0), np.delete(expected, [100, 200], axis=0)
+    )
 
 
 def test_rows_without_a_gradient_stay(strategy):
@@ -145,7 +147,9 @@ def test_buffers_are_made_once(place):
 def test_buffers_for_different_variables(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers of 'Variable'"):
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers of 'Variable'"
+        ):
             optimizer.gradient_buffers(variables if RANK == 0 else variables[:1])
         assert len(optimizer.gradient_buffers(variables)) == len(variables)
 
@@ -157,7 +161,9 @@ def test_one_rank_passes_its_buffers_and_another_does_not(place):
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
         buffers = optimizer.gradient_buffers(variables)
         gradients = buffers if RANK == 0 else [buffer.copy() for buffer in buffers]
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\(SUM\) of"):
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\(SUM\) of"
+        ):
             strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
         strategy.run(lambda: optimizer.apply_gradients(zip(buffers, variables, strict=True)))
 
@@ -174,7 +180,11 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=pytest.mark.core if layout == "transposed" else ()) for layout in LAYOUTS]
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.core if layout == "transposed" else ())
+        for layout in LAYOUTS
+    ],
 )
 def test_large_gradients_of_every_layout(strategy, layout):
     xp = strategy.xp
@@ -187,23 +197,36 @@ def test_large_gradients_of_every_layout(strategy, layout):
         variables = [hs.Variable(np.full(shape, 7, np.float32)) for shape in LARGE]
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(2):
-        gradients = [LAYOUTS[layout](xp, xp.asarray(gradient(shape, RANK).astype(np.float32))) for shape in LARGE]
-        strategy.run(lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)), args=(gradients,))
+        gradients = [
+            LAYOUTS[layout](xp, xp.asarray(gradient(shape, RANK).astype(np.float32)))
+            for shape in LARGE
+        ]
+        strategy.run(
+            lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)),
+            args=(gradients,),
+        )
         for given, shape in zip(gradients, LARGE, strict=True):
             assert np.array_equal(hs.asnumpy(given), gradient(shape, RANK))  # they are the caller's
     for variable, shape in zip(variables, LARGE, strict=True):
-        assert np.array_equal(variable.numpy(), 7 - 2 * sum(gradient(shape, rank) for rank in range(N)))
+        assert np.array_equal(
+            variable.numpy(), 7 - 2 * sum(gradient(shape, rank) for rank in range(N))
+        )
 
 
 @pytest.mark.core
 def test_gradients_that_are_other_variables_values(strategy):
     numbers = np.arange(120_000).reshape(300, 400) % 97
     with strategy.scope():
-        one, other = hs.Variable(numbers.astype(np.float32)), hs.Variable((numbers[::-1] + 5).astype(np.float32))
+        one, other = (
+            hs.Variable(numbers.astype(np.float32)),
+            hs.Variable((numbers[::-1] + 5).astype(np.float32)),
+        )
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(3):
         before = one.numpy(), other.numpy()
-        strategy.run(lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)]))
+        strategy.run(
+            lambda: optimizer.apply_gradients([(other.value(), one), (one.value(), other)])
+        )
         assert np.array_equal(one.numpy(), before[0] - N * before[1])
         assert np.array_equal(other.numpy(), before[1] - N * before[0])
 
@@ -232,7 +255,8 @@ def test_variables_on_one_rank_only_are_a_mismatch(strategy):
 def test_variables_of_no_scope_are_named_as_such(strategy):
     v = hs.Variable(np.ones(2), name="w")
     with pytest.raises(
-        RuntimeError, match=r"SGD.apply_gradients to 'w': .* made outside .* `with strategy.scope\(\):`"
+        RuntimeError,
+        match=r"SGD.apply_gradients to 'w': .* made outside .* `with strategy.scope\(\):`",
     ):
         strategy.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(2), v)]))
 
@@ -244,7 +268,12 @@ def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
     strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(2), v)]))
     assert repr(optimizer) == ("SGD(learning_rate=0.5, momentum=0.9, nesterov=False, iterations=1)")
     rate = hs.optimizers.schedules.CosineDecay(0.1, 10)
-    for one in (hs.optimizers.Adam(rate), hs.optimizers.AdamW(rate), hs.optimizers.Adagrad(), hs.optimizers.RMSprop()):
+    for one in (
+        hs.optimizers.Adam(rate),
+        hs.optimizers.AdamW(rate),
+        hs.optimizers.Adagrad(),
+        hs.optimizers.RMSprop(),
+    ):
         assert repr(one).startswith(f"{type(one).__name__}(learning_rate={one.learning_rate!r}, ")
         assert "epsilon=1e-07" in repr(one)
 
@@ -262,6 +291,11 @@ def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
         pairs = [(gradient, variables[i]) for gradient, i in zip(gradients, members, strict=True)]
         strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
         steps[members] += 1
-    assert [v.numpy().tolist() for v in variables] == [[-N * (i + 1) * steps[i]] * 3 for i in range(6)]
-    assert all(one is other for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True))
+    assert [v.numpy().tolist() for v in variables] == [
+        [-N * (i + 1) * steps[i]] * 3 for i in range(6)
+    ]
+    assert all(
+        one is other
+        for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True)
+    )
     assert len(optimizer._state.plans) < 63

@@ -23,7 +23,11 @@ def model(strategy):
 
 def train(strategy, w, optimizer, steps):
     for step in range(steps):
-        strategy.run(lambda step=step: optimizer.apply_gradients([(strategy.xp.full((4, 3), RANK + step + 1.0), w)]))
+        strategy.run(
+            lambda step=step: optimizer.apply_gradients(
+                [(strategy.xp.full((4, 3), RANK + step + 1.0), w)]
+            )
+        )
 
 
 def test_a_checkpoint_holds_its_slots(strategy, tmp_path):
@@ -82,7 +86,9 @@ def test_its_attributes_are_those_of_its_init_and_its_class(strategy):
     strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
     for one in (changed, copy.deepcopy(changed)):
         one.factor, one.early, one.in_class, one._own = 2.0, 0.5, 4.0, 1
-        with pytest.raises(AttributeError, match=r"Own: facter is not an attribute; did you mean factor\?"):
+        with pytest.raises(
+            AttributeError, match=r"Own: facter is not an attribute; did you mean factor\?"
+        ):
             one.facter = 7.0
     strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
     np.testing.assert_array_equal(w.numpy(), -N * (9.0 + 4.0))
@@ -120,7 +126,10 @@ NUMBERS = ("beta_1", "beta_2", "epsilon", "weight_decay")
 
 def gradients(rank, step):
     random = np.random.default_rng([rank, step])
-    return [random.standard_normal(shape).astype("f8" if i % 2 else "f4") for i, shape in enumerate(SHAPES)]
+    return [
+        random.standard_normal(shape).astype("f8" if i % 2 else "f4")
+        for i, shape in enumerate(SHAPES)
+    ]
 
 
 def test_norms_where_variables_are_on_the_host(place):
@@ -139,7 +148,9 @@ def check_steps(strategy, dtype):
         w, optimizer = hs.Variable(np.full((5, 3), 0.5, dtype)), LAMB(0.5)
     value, m, v = w.numpy(), np.zeros((5, 3), dtype), np.zeros((5, 3), dtype)
     for step in range(1, 3):
-        everyones = [np.random.default_rng([rank, step]).random((5, 3)).astype(dtype) for rank in range(N)]
+        everyones = [
+            np.random.default_rng([rank, step]).random((5, 3)).astype(dtype) for rank in range(N)
+        ]
         strategy.run(optimizer.apply_gradients, args=([(strategy.xp.asarray(everyones[RANK]), w)],))
         value, m, v = LAMB.formula(
             value,
@@ -168,11 +179,15 @@ def test_norms_are_those_of_whole_variables(strategy, tmp_path):
     for step in range(1, 5):
         given = [strategy.xp.asarray(one) for one in gradients(RANK, step)]
         strategy.run(optimizer.apply_gradients, args=(list(zip(given, variables, strict=True)),))
-        totals = [sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)]
+        totals = [
+            sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)
+        ]
         for i, total in enumerate(totals):
             value, m, v = expected[i]
             with np.errstate(invalid="ignore"):  # the norms of nothing
-                expected[i] = [*LAMB.formula(value, total, m, v, learning_rate=0.5, step=step, **numbers)]
+                expected[i] = [
+                    *LAMB.formula(value, total, m, v, learning_rate=0.5, step=step, **numbers)
+                ]
         if step == 2:
             hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer).save(path)
             variables, optimizer = model()
@@ -203,7 +218,9 @@ def test_an_option_chooses_how_many_norms(strategy):
         total = N * np.array([3.0, 4.0])
         expected = expected - (np.linalg.norm(total) + both * np.linalg.norm(expected)) * total
     np.testing.assert_allclose(w.numpy(), expected)
-    optimizer.apply_gradients([(gradient, w)])  # in the cross-replica context: plain gradients, the same everywhere
+    optimizer.apply_gradients(
+        [(gradient, w)]
+    )  # in the cross-replica context: plain gradients, the same everywhere
     expected = expected - (5 + np.linalg.norm(expected)) * np.array([3.0, 4.0])
     np.testing.assert_allclose(w.numpy(), expected)
 
@@ -212,6 +229,8 @@ def test_a_norm_takes_no_rows(strategy):
     with strategy.scope():
         w, optimizer = hs.Variable(np.ones((4, 3))), LAMB(0.5)
     slices = hs.IndexedSlices(strategy.xp.ones((1, 3)), strategy.xp.array([2]))
-    with pytest.raises(ValueError, match=r"LAMB\.apply_gradients: the update takes norms of whole variables"):
+    with pytest.raises(
+        ValueError, match=r"LAMB\.apply_gradients: the update takes norms of whole variables"
+    ):
         strategy.run(lambda: optimizer.apply_gradients([(slices, w)]))
     assert optimizer.iterations == 0 and (w.numpy() == 1).all()

@@ -16,7 +16,9 @@ from strategies import STRATEGIES
 import hpcstrat as hs
 from hpcstrat.data import Dataset
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
@@ -24,17 +26,23 @@ RANK = COMM.rank
 DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
-    st.sampled_from([(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]),  # in a record, in a mailbox, in chunks
+    st.sampled_from(
+        [(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]
+    ),  # in a record, in a mailbox, in chunks
 )
 LEAVES = st.tuples(SHAPES, st.sampled_from(DTYPES))
 NESTS = st.recursive(
     LEAVES | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]])
+@pytest.fixture(
+    scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]]
+)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -122,7 +130,9 @@ def test_a_nest_into_run_and_out(strategy, plan):
 
     inside = []
     made = strategy.run(lambda: part(RANK, strategy.xp))
-    back = strategy.run(lambda value, *, more: [inside.append(value), (value, more)][1], (made,), {"more": made})
+    back = strategy.run(
+        lambda value, *, more: [inside.append(value), (value, more)][1], (made,), {"more": made}
+    )
     check_equal(inside[0], part(RANK))
     for one in (made, *back):
         everyones = strategy.experimental_local_results(one)
@@ -140,10 +150,16 @@ def shares(batch):
     return [batch[end - one : end].tolist() for one, end in zip(sizes, ends, strict=True)]
 
 
-@hypothesis.given(st.integers(0, 60), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5))
+@hypothesis.given(
+    st.integers(0, 60), st.integers(1, 40), st.booleans(), st.booleans(), st.integers(0, 5)
+)
 def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexed, drops, skipped):
     every = np.arange(elements) * 7 % 61
-    source = Dataset.from_tensor_slices(every) if can_be_indexed else Dataset.from_generator(lambda: iter(every))
+    source = (
+        Dataset.from_tensor_slices(every)
+        if can_be_indexed
+        else Dataset.from_generator(lambda: iter(every))
+    )
     dataset = source.skip(skipped).batch(size, drop_remainder=drops)
     rows = every[skipped:]
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
@@ -157,19 +173,26 @@ def test_every_element_once_and_in_order(strategy, elements, size, can_be_indexe
 
 
 WRITES = st.tuples(
-    st.sampled_from(["assign", "assign_add", "assign_sub"]), st.integers(0, 2), st.booleans(), st.integers(-9, 9)
+    st.sampled_from(["assign", "assign_add", "assign_sub"]),
+    st.integers(0, 2),
+    st.booleans(),
+    st.integers(-9, 9),
 )
 AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 
 
 @hypothesis.given(
-    st.lists(SHAPES, min_size=3, max_size=3), st.permutations(AGGREGATIONS), st.lists(WRITES, max_size=12)
+    st.lists(SHAPES, min_size=3, max_size=3),
+    st.permutations(AGGREGATIONS),
+    st.lists(WRITES, max_size=12),
 )
 def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
     """Three variables beside three arrays; in a replica context the values differ from replica to replica."""
     models = [numbers(shape, np.float64, 1) for shape in shapes]
     with strategy.scope():
-        variables = [hs.Variable(m, aggregation=a) for m, a in zip(models, aggregations, strict=True)]
+        variables = [
+            hs.Variable(m, aggregation=a) for m, a in zip(models, aggregations, strict=True)
+        ]
     for name, which, in_replicas, number in writes:
 
         def value(rank, which=which, number=number):
@@ -179,13 +202,19 @@ def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
         if in_replicas:
             strategy.run(lambda write=write, value=value: write(strategy.xp.asarray(value(RANK))))
             values = [value(rank) for rank in range(N)]
-            aggregated = {"SUM": sum(values), "MEAN": sum(values) / N, "ONLY_FIRST_REPLICA": values[0]}
+            aggregated = {
+                "SUM": sum(values),
+                "MEAN": sum(values) / N,
+                "ONLY_FIRST_REPLICA": values[0],
+            }
             given = np.asarray(aggregated[aggregations[which]])
         else:
             write(value(0))
             given = value(0)
         old = models[which]
-        models[which] = {"assign": given, "assign_add": old + given, "assign_sub": old - given}[name]
+        models[which] = {"assign": given, "assign_add": old + given, "assign_sub": old - given}[
+            name
+        ]
         np.testing.assert_allclose(hs.asnumpy(v.value()), models[which], rtol=1e-12, atol=1e-12)
     for v, model in zip(variables, models, strict=True):
         assert v.shape == model.shape

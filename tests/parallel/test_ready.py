@@ -35,7 +35,9 @@ def connected(name):
     assert comm is not None
     if name == "MPI":
         return MpiCommunicator(comm.Dup())
-    return HierarchicalCommunicator(comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1))
+    return HierarchicalCommunicator(
+        comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1)
+    )
 
 
 class OnHosts(hs.MirroredStrategy):
@@ -43,7 +45,9 @@ class OnHosts(hs.MirroredStrategy):
 
     def __init__(self, name, shard_updates):
         with call_named("OnHosts"):
-            Strategy.__init__(self, mirrored_group([device_names.CPU] * N, connected(name), (), shard_updates))
+            Strategy.__init__(
+                self, mirrored_group([device_names.CPU] * N, connected(name), (), shard_updates)
+            )
 
 
 class ShardedCentral(hs.CentralStorageStrategy):
@@ -69,22 +73,38 @@ ON_ONE_HOST = {
 ON_GPUS = {**ON_ONE_HOST, "sharded central": ShardedCentral}
 
 
-CASES = [*(("CPU", name) for name in [*ON_ONE_HOST, *ON_HOSTS]), *(("GPU", name) for name in ON_GPUS)]
+CASES = [
+    *(("CPU", name) for name in [*ON_ONE_HOST, *ON_HOSTS]),
+    *(("GPU", name) for name in ON_GPUS),
+]
 QUICK = [("CPU", name) for name in ("mirrored", "hosts", "hosts in turns, sharded")]
 QUICK += [("GPU", name) for name in ON_GPUS]
-CORE = [("CPU", "hosts"), ("CPU", "hosts in turns, sharded")]  # of two ranks each would be alone on its host
+CORE = [
+    ("CPU", "hosts"),
+    ("CPU", "hosts in turns, sharded"),
+]  # of two ranks each would be alone on its host
 CORE += [("GPU", "central"), ("GPU", "sharded central")]
 
 
 def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames:
         quick, core = QUICK, CORE
-        if "model" in metafunc.fixturenames:  # errors: where sums do not begin early, nothing is under way
+        if (
+            "model" in metafunc.fixturenames
+        ):  # errors: where sums do not begin early, nothing is under way
             quick, core = QUICK[1:], [CORE[0], CORE[2]]
-        marks = {case: [pytest.mark.slow] * (case not in quick) + [pytest.mark.core] * (case in core) for case in CASES}
-        cases, names = [pytest.param(*case, marks=marks[case]) for case in CASES], map(": ".join, CASES)
+        marks = {
+            case: [pytest.mark.slow] * (case not in quick) + [pytest.mark.core] * (case in core)
+            for case in CASES
+        }
+        cases, names = (
+            [pytest.param(*case, marks=marks[case]) for case in CASES],
+            map(": ".join, CASES),
+        )
         mark = pytest.mark.parametrize(("place", "strategy"), cases, indirect=True, ids=names)
-        metafunc.definition.add_marker(mark)  # which counts before the parameters that `place` has of its own
+        metafunc.definition.add_marker(
+            mark
+        )  # which counts before the parameters that `place` has of its own
 
 
 @pytest.fixture
@@ -115,7 +135,12 @@ OPTIMIZERS = {
     "accumulated": lambda: hs.optimizers.Adam(0.01, gradient_accumulation_steps=2),
 }
 BEGIN_LATER = ("clipnorm", "global_clipnorm", "accumulated")
-ORDERS = {"all": [5, 4, 3, 2, 1, 0], "some": [4, 0], "small ones": [5, 2, 1], "all but one": [0, 1, 2, 4]}
+ORDERS = {
+    "all": [5, 4, 3, 2, 1, 0],
+    "some": [4, 0],
+    "small ones": [5, 2, 1],
+    "all but one": [0, 1, 2, 4],
+}
 
 
 class Model:
@@ -127,7 +152,10 @@ class Model:
         self.strategy = strategy
         random = np.random.default_rng(1)
         with strategy.scope():
-            values = [(random.random(shape) - 0.5).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            values = [
+                (random.random(shape) - 0.5).astype(dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
             self.variables = [hs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
             self.optimizer = make()
             self.buffers = self.optimizer.gradient_buffers(self.variables)
@@ -148,7 +176,9 @@ class Model:
     def write(self, step):
         random = np.random.default_rng((step, RANK))
         for buffer in self.buffers:
-            buffer[...] = self.strategy.xp.asarray((random.random(buffer.shape) - 0.5).astype(buffer.dtype))
+            buffer[...] = self.strategy.xp.asarray(
+                (random.random(buffer.shape) - 0.5).astype(buffer.dtype)
+            )
 
     def apply(self):
         self.optimizer.apply_gradients(zip(self.buffers, self.variables, strict=True))
@@ -165,13 +195,17 @@ def check_equal(found, expected, place):
         if place.kind == "CPU":
             np.testing.assert_array_equal(one, other, strict=True)
         else:
-            np.testing.assert_allclose(one, other, rtol=1e-2 if one.dtype == np.float16 else 1e-4, atol=1e-3)
+            np.testing.assert_allclose(
+                one, other, rtol=1e-2 if one.dtype == np.float16 else 1e-4, atol=1e-3
+            )
 
 
 # ---- results
 
 
-@pytest.mark.parametrize("optimizer", slow_but(["Adam", "clipvalue", "clipnorm", "accumulated"], OPTIMIZERS))
+@pytest.mark.parametrize(
+    "optimizer", slow_but(["Adam", "clipvalue", "clipnorm", "accumulated"], OPTIMIZERS)
+)
 def test_results_are_those_without_marks(strategy, place, optimizer):
     expected = Model(strategy, OPTIMIZERS[optimizer]).train()
     check_equal(Model(strategy, OPTIMIZERS[optimizer]).train([4, 0]), expected, place)
@@ -183,7 +217,9 @@ def test_any_of_any_dtype_in_any_order(strategy, place, order, dtypes):
     """16-bit floats go another way between hosts than others, and so does what is in one message with them."""
     dtypes = (dtypes.split() * 6)[:6]
     expected = Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(steps=2)
-    check_equal(Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(ORDERS[order], 2), expected, place)
+    check_equal(
+        Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(ORDERS[order], 2), expected, place
+    )
 
 
 SIZES = [(900, 1100), (8191, 1, 3), (1, 0, 300_000)]
@@ -211,7 +247,9 @@ def test_exact_sums(strategy, place):
         for i in (2, 1, 0):
             model.buffers[i][...] = (RANK + 1) * (i + 1) * (number + 1)
             model.buffers.ready(model.buffers[i])
-            total = hs.get_replica_context().all_reduce("SUM", strategy.xp.full(20_000, float(RANK + 1)))
+            total = hs.get_replica_context().all_reduce(
+                "SUM", strategy.xp.full(20_000, float(RANK + 1))
+            )
             assert total.tolist() == [N * (N + 1) / 2] * 20_000
             plain.apply_gradients([(strategy.xp.ones(5, np.float32), other)])
         assert bool(model.marks.begun) is begins(strategy, place)
@@ -303,8 +341,16 @@ def model(strategy):
 
 
 WRONG = {
-    "none": (lambda m: m.buffers.ready(), ValueError, r"GradientBuffers\.ready: .* at least one, and got none"),
-    "a view": (lambda m: m.buffers.ready(m.buffers[0][:]), ValueError, r"argument 1 of 1, of type .*ndarray, is none"),
+    "none": (
+        lambda m: m.buffers.ready(),
+        ValueError,
+        r"GradientBuffers\.ready: .* at least one, and got none",
+    ),
+    "a view": (
+        lambda m: m.buffers.ready(m.buffers[0][:]),
+        ValueError,
+        r"argument 1 of 1, of type .*ndarray, is none",
+    ),
     "slices": (
         lambda m: m.buffers.ready(m.buffers[1], hs.IndexedSlices(m.buffers[0], m.buffers[2])),
         ValueError,
@@ -386,7 +432,9 @@ def test_ranks_that_mark_different_buffers(model, place):
         model.buffers.ready(model.buffers[1])
         model.buffers.ready(model.buffers[0 if RANK else 2])
 
-    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: GradientBuffers\.ready of 'v2'.*\n.*'v0'"):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"rank 0: GradientBuffers\.ready of 'v2'.*\n.*'v0'"
+    ):
         model.strategy.run(step)
     check_works(model, place)
 
@@ -400,14 +448,18 @@ def test_ranks_of_which_one_marks_and_others_do_not(model, place):
         else:
             model.apply()
 
-    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients.*\n.*GradientBuffers\.ready"):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients.*\n.*GradientBuffers\.ready"
+    ):
         model.strategy.run(step)
     check_works(model, place)
 
 
 @several
 def test_outside_of_a_replica_function(model, place):
-    with pytest.raises(RuntimeError, match=r"GradientBuffers\.ready was called outside of a replica function"):
+    with pytest.raises(
+        RuntimeError, match=r"GradientBuffers\.ready was called outside of a replica function"
+    ):
         with model.strategy.scope():
             model.buffers.ready(model.buffers[0])
     with pytest.raises(RuntimeError):

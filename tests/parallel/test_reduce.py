@@ -66,12 +66,17 @@ def test_operations_and_their_names(strategy, op):
 @pytest.mark.core
 def test_elementwise(strategy):
     values = [np.array([[r, -r], [2.0, r * r]], np.float32) for r in range(N)]
-    arrays = {op: strategy.reduce(op, each(strategy, values), None) for op in ("SUM", "MEAN", "MIN", "MAX")}
+    arrays = {
+        op: strategy.reduce(op, each(strategy, values), None)
+        for op in ("SUM", "MEAN", "MIN", "MAX")
+    }
     found = hs.asnumpy(arrays)
     stacked = np.stack(values)
     assert np.array_equal(found["SUM"], stacked.sum(0))
     assert np.array_equal(found["MEAN"], stacked.sum(0) / np.float32(N))
-    assert np.array_equal(found["MIN"], stacked.min(0)) and np.array_equal(found["MAX"], stacked.max(0))
+    assert np.array_equal(found["MIN"], stacked.min(0)) and np.array_equal(
+        found["MAX"], stacked.max(0)
+    )
     for one in arrays.values():
         assert isinstance(one, strategy.xp.ndarray) and one.dtype == np.float32 and same_bits(one)
         one[...] = 0  # fresh
@@ -80,7 +85,12 @@ def test_elementwise(strategy):
 @pytest.mark.core
 def test_dtypes(strategy):
     """Sums of integers keep their dtype, but along an axis those of up to 16 bits; means have TensorFlow's."""
-    means = {np.int8: np.float32, np.uint16: np.float32, np.int32: np.float64, np.uint64: np.float64}
+    means = {
+        np.int8: np.float32,
+        np.uint16: np.float32,
+        np.int32: np.float64,
+        np.uint64: np.float64,
+    }
     for dtype in (*means, np.float16, BFLOAT16, np.float64, np.complex64):
         if dtype is BFLOAT16 and not has_bfloat16(strategy.xp):
             continue
@@ -102,7 +112,10 @@ def test_dtypes(strategy):
     flags = each(strategy, [np.array([r == 0, True, False]) for r in range(N)])
     assert strategy.reduce("MIN", flags, None).tolist() == [N == 1, True, False]
     assert strategy.reduce("MAX", flags, None).tolist() == [True, True, False]
-    assert bool(strategy.reduce("MIN", flags, 0)) is False and bool(strategy.reduce("MAX", flags, 0)) is True
+    assert (
+        bool(strategy.reduce("MIN", flags, 0)) is False
+        and bool(strategy.reduce("MAX", flags, 0)) is True
+    )
 
 
 @pytest.mark.core
@@ -114,14 +127,18 @@ def test_the_documented_partial_batch(strategy):
     assert reduced(strategy, "MEAN", losses, 0) == pytest.approx(everything.mean(), rel=1e-15)
     assert reduced(strategy, "SUM", losses, 0) == everything.sum()
     if N > 1:
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*rank 1: .*\(2,\)"):
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*rank 1: .*\(2,\)"
+        ):
             strategy.reduce("SUM", each(strategy, losses), axis=None)
 
 
 CORE_AXIS = pytest.param((0, 1), marks=pytest.mark.core)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3, CORE_AXIS, (2, 0), [0, 2], (0, 1, 2), (-1, 0), ()], ids=str)
+@pytest.mark.parametrize(
+    "axis", [0, 1, 2, -1, -3, CORE_AXIS, (2, 0), [0, 2], (0, 1, 2), (-1, 0), ()], ids=str
+)
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
 def test_axes(strategy, axis, op):
     parts = [(np.arange(24.0).reshape(2, 3, 4) * (r + 1)) % 7 - r for r in range(N)]
@@ -139,7 +156,9 @@ EMPTY = {"the first": [0], "the last": [N - 1], "all but the first": list(range(
 @pytest.mark.parametrize("ranks", EMPTY)
 def test_empty_parts_do_not_count(strategy, ranks):
     empty = EMPTY[ranks]
-    parts = [np.zeros((0, 2)) if r in empty and N > 1 else np.full((r + 1, 2), r - 5.0) for r in range(N)]
+    parts = [
+        np.zeros((0, 2)) if r in empty and N > 1 else np.full((r + 1, 2), r - 5.0) for r in range(N)
+    ]
     everything = np.concatenate(parts)
     for op, fn in [("SUM", np.sum), ("MEAN", np.mean), ("MIN", np.min), ("MAX", np.max)]:
         found = reduced(strategy, op, parts, 0)
@@ -158,7 +177,9 @@ def test_nothing_at_all(strategy):
     assert strategy.reduce("SUM", integers, 0).tolist() == [0, 0, 0]
     assert strategy.xp.isnan(strategy.reduce("MEAN", integers, 0)).all()
     for op in ("MIN", "MAX"):
-        with pytest.raises(ValueError, match=f"Strategy.reduce: {op} along an axis that has no elements"):
+        with pytest.raises(
+            ValueError, match=f"Strategy.reduce: {op} along an axis that has no elements"
+        ):
             strategy.reduce(op, integers, 0)
     assert strategy.reduce("MEAN", nothing, 1).shape == (0,)
 
@@ -169,7 +190,10 @@ def test_nan_and_inf_come_through(strategy, place):
     for op in ("SUM", "MEAN", "MIN", "MAX"):
         found = reduced(strategy, op, parts, None)
         assert found[1] == np.inf and np.isfinite(found[2])
-        if place.kind == "CPU" or op in ("SUM", "MEAN"):  # NCCL's minima and maxima may leave a NaN out
+        if place.kind == "CPU" or op in (
+            "SUM",
+            "MEAN",
+        ):  # NCCL's minima and maxima may leave a NaN out
             assert np.isnan(found[0]) and np.isnan(reduced(strategy, op, parts, 0))
 
 
@@ -193,7 +217,10 @@ def test_nests_travel_together(strategy):
     xp = strategy.xp
 
     def replica():
-        return {"loss": xp.array(1.0 * RANK), "more": [xp.full(3, RANK, np.int32), None, {"x": xp.ones((2, 2)) * RANK}]}
+        return {
+            "loss": xp.array(1.0 * RANK),
+            "more": [xp.full(3, RANK, np.int32), None, {"x": xp.ones((2, 2)) * RANK}],
+        }
 
     value = strategy.run(replica)
     counts = [strategy._group.communicator.number]
@@ -210,10 +237,14 @@ def test_nests_travel_together(strategy):
 
 def test_none_from_one_rank_alone_is_an_error_on_every_rank(strategy):
     for leaf in (None, [None, None]):
-        assert strategy.run(lambda leaf=leaf: hs.get_replica_context().all_reduce("SUM", leaf)) == leaf
+        assert (
+            strategy.run(lambda leaf=leaf: hs.get_replica_context().all_reduce("SUM", leaf)) == leaf
+        )
         if N > 1:
             own = leaf if RANK == 0 else strategy.xp.ones(3)
-            with pytest.raises(hs.ReplicaMismatchError, match="rank 0: ReplicaContext.all_reduce.SUM"):
+            with pytest.raises(
+                hs.ReplicaMismatchError, match="rank 0: ReplicaContext.all_reduce.SUM"
+            ):
                 strategy.run(lambda own=own: hs.get_replica_context().all_reduce("SUM", own))
 
 
@@ -228,7 +259,9 @@ def test_a_nest_that_is_too_deep_is_an_error_on_every_rank(strategy):
         return value
 
     assert reduced(900) == N
-    with pytest.raises(ValueError, match=r"Strategy\.reduce: the list is nested more than 1000 levels deep"):
+    with pytest.raises(
+        ValueError, match=r"Strategy\.reduce: the list is nested more than 1000 levels deep"
+    ):
         reduced(2000 if RANK == N - 1 else 900)
     assert reduced(900) == N
 
@@ -238,7 +271,9 @@ def test_an_overflow_along_an_axis_is_inf_on_every_rank(strategy, op):
     """Not an exception on the one rank that has asked for those."""
     values = each(strategy, [np.full((2, 3), 65_504.0, np.float16)] * N)
     expected = np.full(3, np.inf if op == "SUM" else 65_504.0, np.float16)
-    slices = strategy.run(lambda: hs.IndexedSlices(strategy.xp.full((1, 2), 1e-45, np.float32), np.array([RANK])))
+    slices = strategy.run(
+        lambda: hs.IndexedSlices(strategy.xp.full((1, 2), 1e-45, np.float32), np.array([RANK]))
+    )
     with np.errstate(all="raise" if RANK == N - 1 else "ignore"):
         found = strategy.reduce(op, values, axis=0)
         strategy.reduce(op, slices, axis=None)  # a mean of the smallest number underflows
@@ -250,10 +285,15 @@ def test_an_overflow_along_an_axis_is_inf_on_every_rank(strategy, op):
 def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, axis):
     """Each is reduced where it is."""
     xp = strategy.xp
-    value = strategy.run(lambda: {"host": np.full((1, 2), RANK), "device": [xp.full((1, 2), RANK + 0.5)]})
+    value = strategy.run(
+        lambda: {"host": np.full((1, 2), RANK), "device": [xp.full((1, 2), RANK + 0.5)]}
+    )
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         found = strategy.reduce(op, value, axis)
-        for one, kind, total in [(found["host"], np, N * (N - 1) / 2), (found["device"][0], xp, N * N / 2)]:
+        for one, kind, total in [
+            (found["host"], np, N * (N - 1) / 2),
+            (found["device"][0], xp, N * N / 2),
+        ]:
             assert isinstance(one, kind.ndarray) and one.ravel().tolist() == [total / scale] * 2
 
 
@@ -261,13 +301,26 @@ def test_arrays_of_the_device_and_of_the_host_in_one_nest(strategy, axis):
 def test_arrays_that_are_not_contiguous_have_no_dimensions_or_no_elements(strategy):
     xp = strategy.xp
     whole = here(strategy, np.arange(24.0).reshape(4, 6) * (RANK + 1))
-    views = {"steps": whole[::2, ::-3], "turned": whole.T, "one": whole[1, 2], "none": whole[:, :0], "row": whole[3]}
+    views = {
+        "steps": whole[::2, ::-3],
+        "turned": whole.T,
+        "one": whole[1, 2],
+        "none": whole[:, :0],
+        "row": whole[3],
+    }
     spread = xp.broadcast_to(xp.asarray(RANK + 1.0), (3, 2))
-    found = hs.asnumpy(strategy.reduce("SUM", strategy.run(lambda: {**views, "spread": spread}), None))
+    found = hs.asnumpy(
+        strategy.reduce("SUM", strategy.run(lambda: {**views, "spread": spread}), None)
+    )
     everything = np.arange(24.0).reshape(4, 6) * (N * (N + 1) // 2)
-    assert np.array_equal(found["steps"], everything[::2, ::-3]) and np.array_equal(found["turned"], everything.T)
+    assert np.array_equal(found["steps"], everything[::2, ::-3]) and np.array_equal(
+        found["turned"], everything.T
+    )
     assert found["one"] == everything[1, 2] and found["none"].shape == (4, 0)
-    assert np.array_equal(found["row"], everything[3]) and found["spread"].tolist() == [[N * (N + 1) / 2] * 2] * 3
+    assert (
+        np.array_equal(found["row"], everything[3])
+        and found["spread"].tolist() == [[N * (N + 1) / 2] * 2] * 3
+    )
     along = strategy.reduce("SUM", strategy.run(lambda: [whole.T, whole[::2, ::-3]]), 0)
     assert np.array_equal(hs.asnumpy(along[0]), everything.T.sum(0))
     assert np.array_equal(hs.asnumpy(along[1]), everything[::2, ::-3].sum(0))
@@ -297,7 +350,9 @@ def test_plain_values(strategy):
 @pytest.mark.parametrize("value", [1, 2.5, np.ones(3), np.array([0.0, 1.0])], ids=repr)
 def test_the_sum_of_a_plain_value_is_refused(strategy, value):
     for axis in (None, 0) if np.ndim(value) else (None,):
-        with pytest.raises(ValueError, match=r"Strategy.reduce: SUM of a value that is not distributed"):
+        with pytest.raises(
+            ValueError, match=r"Strategy.reduce: SUM of a value that is not distributed"
+        ):
             strategy.reduce("SUM", here(strategy, value), axis)
     assert strategy.reduce("SUM", each(strategy, [1] * N), None) == N
 
@@ -305,7 +360,9 @@ def test_the_sum_of_a_plain_value_is_refused(strategy, value):
 @pytest.mark.core
 def test_slices(strategy):
     xp = strategy.xp
-    value = strategy.run(lambda: hs.IndexedSlices(xp.full((1, 2), RANK + 1.0), xp.array([RANK]), (8, 2)))
+    value = strategy.run(
+        lambda: hs.IndexedSlices(xp.full((1, 2), RANK + 1.0), xp.array([RANK]), (8, 2))
+    )
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         found = strategy.reduce(op, value, None)
         assert isinstance(found, hs.IndexedSlices) and found.shape == (8, 2)
@@ -334,11 +391,17 @@ def in_two_orders(*keys):
 def test_keys_in_another_order_on_another_rank(strategy, axis):
     """What sorts is summed right; what does not is refused, rather than summed crosswise."""
     for keys in (("b", "a", "c"), (2, 1), ("x", 1, None), (b"a", ("t", 2))):
-        value = strategy.run(lambda keys=keys: {k: strategy.xp.full(1, v) for k, v in in_two_orders(*keys).items()})
+        value = strategy.run(
+            lambda keys=keys: {k: strategy.xp.full(1, v) for k, v in in_two_orders(*keys).items()}
+        )
         found = strategy.reduce("SUM", value, axis)
-        assert {key: float(one.sum()) for key, one in found.items()} == {key: N * i for i, key in enumerate(keys)}
+        assert {key: float(one.sum()) for key, one in found.items()} == {
+            key: N * i for i, key in enumerate(keys)
+        }
     same = (Key(1, "one"), Key(2, "two"))
-    assert set(strategy.reduce("SUM", strategy.run(lambda: {key: 1 for key in same}), None).values()) == {N}
+    assert set(
+        strategy.reduce("SUM", strategy.run(lambda: {key: 1 for key in same}), None).values()
+    ) == {N}
     if N == 1:
         return
     for keys in ((Key(1), Key(2)), same):
@@ -347,9 +410,13 @@ def test_keys_in_another_order_on_another_rank(strategy, axis):
             lambda value=value: strategy.reduce("SUM", value, axis),
             lambda value=value: strategy.gather(value, 0),
             lambda value=value: strategy.experimental_local_results(value),
-            lambda keys=keys: strategy.run(lambda: replica_context().all_reduce("SUM", in_two_orders(*keys))),
             lambda keys=keys: strategy.run(
-                lambda: replica_context().merge_call(lambda strategy, nest: None, (in_two_orders(*keys),))
+                lambda: replica_context().all_reduce("SUM", in_two_orders(*keys))
+            ),
+            lambda keys=keys: strategy.run(
+                lambda: replica_context().merge_call(
+                    lambda strategy, nest: None, (in_two_orders(*keys),)
+                )
             ),
         ):
             with pytest.raises(hs.ReplicaMismatchError, match="the ranks must make the same call"):
@@ -383,7 +450,9 @@ core_on_one_strategy = pytest.mark.parametrize("strategy", CORE_STRATEGIES, indi
 
 DTYPES = [np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
 leaf = st.tuples(
-    st.sampled_from(DTYPES), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.integers(0, 1000)
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple),
+    st.integers(0, 1000),
 )
 
 
@@ -406,7 +475,9 @@ def build(plan, rank, axis=None, xp: Any = np):
         sizes = list(shape)
         if axis is not None:
             sizes[axis] = (sizes[axis] + rank * seed) % 5
-        return xp.asarray(np.asarray(np.random.default_rng([seed, rank]).integers(0, 50, sizes)).astype(dtype))
+        return xp.asarray(
+            np.asarray(np.random.default_rng([seed, rank]).integers(0, 50, sizes)).astype(dtype)
+        )
     if isinstance(plan, list):
         return [build(one, rank, axis, xp) for one in plan]
     if isinstance(plan, dict):
@@ -419,7 +490,9 @@ def check(found, plan, parts, expected_of):
     if isinstance(plan, tuple):
         expected = np.asarray(expected_of(parts))
         host = hs.asnumpy(found)
-        np.testing.assert_allclose(host, expected, rtol=1e-6 if expected.dtype == np.float32 else 1e-12)
+        np.testing.assert_allclose(
+            host, expected, rtol=1e-6 if expected.dtype == np.float32 else 1e-12
+        )
         assert host.shape == expected.shape and found.dtype == expected.dtype
         assert same_bits(host)
     elif isinstance(plan, list):

@@ -61,9 +61,13 @@ def test_arguments_are_each_replicas_component(strategy):
         "pair": Pair(mine, 2),
         "frozen": Frozen([mine]),
     }
-    done = strategy.run(replica, (mine, nest, 1, "text", plain), {"keyword": {"k": (mine,)}, "fixed": 5})
+    done = strategy.run(
+        replica, (mine, nest, 1, "text", plain), {"keyword": {"k": (mine,)}, "fixed": 5}
+    )
     assert strategy.experimental_local_results(done) == (True,) * N
-    assert isinstance(nest["point"].x, int if N == 1 else hs.PerReplica)  # what was passed is as it was
+    assert isinstance(
+        nest["point"].x, int if N == 1 else hs.PerReplica
+    )  # what was passed is as it was
 
 
 def test_plain_arguments_are_passed_on_and_not_copied(strategy, place):
@@ -94,7 +98,11 @@ def test_what_comes_back(strategy, place):
 
     found = strategy.run(replica)
     assert found["none"] is None and found["variable"] is v and found["pair"].second is None
-    assert isinstance(found["point"], Point) and isinstance(found["pair"], Pair) and found["empty"] == []
+    assert (
+        isinstance(found["point"], Point)
+        and isinstance(found["pair"], Pair)
+        and found["empty"] == []
+    )
     leaves = [
         found["number"],
         found["array"],
@@ -109,7 +117,9 @@ def test_what_comes_back(strategy, place):
     else:
         assert all(type(leaf) is hs.PerReplica for leaf in leaves)
     assert strategy.experimental_local_results(found["number"]) == tuple(range(N))
-    assert [one.tolist() for one in strategy.experimental_local_results(found["array"])] == [[r, r] for r in range(N)]
+    assert [one.tolist() for one in strategy.experimental_local_results(found["array"])] == [
+        [r, r] for r in range(N)
+    ]
     assert strategy.experimental_local_results(found["text"]) == ("text",) * N
     assert strategy.run(lambda: None) is None
     assert strategy.run(lambda: v) is v
@@ -129,7 +139,9 @@ def test_a_subclass_of_dict_stays_one(strategy, place):
     for rank, one in enumerate(strategy.experimental_local_results(value)):
         assert type(one) is Keys and one["loss"] == 1 + rank
     again = strategy.run(lambda keys: (type(keys) is Keys, keys["loss"]), args=(value,))
-    assert strategy.experimental_local_results(again) == tuple((True, 1.0 + rank) for rank in range(N))
+    assert strategy.experimental_local_results(again) == tuple(
+        (True, 1.0 + rank) for rank in range(N)
+    )
 
 
 def test_results_go_into_the_next_run(strategy, place):
@@ -167,11 +179,21 @@ def test_a_distributed_value_is_no_number(strategy):
     assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
     assert issubclass(type(found), hs.DistributedValues)
     before = strategy._group.communicator.number
-    for wrong in (lambda: found + 1, lambda: found[0], lambda: float(found), lambda: found < 2, lambda: bool(found)):
-        with pytest.raises(TypeError, match=r"^PerReplica\.__\w+__: this is one value a replica; reduce it first"):
+    for wrong in (
+        lambda: found + 1,
+        lambda: found[0],
+        lambda: float(found),
+        lambda: found < 2,
+        lambda: bool(found),
+    ):
+        with pytest.raises(
+            TypeError, match=r"^PerReplica\.__\w+__: this is one value a replica; reduce it first"
+        ):
             wrong()
     assert strategy._group.communicator.number == before
-    with pytest.raises(TypeError, match="one value a replica"):  # as `if found:` would end a loop after its first step
+    with pytest.raises(
+        TypeError, match="one value a replica"
+    ):  # as `if found:` would end a loop after its first step
         hs.any_rank(found)
     assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
 
@@ -209,7 +231,9 @@ def test_local_results_of_anything_else(strategy, place):
         v = hs.Variable(1.0)
     made = strategy._group.communicator.number
     assert strategy.experimental_local_results(v) == (v,)
-    assert strategy._group.communicator.number == made + (N > 1)  # another rank may have one value a replica
+    assert strategy._group.communicator.number == made + (
+        N > 1
+    )  # another rank may have one value a replica
 
 
 def test_local_results_of_what_cannot_travel(strategy):
@@ -217,7 +241,9 @@ def test_local_results_of_what_cannot_travel(strategy):
     if N == 1:
         assert len(strategy.experimental_local_results(found)) == 1
         return
-    with pytest.raises(TypeError, match=r"Strategy.experimental_local_results: .* cannot travel between ranks"):
+    with pytest.raises(
+        TypeError, match=r"Strategy.experimental_local_results: .* cannot travel between ranks"
+    ):
         strategy.experimental_local_results(found)
     assert strategy.experimental_local_results(per_replica(strategy)) == tuple(range(N))
 
@@ -234,14 +260,20 @@ def test_values_from_a_function(strategy, place):
 
     for module in (np, place.xp):  # an array of the host goes to the device
         contexts.clear()
-        found = strategy.experimental_distribute_values_from_function(lambda context, xp=module: value_fn(context, xp))
+        found = strategy.experimental_distribute_values_from_function(
+            lambda context, xp=module: value_fn(context, xp)
+        )
         assert contexts == [(RANK, N)]
         assert isinstance(found, place.xp.ndarray if N == 1 else hs.PerReplica)
         for rank, one in enumerate(strategy.experimental_local_results(found)):
             assert isinstance(one, place.xp.ndarray) and one.tolist() == [[rank] * 2] * (rank + 1)
-        assert strategy.reduce("SUM", found, axis=(0, 1)) == sum(2 * rank * (rank + 1) for rank in range(N))
+        assert strategy.reduce("SUM", found, axis=(0, 1)) == sum(
+            2 * rank * (rank + 1) for rank in range(N)
+        )
     for number in (3, 2.5, True, np.float32(1), [1, 2]):
-        found = strategy.experimental_distribute_values_from_function(lambda _, number=number: number)
+        found = strategy.experimental_distribute_values_from_function(
+            lambda _, number=number: number
+        )
         for one in strategy.experimental_local_results(found):
             assert np.array_equal(hs.asnumpy(one), number)
 
@@ -258,12 +290,16 @@ def test_values_from_a_function(strategy, place):
     ids=["tuple", "list", "dict", "namedtuple", "nothing"],
 )
 def test_a_nest_of_values_from_a_function(strategy, place, nest_of):
-    found = strategy.experimental_distribute_values_from_function(lambda c: nest_of(c.replica_id_in_sync_group))
+    found = strategy.experimental_distribute_values_from_function(
+        lambda c: nest_of(c.replica_id_in_sync_group)
+    )
     mine = nest_of(RANK)
     assert type(found) is type(mine) and len(found) == len(mine)
     first = next(iter(found.values() if isinstance(found, dict) else found), None)
     assert N == 1 or first is None or isinstance(first, hs.PerReplica)
-    for rank, one in enumerate(strategy.experimental_local_results(found)[: N if first is not None else 0]):
+    for rank, one in enumerate(
+        strategy.experimental_local_results(found)[: N if first is not None else 0]
+    ):
         assert str(hs.asnumpy(one)) == str(hs.asnumpy(nest_of(rank)))
     seen = []
     strategy.run(seen.append, (found,))
@@ -272,8 +308,12 @@ def test_a_nest_of_values_from_a_function(strategy, place, nest_of):
 
 @pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's
 def test_nests_from_a_function_that_differ(strategy):
-    with pytest.raises(hs.ReplicaMismatchError, match="experimental_distribute_values_from_function"):
-        strategy.experimental_distribute_values_from_function(lambda c: (1.0,) * (1 + c.replica_id_in_sync_group))
+    with pytest.raises(
+        hs.ReplicaMismatchError, match="experimental_distribute_values_from_function"
+    ):
+        strategy.experimental_distribute_values_from_function(
+            lambda c: (1.0,) * (1 + c.replica_id_in_sync_group)
+        )
     assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
 
 
@@ -285,10 +325,12 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert strategy.experimental_local_results(strategy.experimental_run_v2(lambda x: x + RANK, (1,), {})) == (
-                tuple(1 + rank for rank in range(N))
+            assert strategy.experimental_local_results(
+                strategy.experimental_run_v2(lambda x: x + RANK, (1,), {})
+            ) == (tuple(1 + rank for rank in range(N)))
+            strategy.experimental_distribute_datasets_from_function(
+                lambda context: hs.data.Dataset.range(4).batch(1)
             )
-            strategy.experimental_distribute_datasets_from_function(lambda context: hs.data.Dataset.range(4).batch(1))
     assert [(one.category, str(one.message)) for one in caught] == [
         (DeprecationWarning, "Strategy.experimental_run_v2 is now called Strategy.run; use that"),
         (
@@ -302,16 +344,22 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
 
 def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
     monkeypatch.setattr(call_name, "_warned", set())
-    with pytest.warns(DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank") as caught:
+    with pytest.warns(
+        DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank"
+    ) as caught:
         assert (hs.agree(RANK == N - 1), hs.agree(False)) == (True, False)
-    with pytest.warns(DeprecationWarning, match=r"hpcstrat.patience is now called hpcstrat.extend_timeout") as later:
+    with pytest.warns(
+        DeprecationWarning, match=r"hpcstrat.patience is now called hpcstrat.extend_timeout"
+    ) as later:
         with hs.patience(1):
             hs.barrier()
     assert [one.filename for one in [*caught, *later]] == [__file__, __file__]
 
 
 @pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's
-@pytest.mark.parametrize("odd", [{"b": 2}, {"a": 1, "b": 2}, [1]], ids=["another key", "one more key", "a list"])
+@pytest.mark.parametrize(
+    "odd", [{"b": 2}, {"a": 1, "b": 2}, [1]], ids=["another key", "one more key", "a list"]
+)
 def test_local_results_of_nests_that_differ(strategy, odd):
     value = strategy.run(lambda: odd if RANK == N - 1 else {"a": 1})
     with pytest.raises(hs.ReplicaMismatchError, match="Strategy.experimental_local_results"):
@@ -350,7 +398,9 @@ def test_what_is_a_flag(strategy, xp):
             np.int8(RANK == 0),
         ]
     assert [hs.any_rank(one) for one in found] == [True] * 5
-    assert [hs.any_rank(one) for one in (hs.Variable(False), xp.zeros((), bool), np.False_, 0)] == [False] * 4
+    assert [hs.any_rank(one) for one in (hs.Variable(False), xp.zeros((), bool), np.False_, 0)] == [
+        False
+    ] * 4
 
 
 # ---- HPCSTRAT_CHECK
@@ -366,9 +416,15 @@ def checked(strategy, monkeypatch):
 DIFFERING = {
     "an array": (lambda: ((np.arange(4) + RANK,), {}), "args[0] differs"),
     "its last element": (lambda: ((1, np.arange(10**6) == RANK),), "args[1] differs"),
-    "an order": (lambda: (([1, np.random.default_rng(RANK).permutation(50)],), {}), "args[0] differs"),
+    "an order": (
+        lambda: (([1, np.random.default_rng(RANK).permutation(50)],), {}),
+        "args[0] differs",
+    ),
     "a number": (lambda: ((0,), {"rate": 0.1 * RANK}), "kwargs['rate'] differs"),
-    "a dtype": (lambda: ((), {"x": {"y": np.zeros(2, "i4" if RANK == 0 else "i8")}}), "kwargs['x'] differs"),
+    "a dtype": (
+        lambda: ((), {"x": {"y": np.zeros(2, "i4" if RANK == 0 else "i8")}}),
+        "kwargs['x'] differs",
+    ),
     "a shape": (lambda: ((np.zeros((2, 3) if RANK == 0 else (3, 2)),), {}), "args[0] differs"),
     "a scalar": (lambda: ((np.float32(RANK),), {}), "args[0] differs"),
     "a count": (lambda: (tuple(range(1 + (RANK == 0))), {}), "args[1] differs"),
@@ -402,12 +458,19 @@ def test_what_may_differ_between_replicas_is_not_compared(checked, place):
         own = hs.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
     mine = checked.run(lambda: place.xp.full(3, RANK))
     equal = place.xp.asarray(np.array([np.nan, 1], np.float32))
-    others = {"text": str(RANK), "object": object(), "objects": np.array([object()]), "iterator": iter([RANK])}
+    others = {
+        "text": str(RANK),
+        "object": object(),
+        "objects": np.array([object()]),
+        "iterator": iter([RANK]),
+    }
 
     def replica(variable, distributed, equal, scale, *, others):
         variable.assign_add(float(RANK))
         return distributed[0] * scale + equal[1] + next(others["iterator"])
 
     results = checked.run(replica, (own, mine, equal, 2), {"others": others})
-    assert [hs.asnumpy(x) for x in checked.experimental_local_results(results)] == [3.0 * r + 1 for r in range(N)]
+    assert [hs.asnumpy(x) for x in checked.experimental_local_results(results)] == [
+        3.0 * r + 1 for r in range(N)
+    ]
     assert own.numpy() == sum(range(N))

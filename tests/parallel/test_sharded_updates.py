@@ -31,7 +31,9 @@ OPTIMIZERS = {
     "Adam": lambda: hs.optimizers.Adam(0.01),
     "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=1.0),
     "clipnorm": lambda: hs.optimizers.Adagrad(0.01, clipnorm=0.5),
-    "averages": lambda: hs.optimizers.RMSprop(0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+    "averages": lambda: hs.optimizers.RMSprop(
+        0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
     "accumulated": lambda: hs.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "Nadam": lambda: hs.optimizers.Nadam(0.01),
 }
@@ -44,7 +46,10 @@ class Model:
         self.strategy = strategy
         random = np.random.default_rng(1)
         with strategy.scope():
-            values = [(random.random(shape) - 0.5).astype(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+            values = [
+                (random.random(shape) - 0.5).astype(dtype)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            ]
             self.variables = [hs.Variable(value, name=f"v{i}") for i, value in enumerate(values)]
             self.optimizer = optimizer()
         self.checkpoint = Checkpoint(model=self.variables, optimizer=self.optimizer)
@@ -57,7 +62,10 @@ class Model:
     def step(self, step, only):
         """One step with gradients that depend on the step and the rank."""
         random = np.random.default_rng((step, RANK))
-        gradients = [self.strategy.xp.asarray((random.random(v.shape) - 0.5).astype(v.dtype)) for v in self.variables]
+        gradients = [
+            self.strategy.xp.asarray((random.random(v.shape) - 0.5).astype(v.dtype))
+            for v in self.variables
+        ]
         self.optimizer.apply_gradients(list(zip(gradients, self.variables, strict=True))[only])
 
     def values(self):
@@ -78,7 +86,9 @@ def check_equal(found, expected, place):
         if place.kind == "CPU":
             np.testing.assert_array_equal(one, other, strict=True)
         else:
-            np.testing.assert_allclose(one, other, rtol=1e-2 if one.dtype == np.float16 else 1e-4, atol=1e-3)
+            np.testing.assert_allclose(
+                one, other, rtol=1e-2 if one.dtype == np.float16 else 1e-4, atol=1e-3
+            )
 
 
 @pytest.fixture
@@ -92,29 +102,42 @@ def path(tmp_path):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_values_and_slots_are_those_of_unsplit_updates(both, place, optimizer):
-    expected, found = (Model(strategy, OPTIMIZERS[optimizer]).train(4).values() for strategy in both)
+    expected, found = (
+        Model(strategy, OPTIMIZERS[optimizer]).train(4).values() for strategy in both
+    )
     check_equal(found, expected, place)
 
 
-@pytest.mark.parametrize("count", [0, 1, N - 1, N, 256 * N - 1, 256 * N, 256 * N + 1, 40_000, 300_001])
+@pytest.mark.parametrize(
+    "count", [0, 1, N - 1, N, 256 * N - 1, 256 * N, 256 * N + 1, 40_000, 300_001]
+)
 def test_any_number_of_elements(both, place, count):
     """Fewer than ranks, fewer than are split, a message in a record, in a mailbox, and one for compiled loops."""
-    made = (Model(strategy, OPTIMIZERS["Adam"], [(count,), (3,)], ["float32"] * 2).train(2) for strategy in both)
+    made = (
+        Model(strategy, OPTIMIZERS["Adam"], [(count,), (3,)], ["float32"] * 2).train(2)
+        for strategy in both
+    )
     expected, found = (model.values() for model in made)
     check_equal(found, expected, place)
 
 
 def test_norms_over_a_variable_take_all_parts(both):
     expected, found = (Model(strategy, lambda: LAMB(0.1)).train(3).values() for strategy in both)
-    for one, other in zip(found, expected, strict=True):  # each rank adds up the squares of its part
-        np.testing.assert_allclose(one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6)
+    for one, other in zip(
+        found, expected, strict=True
+    ):  # each rank adds up the squares of its part
+        np.testing.assert_allclose(
+            one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
+        )
 
 
 def test_some_variables_and_others_later(both, place):
     results = []
     for strategy in both:
         model = Model(strategy, OPTIMIZERS["Adam"]).train(2, only=slice(1, 3))
-        model.train(2, first=2).train(2, first=4, only=slice(None, None, -1)).train(1, first=6, only=slice(0, 6, 5))
+        model.train(2, first=2).train(2, first=4, only=slice(None, None, -1)).train(
+            1, first=6, only=slice(0, 6, 5)
+        )
         with strategy.scope():
             model.variables.append(hs.Variable(np.ones((40, 50)), name="later"))
         results.append(model.train(2, first=7).values())
@@ -155,7 +178,9 @@ def test_sparse_gradients(both, place):
             rows = xp.asarray([7, 299 - RANK, 7, 150, 0])
             values = xp.arange(350.0, dtype=xp.float32).reshape(5, 70) * (RANK + 1)
             single = hs.IndexedSlices(xp.asarray([5.0, 2.0 + RANK]), xp.asarray([998, RANK]))
-            model.optimizer.apply_gradients([(hs.IndexedSlices(values, rows), table), (single, vector)])
+            model.optimizer.apply_gradients(
+                [(hs.IndexedSlices(values, rows), table), (single, vector)]
+            )
 
         for _ in range(2):
             strategy.run(step)
@@ -188,7 +213,9 @@ def test_gradients_that_are_reduced_already(both, place):
         with strategy.scope():
             for step in range(2):
                 random = np.random.default_rng(step)  # the same on every rank
-                gradients = [strategy.xp.asarray(random.normal(size=v.shape)) for v in model.variables]
+                gradients = [
+                    strategy.xp.asarray(random.normal(size=v.shape)) for v in model.variables
+                ]
                 model.optimizer.apply_gradients(zip(gradients, model.variables, strict=True))
         results.append(model.values())
     check_equal(results[1], results[0], place)
@@ -207,7 +234,9 @@ def test_assignments_reach_every_copy(place):
     with place.make(ShardedMirroredStrategy) as strategy:
         model = Model(strategy, OPTIMIZERS["Adam"])
         with strategy.scope():
-            v = hs.Variable(np.zeros((300, 200), np.float32), aggregation=hs.VariableAggregation.SUM)
+            v = hs.Variable(
+                np.zeros((300, 200), np.float32), aggregation=hs.VariableAggregation.SUM
+            )
         model.variables.append(v)
         model.train(1)
         v.assign(np.full(v.shape, 2.0, v.dtype))
@@ -225,7 +254,11 @@ def test_each_rank_has_its_share_of_the_slots(place):
     shapes, dtypes = [(700, 900), (900,), (900, 300), (300,)], ["float32"] * 4
     with place.make(ShardedMirroredStrategy) as strategy:
         model = Model(strategy, OPTIMIZERS["Adam"], shapes, dtypes).train(1)
-        slots = [block for _, blocks in state_of_optimizer(model.optimizer).slots.values() for block in blocks]
+        slots = [
+            block
+            for _, blocks in state_of_optimizer(model.optimizer).slots.values()
+            for block in blocks
+        ]
         own = sum(slot.array.nbytes for slot in slots)
         whole = 2 * sum(v.numpy().nbytes for v in model.variables)
         assert MPI.COMM_WORLD.allreduce(own) == whole
@@ -236,10 +269,15 @@ def test_each_rank_has_its_share_of_the_slots(place):
 
 
 KINDS = [hs.MirroredStrategy, ShardedMirroredStrategy]
-BOTH_WAYS = [(ShardedMirroredStrategy, hs.MirroredStrategy), (hs.MirroredStrategy, ShardedMirroredStrategy)]
+BOTH_WAYS = [
+    (ShardedMirroredStrategy, hs.MirroredStrategy),
+    (hs.MirroredStrategy, ShardedMirroredStrategy),
+]
 
 
-@pytest.mark.parametrize(("saves", "restores"), slow_but(BOTH_WAYS, itertools.product(KINDS, KINDS)))
+@pytest.mark.parametrize(
+    ("saves", "restores"), slow_but(BOTH_WAYS, itertools.product(KINDS, KINDS))
+)
 def test_checkpoints_fit_both_ways_round(place, path, saves, restores):
     with place.make(saves) as one, place.make(restores) as other:
         saved = Model(one, OPTIMIZERS["averages"]).train(1, only=slice(2)).train(2, first=1)
@@ -250,10 +288,14 @@ def test_checkpoints_fit_both_ways_round(place, path, saves, restores):
         check_equal(restored.train(2, first=3).values(), saved.train(2, first=3).values(), place)
 
 
-@pytest.mark.parametrize("blocking", slow_but([False], [True, False]), ids=["blocking", "in the background"])
+@pytest.mark.parametrize(
+    "blocking", slow_but([False], [True, False]), ids=["blocking", "in the background"]
+)
 def test_a_checkpoint_is_the_same_file_split_or_not(both, place, path, blocking):
     for name, strategy in zip(("unsplit", "split"), both, strict=True):
-        model = Model(strategy, OPTIMIZERS["Adam"], [(1500, 900), (2,)], ["float32", "float64"]).train(1)
+        model = Model(
+            strategy, OPTIMIZERS["Adam"], [(1500, 900), (2,)], ["float32", "float64"]
+        ).train(1)
         model.checkpoint.save(path + name, blocking=blocking)
         model.checkpoint.sync()
     if place.kind == "CPU" and RANK == 0:  # slots of several parts of 4 MiB
@@ -316,7 +358,9 @@ def test_it_excludes_gpus_with_variables_in_host_memory(place):
     if place.kind == "GPU":
         with pytest.raises(ValueError, match="the memory of the host"):
             hs.CentralStorageStrategy(place.devices, "CPU:0", shard_updates=True)
-    with hs.CentralStorageStrategy(place.devices, place.devices[-1], shard_updates=True) as strategy:
+    with hs.CentralStorageStrategy(
+        place.devices, place.devices[-1], shard_updates=True
+    ) as strategy:
         Model(strategy, OPTIMIZERS["Adam"]).train(1)
 
 
@@ -361,7 +405,9 @@ def test_what_a_step_asks_of_nccl(both, place):
     """What docs/scale.md counts with: one call, or two that move a part each."""
     part = 1024
     for strategy, expected in zip(
-        both, ([("allReduce", part * N)], [("reduceScatter", part), ("allGather", 4 * part)]), strict=True
+        both,
+        ([("allReduce", part * N)], [("reduceScatter", part), ("allGather", 4 * part)]),
+        strict=True,
     ):
         model = Model(strategy, OPTIMIZERS["momentum"], [(part * N,)], ["float32"]).train(1)
         communicator = strategy._group.communicator

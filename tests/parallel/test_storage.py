@@ -72,7 +72,9 @@ def test_many_come_and_go(strategy):
             del alive[int(random.choice(list(alive)))]
     for i, v in alive.items():
         assert (v.numpy() == i % 100).all()
-    spans = sorted((start_of(v), start_of(v) + v.size * v.dtype.itemsize) for v in alive.values() if v.size)
+    spans = sorted(
+        (start_of(v), start_of(v) + v.size * v.dtype.itemsize) for v in alive.values() if v.size
+    )
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert all(start_of(v) % v.dtype.itemsize == 0 for v in alive.values())
 
@@ -144,7 +146,9 @@ def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_coll
         del ring
     for i, v in keep:
         assert (v.numpy() == i + N).all()
-        if isinstance(strategy, hs.CentralStorageStrategy) and place.kind == "CPU":  # one memory for all ranks
+        if (
+            isinstance(strategy, hs.CentralStorageStrategy) and place.kind == "CPU"
+        ):  # one memory for all ranks
             assert len(set(COMM.allgather(start_of(v)))) == 1
 
 
@@ -214,7 +218,9 @@ def test_ranks_that_write_different_variables_are_told(strategy, xp):
         for rank in range(N):
             assert f"rank {rank}: Variable.assign of 'Variable'" in str(caught.value)
         with pytest.raises(hs.ReplicaMismatchError):
-            strategy.run(lambda v=v, w=w, shape=shape: (v if RANK == 0 else w).assign(xp.ones(shape)))
+            strategy.run(
+                lambda v=v, w=w, shape=shape: (v if RANK == 0 else w).assign(xp.ones(shape))
+            )
         assert not v.numpy().any() and not w.numpy().any()
 
 

@@ -40,7 +40,9 @@ def test_spans_of_a_gpu_have_times_of_the_host(place):
     spans, begun = GpuSpans(stream.ordinal), time.perf_counter_ns()
     found = []
     for number in range(3):  # more than once: events are used again
-        span, on_host = (Span("communication", name, None, 0, 0) for name in ("on a stream", "on the host"))
+        span, on_host = (
+            Span("communication", name, None, 0, 0) for name in ("on a stream", "on the host")
+        )
         spans.begin(on_host, None)
         spans.begin(span, other if number == 1 else stream.raw)
         with stream.current():

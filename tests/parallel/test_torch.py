@@ -18,7 +18,9 @@ COMM = MPI.COMM_WORLD
 N, RANK = COMM.size, COMM.rank
 
 
-on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)  # PyTorch knows no simulated GPU
+on_the_cpu = pytest.mark.parametrize(
+    "place", ["CPU"], indirect=True
+)  # PyTorch knows no simulated GPU
 
 
 @pytest.fixture
@@ -61,7 +63,9 @@ class Tied(torch.nn.Module):
 
 
 def perceptron(*between):
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), *between, torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 8), *between, torch.nn.ReLU(), torch.nn.Linear(8, 3)
+    )
 
 
 MODULES = {
@@ -110,7 +114,9 @@ def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
     ours_optimizer = OPTIMIZERS[optimizer](ours.parameters())
     box = []
     strategy.run(
-        lambda: box.extend(train(ours, ours, ours_optimizer, lambda: hs.torch.all_reduce_gradients("MEAN", ours)))
+        lambda: box.extend(
+            train(ours, ours, ours_optimizer, lambda: hs.torch.all_reduce_gradients("MEAN", ours))
+        )
     )
 
     assert box == pytest.approx(expected, rel=1e-9)
@@ -124,7 +130,9 @@ class Branches(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.branches = torch.nn.ModuleList(torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(4))
+        self.branches = torch.nn.ModuleList(
+            torch.nn.Linear(2, 1, dtype=torch.float64) for _ in range(4)
+        )
 
     def forward(self, x, taken):
         return sum(self.branches[i](x).sum() for i in taken)
@@ -132,7 +140,9 @@ class Branches(torch.nn.Module):
 
 @pytest.mark.parametrize("op", ["MEAN", "SUM"])
 def test_parameters_that_some_or_all_replicas_leave_unused(strategy, ddp, op):
-    taken = [0, 1] if RANK == 0 else [0]  # the last two no replica takes, the second one rank 0 alone
+    taken = (
+        [0, 1] if RANK == 0 else [0]
+    )  # the last two no replica takes, the second one rank 0 alone
     x = torch.full((3, 2), RANK + 1.0, dtype=torch.float64)
     theirs = Branches()
     if op == "MEAN":
@@ -203,7 +213,9 @@ def test_gradients_of_different_dtypes_and_layouts(strategy, op):
     strategy.run(lambda: hs.torch.all_reduce_gradients(op, module))
     scale = N if op == "MEAN" else 1
     shift = N * (N - 1) / 2
-    expected = torch.tensor([(N * k + shift) / scale for k in range(6)], dtype=torch.float64).reshape(3, 2)
+    expected = torch.tensor(
+        [(N * k + shift) / scale for k in range(6)], dtype=torch.float64
+    ).reshape(3, 2)
     for name in FLOATS:
         dtype = getattr(torch, name)
         assert getattr(module, f"of_{name}").grad.dtype == dtype
@@ -228,14 +240,21 @@ def test_gradients_accumulate_over_several_backwards(strategy):
 
 def test_values_of_rank_0_for_every_dtype_and_layout():
     kinds = [*FLOATS, "int64", "uint8", "bool"]
-    module = module_of(**{name: (torch.arange(4).reshape(2, 2) + RANK).to(getattr(torch, name)).T for name in kinds})
+    module = module_of(
+        **{
+            name: (torch.arange(4).reshape(2, 2) + RANK).to(getattr(torch, name)).T
+            for name in kinds
+        }
+    )
     module.register_buffer("number", torch.tensor(RANK))
     module.register_buffer("nothing", torch.ones(0, 2))
     module.register_buffer("every_second", torch.arange(8.0)[RANK::2][:3])
     places = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
     hs.torch.broadcast(module)
     for name in kinds:
-        assert torch.equal(getattr(module, f"of_{name}"), torch.arange(4).reshape(2, 2).T.to(getattr(torch, name)))
+        assert torch.equal(
+            getattr(module, f"of_{name}"), torch.arange(4).reshape(2, 2).T.to(getattr(torch, name))
+        )
     assert [module.number.item(), module.every_second.tolist()] == [0, [0, 2, 4]]
     assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == places
 
@@ -286,14 +305,21 @@ def test_bfloat16_tensors_over_the_memory_of_arrays():
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     array = np.arange(3).astype(ml_dtypes.bfloat16)
     tensor = hs.torch.as_tensors(array)
-    assert tensor.dtype == torch.bfloat16 and tensor.tolist() == [0, 1, 2] and tensor.data_ptr() == array.ctypes.data
+    assert (
+        tensor.dtype == torch.bfloat16
+        and tensor.tolist() == [0, 1, 2]
+        and tensor.data_ptr() == array.ctypes.data
+    )
 
 
 @on_the_cpu
 def test_a_module_over_variables(strategy):
     module = torch.nn.Linear(2, 1, bias=False)
     with strategy.scope():
-        variables = {name: hs.Variable(torch.ones_like(value), name=name) for name, value in module.named_parameters()}
+        variables = {
+            name: hs.Variable(torch.ones_like(value), name=name)
+            for name, value in module.named_parameters()
+        }
         count = hs.Variable(3, trainable=False)
         optimizer = hs.optimizers.SGD(0.5)
 
@@ -304,7 +330,9 @@ def test_a_module_over_variables(strategy):
         torch.func.functional_call(module, values, (hs.torch.as_tensors(x),)).sum().backward()
         optimizer.apply_gradients((values[name].grad, v) for name, v in variables.items())
 
-    dataset = hs.data.Dataset.from_tensor_slices(np.arange(16, dtype=np.float32).reshape(8, 2)).batch(8)
+    dataset = hs.data.Dataset.from_tensor_slices(
+        np.arange(16, dtype=np.float32).reshape(8, 2)
+    ).batch(8)
     for x in strategy.experimental_distribute_dataset(dataset):
         strategy.run(step, args=(x,))
     assert variables["weight"].numpy().tolist() == [[1 - 0.5 * 56, 1 - 0.5 * 64]]
@@ -350,12 +378,21 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
     def epoch(module, optimizer, number):
         hs.torch.seed(0, number)
         return strategy.run(
-            train, args=(module, module, optimizer, lambda: hs.torch.all_reduce_gradients("MEAN", module), 3)
+            train,
+            args=(
+                module,
+                module,
+                optimizer,
+                lambda: hs.torch.all_reduce_gradients("MEAN", module),
+                3,
+            ),
         )
 
     module, optimizer = made()
     epoch(module, optimizer, 0)
-    hs.torch.save({"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path)
+    hs.torch.save(
+        {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path
+    )
     epoch(module, optimizer, 1)
     again, again_optimizer = made()
     state = hs.torch.load(path)
@@ -404,7 +441,9 @@ def test_modules_that_were_not_broadcast(strategy):
     torch.manual_seed(RANK)
     module = torch.nn.Linear(2, 1)
     for _ in range(2):
-        with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1.*equal after hs.torch.broadcast"):
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=r"rank 1.*equal after hs.torch.broadcast"
+        ):
             reduced(strategy, module)
     hs.torch.broadcast(module)
     reduced(strategy, module)
@@ -415,7 +454,9 @@ def test_modules_that_were_not_broadcast(strategy):
 @pytest.mark.mpi(min_size=2)
 def test_modules_that_differ_between_ranks(strategy):
     module = torch.nn.Linear(2, 1 + RANK % 2)
-    with pytest.raises(hs.ReplicaMismatchError, match=r"weight \(torch.float32 of shape \(2, 2\)\)"):
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"weight \(torch.float32 of shape \(2, 2\)\)"
+    ):
         hs.torch.broadcast(module)
     with pytest.raises(hs.ReplicaMismatchError):
         reduced(strategy, module)
@@ -435,10 +476,14 @@ def test_an_error_of_one_rank_is_that_of_all(strategy):
     module = torch.nn.Embedding(4, 2, sparse=RANK == N - 1)
     hs.torch.broadcast(module)
     module(torch.tensor([1])).sum().backward()
-    with pytest.raises(TypeError, match=r"the gradient of weight is sparse; make its layer with sparse=False"):
+    with pytest.raises(
+        TypeError, match=r"the gradient of weight is sparse; make its layer with sparse=False"
+    ):
         reduced(strategy, module)
     elsewhere = torch.nn.Linear(2, 1, device="meta" if RANK == 0 else "cpu")
-    with pytest.raises(TypeError, match="the parameter weight is on meta, but the replica computes on"):
+    with pytest.raises(
+        TypeError, match="the parameter weight is on meta, but the replica computes on"
+    ):
         reduced(strategy, elsewhere)
     with pytest.raises(ValueError, match="reduce_op is MAX; gradients take SUM or MEAN"):
         reduced(strategy, torch.nn.Linear(1, 1), "MAX")
@@ -449,7 +494,10 @@ def test_an_error_of_one_rank_is_that_of_all(strategy):
 
 def test_outside_of_replica_functions(strategy):
     module = torch.nn.Linear(1, 1)
-    with pytest.raises(RuntimeError, match="all_reduce_gradients was called outside of Strategy.run; call it inside"):
+    with pytest.raises(
+        RuntimeError,
+        match="all_reduce_gradients was called outside of Strategy.run; call it inside",
+    ):
         hs.torch.all_reduce_gradients("SUM", module)
     with strategy.scope(), pytest.raises(RuntimeError, match="outside of Strategy.run"):
         hs.torch.all_reduce_gradients("SUM", module)

@@ -67,7 +67,10 @@ def test_methods_are_the_arrays(pair, within):
         assert (v.nbytes, v.itemsize) == (array.nbytes, array.itemsize)
         for name, calls in METHODS.items():
             for arguments in calls:
-                assert equal(getattr(v, name)(*arguments), getattr(array, name)(*arguments)), (name, arguments)
+                assert equal(getattr(v, name)(*arguments), getattr(array, name)(*arguments)), (
+                    name,
+                    arguments,
+                )
         assert (v.item(1, 2), v.item((0, 1)), v.item(3)) == (4.0, 2.0, 0.5)  # on GPUs too
         assert equal(v.sum(axis=0, keepdims=True), array.sum(axis=0, keepdims=True))
         assert equal(v.reshape(3, 2, order="F"), array.reshape(3, 2, order="F"))
@@ -94,10 +97,24 @@ def test_functions_of_numpy_that_call_methods(pair, within):
     array, v = pair
 
     def body():
-        for fn in (np.sum, np.prod, np.mean, np.std, np.var, np.max, np.min, np.argmax, np.any, np.all):
+        for fn in (
+            np.sum,
+            np.prod,
+            np.mean,
+            np.std,
+            np.var,
+            np.max,
+            np.min,
+            np.argmax,
+            np.any,
+            np.all,
+        ):
             assert equal(fn(v), fn(array)), fn
             assert equal(fn(v, axis=0), fn(array, axis=0)), fn
-        assert equal(np.sum(v, axis=1, keepdims=True, initial=2), np.sum(array, axis=1, keepdims=True, initial=2))
+        assert equal(
+            np.sum(v, axis=1, keepdims=True, initial=2),
+            np.sum(array, axis=1, keepdims=True, initial=2),
+        )
         assert equal(np.std(v, ddof=1), np.std(array, ddof=1))
         assert equal(np.round(v, 1), np.round(array, 1))
         assert equal(np.clip(v, 0, 1), np.clip(array, 0, 1))
@@ -115,12 +132,26 @@ def test_other_shapes_are_in_place_in_a_replica_and_copies_elsewhere(strategy):
     array = np.arange(6.0).reshape(2, 3)
     with strategy.scope():
         v = hs.Variable(array)
-        for part in (v.T, v.transpose(), v.reshape(6), v.ravel(), v.squeeze(), v.astype(v.dtype, copy=False)):
+        for part in (
+            v.T,
+            v.transpose(),
+            v.reshape(6),
+            v.ravel(),
+            v.squeeze(),
+            v.astype(v.dtype, copy=False),
+        ):
             part[...] = -1
     assert np.array_equal(v.numpy(), array)
 
     def replica():
-        for part in (v.T, v.transpose(), v.reshape(6), v.ravel(), v.squeeze(), v.astype(v.dtype, copy=False)):
+        for part in (
+            v.T,
+            v.transpose(),
+            v.reshape(6),
+            v.ravel(),
+            v.squeeze(),
+            v.astype(v.dtype, copy=False),
+        ):
             assert np.shares_memory(part, v.value()) and not part.flags.writeable
         for own in (v.copy(), v.flatten(), v.astype(v.dtype), next(iter(v.copy()))):
             own[...] = -1
@@ -177,8 +208,21 @@ def test_an_integer_is_a_size_as_a_numpy_scalar_is(strategy, within):
 
     def body():
         for size in (
-            *(np.zeros(n), np.ones((n,)), np.empty(n), np.full(n, 1.0), np.tile([1], n), np.repeat([1], n)),
-            *(np.arange(n), np.linspace(0, 1, n), np.random.default_rng(0).random(n), np.arange(9)[:n], range(n)),
+            *(
+                np.zeros(n),
+                np.ones((n,)),
+                np.empty(n),
+                np.full(n, 1.0),
+                np.tile([1], n),
+                np.repeat([1], n),
+            ),
+            *(
+                np.arange(n),
+                np.linspace(0, 1, n),
+                np.random.default_rng(0).random(n),
+                np.arange(9)[:n],
+                range(n),
+            ),
         ):
             assert len(size) == 3
         assert np.eye(n).shape == np.ones((n, 3)).shape == (3, 3)
@@ -201,13 +245,17 @@ def test_what_has_a_value_a_replica_refuses_what_would_communicate(strategy):
             "__iter__": [()],
             "__contains__": [(1.0,)],
         }.items():
-            with pytest.raises(RuntimeError, match="'own' has one value a replica.*call read_value"):
+            with pytest.raises(
+                RuntimeError, match="'own' has one value a replica.*call read_value"
+            ):
                 getattr(v, name)(*calls[0])
         for read in (lambda: v.T, lambda: f"{n:.1f}", lambda: round(n, 1)):
             with pytest.raises(RuntimeError, match="'own' has one value a replica"):
                 read()
         assert (v.nbytes, v.itemsize) == (8, 4)
-    for total in strategy.experimental_local_results(strategy.run(lambda: v.sum() + len(v.T) + round(n))):
+    for total in strategy.experimental_local_results(
+        strategy.run(lambda: v.sum() + len(v.T) + round(n))
+    ):
         assert total == 6
 
 

@@ -18,7 +18,9 @@ N = COMM.size
 RANK = COMM.rank
 OPTIMIZERS = {
     "SGD": lambda: hs.optimizers.SGD(0.5),
-    "momentum": lambda: hs.optimizers.SGD(hs.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5), momentum=0.5),
+    "momentum": lambda: hs.optimizers.SGD(
+        hs.optimizers.schedules.ExponentialDecay(0.5, 2, 0.5), momentum=0.5
+    ),
     "Adam": lambda: hs.optimizers.Adam(lambda step: 0.1 / (step + 1)),
     "Adagrad": lambda: hs.optimizers.Adagrad(0.1),
 }
@@ -28,7 +30,12 @@ def test_a_copy_is_another_variable_of_the_same_strategy(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.zeros(3, np.float32), name="weights", aggregation="SUM", trainable=False)
     w = copy.deepcopy(v)
-    assert (w.name, w.aggregation, w.trainable, w.dtype) == (v.name, v.aggregation, v.trainable, v.dtype)
+    assert (w.name, w.aggregation, w.trainable, w.dtype) == (
+        v.name,
+        v.aggregation,
+        v.trainable,
+        v.dtype,
+    )
     with strategy.scope():
         w.assign(np.full(3, 5, np.float32))
         assert (v.numpy().tolist(), w.numpy().tolist()) == ([0, 0, 0], [5, 5, 5])
@@ -113,7 +120,9 @@ def test_a_copy_of_a_model_trains_as_the_model_does(strategy, xp, kind):
 def test_in_an_update_it_is_refused(strategy):
     with strategy.scope():
         v = hs.Variable(1.0, name="v")
-        with pytest.raises(RuntimeError, match="Variable: deepcopy of 'v' was made inside an update"):
+        with pytest.raises(
+            RuntimeError, match="Variable: deepcopy of 'v' was made inside an update"
+        ):
             strategy.extended.update(v, lambda v: copy.deepcopy(v))
     assert v.numpy() == 1
 
@@ -122,7 +131,12 @@ def test_a_shallow_copy_shares_the_numbers(strategy):
     with strategy.scope():
         v = hs.Variable([1.0, 2.0], name="v", trainable=False, aggregation="MEAN")
     w = copy.copy(v)
-    assert (w.name, w.trainable, w.aggregation, w.synchronization) == ("v", False, v.aggregation, v.synchronization)
+    assert (w.name, w.trainable, w.aggregation, w.synchronization) == (
+        "v",
+        False,
+        v.aggregation,
+        v.synchronization,
+    )
     w.assign([3.0, 4.0])
     assert w is not v and v.numpy().tolist() == [3, 4]
 
@@ -131,7 +145,9 @@ def test_a_shallow_copy_shares_the_numbers(strategy):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("dtype", [np.float32, np.bool_, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.bool_, ml_dtypes.bfloat16], ids=lambda dtype: dtype.__name__
+)
 def test_a_variable_pickles_as_its_array(strategy, dtype):
     array = np.array([[1, 0, 1], [1, 1, 0]]).astype(dtype)
     with strategy.scope():
@@ -164,7 +180,9 @@ def test_each_replica_pickles_its_own_value(strategy):
     if N == 1:
         assert pickle.loads(pickle.dumps(v)).tolist() == [0, 1]
         return
-    with pytest.raises(RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"):
+    with pytest.raises(
+        RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"
+    ):
         pickle.dumps(v)
 
 
@@ -177,5 +195,7 @@ def test_variables_of_split_updates_and_of_no_scope_pickle_too(place):
 
 def test_a_strategy_does_not_pickle(strategy):
     for one in (strategy, strategy.extended, {"a": [strategy]}):
-        with pytest.raises(TypeError, match=f"{type(strategy).__name__} cannot be pickled.*Checkpoint"):
+        with pytest.raises(
+            TypeError, match=f"{type(strategy).__name__} cannot be pickled.*Checkpoint"
+        ):
             pickle.dumps(one)

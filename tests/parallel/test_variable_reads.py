@@ -51,7 +51,15 @@ def replica_context() -> Any:
 def test_reads_across_replicas_are_snapshots(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.arange(4.0))
-        for array in (v.value(), v.read_value(), v.numpy(), v[...], v[1:], xp.array(v), xp.asarray(v)):
+        for array in (
+            v.value(),
+            v.read_value(),
+            v.numpy(),
+            v[...],
+            v[1:],
+            xp.array(v),
+            xp.asarray(v),
+        ):
             array[...] = -5
         assert v.numpy().tolist() == [0, 1, 2, 3]
         kept = v.value()
@@ -60,7 +68,9 @@ def test_reads_across_replicas_are_snapshots(strategy, xp):
 
 
 @pytest.mark.core
-@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")  # by NumPy 2.5, which still does it
+@pytest.mark.filterwarnings(
+    "ignore:Setting the shape:DeprecationWarning"
+)  # by NumPy 2.5, which still does it
 def test_reads_in_a_replica_are_the_array_itself(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.arange(4.0), aggregation="MEAN")
@@ -89,7 +99,15 @@ def test_reads_in_a_replica_are_read_only(strategy):
     """As NumPy can make them, and CuPy cannot."""
     with strategy.scope():
         v = hs.Variable(np.arange(4.0))
-        for array in (v.value(), v.read_value(), v.numpy(), v[...], v[1:], np.asarray(v), np.array(v)):
+        for array in (
+            v.value(),
+            v.read_value(),
+            v.numpy(),
+            v[...],
+            v[1:],
+            np.asarray(v),
+            np.array(v),
+        ):
             assert array.flags.writeable
 
     def replica():
@@ -109,7 +127,9 @@ def test_reads_in_a_replica_are_read_only(strategy):
 def test_a_view_that_leaves_run_is_copied(strategy, xp):
     with strategy.scope():
         v = hs.Variable(np.arange(6.0).reshape(2, 3))
-        left = strategy.run(lambda: {"all": v.value(), "part": [v[0], v.value().T], "sum": v.value()[1, 1]})
+        left = strategy.run(
+            lambda: {"all": v.value(), "part": [v[0], v.value().T], "sum": v.value()[1, 1]}
+        )
         v.assign(xp.zeros((2, 3)))
     for one in strategy.experimental_local_results(left):
         assert one["all"].tolist() == [[0, 1, 2], [3, 4, 5]]
@@ -147,7 +167,9 @@ def test_what_holds_a_view_leaves_run_with_a_copy(strategy):
         kept: Any = {}
 
         def replica():
-            kept["plain"] = Result(array=np.ones(2), read_only=np.broadcast_to(1.0, 3), variables=[v], text="")
+            kept["plain"] = Result(
+                array=np.ones(2), read_only=np.broadcast_to(1.0, 3), variables=[v], text=""
+            )
             kept["plain"].itself = kept["plain"]
             return {
                 "slices": hs.IndexedSlices(v.value(), np.arange(3)),
@@ -202,10 +224,37 @@ def test_a_write_to_what_is_read_only_says_what_it_is(strategy):
 
 
 UNARY = [operator.neg, operator.pos, abs, np.exp, np.isnan, np.square]
-BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
-BINARY += [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, operator.matmul, divmod]
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+]
+BINARY += [
+    operator.lt,
+    operator.le,
+    operator.gt,
+    operator.ge,
+    operator.eq,
+    operator.ne,
+    operator.matmul,
+    divmod,
+]
 BINARY += [np.maximum, np.hypot, np.logaddexp]
-UNARY_OF_NUMPY = [np.sum, np.mean, np.max, np.sort, np.linalg.norm, np.transpose, np.cumsum, np.argmax, np.ravel]
+UNARY_OF_NUMPY = [
+    np.sum,
+    np.mean,
+    np.max,
+    np.sort,
+    np.linalg.norm,
+    np.transpose,
+    np.cumsum,
+    np.argmax,
+    np.ravel,
+]
 UNARY_OF_NUMPY += [np.atleast_2d, np.copy, np.shape, np.ndim, np.size]
 BINARY_OF_NUMPY = [np.dot, np.outer, np.add.outer, np.concatenate]
 
@@ -280,8 +329,14 @@ def test_integers_and_booleans(strategy, xp, within):
         i, b = hs.Variable([6, 3]), hs.Variable([True, False])
 
     def body():
-        assert (i & 2).tolist() == [2, 2] and (1 | i).tolist() == [7, 3] and (i ^ i).tolist() == [0, 0]
-        assert (i << 1).tolist() == [12, 6] and (i >> 1).tolist() == [3, 1] and (~i).tolist() == [-7, -4]
+        assert (
+            (i & 2).tolist() == [2, 2] and (1 | i).tolist() == [7, 3] and (i ^ i).tolist() == [0, 0]
+        )
+        assert (
+            (i << 1).tolist() == [12, 6]
+            and (i >> 1).tolist() == [3, 1]
+            and (~i).tolist() == [-7, -4]
+        )
         assert (b & True).tolist() == [True, False] and (~b).tolist() == [False, True]
         assert xp.arange(10)[i].tolist() == [6, 3]
         assert xp.arange(2)[xp.asarray(b)].tolist() == [0]
@@ -335,7 +390,18 @@ def test_indexing(strategy, xp, within):
         v, zero = hs.Variable(array), hs.Variable(7.0)
 
     def body():
-        for index in [0, -1, (1, 2), (1, 2, 3), slice(None, None, -1), ..., (..., 1), None, [1, 0], array > 5]:
+        for index in [
+            0,
+            -1,
+            (1, 2),
+            (1, 2, 3),
+            slice(None, None, -1),
+            ...,
+            (..., 1),
+            None,
+            [1, 0],
+            array > 5,
+        ]:
             assert equal(v[index], array[index])
         assert zero[()] == 7 and zero[...].shape == ()
         with pytest.raises(IndexError):
@@ -388,7 +454,10 @@ def test_it_becomes_a_cupy_array(strategy, xp, within):
 
     def body():
         assert xp.asarray(v, np.float64).tolist() == [[0, 1, 2], [3, 4, 5]]
-        with pytest.raises(TypeError, match=r"'Variable' is on a GPU and does not become a NumPy array .*call numpy"):
+        with pytest.raises(
+            TypeError,
+            match=r"'Variable' is on a GPU and does not become a NumPy array .*call numpy",
+        ):
             np.asarray(v)
         with pytest.raises(TypeError):
             np.add(v, np.ones((2, 3), np.float32))
@@ -429,7 +498,9 @@ def test_a_variable_is_written_by_its_methods_only(strategy, xp, within):
         v: Any = hs.Variable(np.arange(3.0), name="v")
 
     def body():
-        with pytest.raises(TypeError, match=r"Variable 'v' in add: .* `\+=`, `out=` or `at`; use assign"):
+        with pytest.raises(
+            TypeError, match=r"Variable 'v' in add: .* `\+=`, `out=` or `at`; use assign"
+        ):
             np.add(1, 2, out=v)
         with pytest.raises(TypeError, match="`out=` or `at`; use assign"):
             np.divmod(np.ones(3), 2, out=(np.ones(3), v))
@@ -440,7 +511,9 @@ def test_a_variable_is_written_by_its_methods_only(strategy, xp, within):
             alias @= xp.ones((3, 3))
         with pytest.raises(TypeError, match="add: .* `out=` or `at`"):
             np.add.at(v, [0], 1.0)
-        with pytest.raises(TypeError, match=r"'v' does not support item assignment; .* v.assign\(new\)"):
+        with pytest.raises(
+            TypeError, match=r"'v' does not support item assignment; .* v.assign\(new\)"
+        ):
             v[0] = 1.0
         with pytest.raises(TypeError):
             np.copyto(v, 1.0)
@@ -473,7 +546,14 @@ def test_no_read_communicates(strategy, xp):
         return [
             *(repr(v), str(v), v.name, v.dtype, v.shape, v.device, v.size, v.ndim, len(v), hash(v)),
             *(v + 1, 1 - v, v @ v.value().T, v == 0, np.add.reduce(v), v[0], v[...], list(v)),
-            *(v.value(), v.read_value(), v.numpy(), xp.asarray(v), xp.from_dlpack(v), hs.asnumpy(v)),
+            *(
+                v.value(),
+                v.read_value(),
+                v.numpy(),
+                xp.asarray(v),
+                xp.from_dlpack(v),
+                hs.asnumpy(v),
+            ),
             *(int(s), float(s), bool(s), v.aggregation, v.trainable, v.synchronization),
         ]
 
@@ -497,7 +577,9 @@ def test_no_read_communicates(strategy, xp):
 WRITES: dict[str, Any] = {
     "assign": lambda s, v: v.assign(np.arange(3.0)),
     "assign in a replica": lambda s, v: s.run(lambda: v.assign_add(np.ones(3))),
-    "gradients": lambda s, v: s.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(3), v)])),
+    "gradients": lambda s, v: s.run(
+        lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(3), v)])
+    ),
     "rows": lambda s, v: s.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(rows(), v)])),
     "an update": lambda s, v: s.extended.update(v, lambda v: v.assign_add(np.ones(3))),
 }
@@ -544,7 +626,10 @@ def test_the_next_update_finds_what_was_written_past_it(checked, last, odd):
         WRITES["assign"](checked, v)
         checked.run(scattered)
     for name in ("assign", "gradients", "rows"):
-        with pytest.raises(RuntimeError, match=r"since the last update .* shape \(3,\) .*HPCSTRAT_CHECK.*read_value"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"since the last update .* shape \(3,\) .*HPCSTRAT_CHECK.*read_value",
+        ):
             WRITES[name](checked, v)
         checked.run(scattered)
         WRITES["assign"](checked, v)  # which goes on from there

@@ -16,7 +16,9 @@ OPERATIONS = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.d
 EXTREMES = {"min": np.minimum, "max": np.maximum}
 
 
-on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True)
+on_one_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True
+)
 
 
 @pytest.fixture(params=strategies_for(N))
@@ -96,19 +98,26 @@ def test_the_replicas_rows_come_together(strategy, xp, verb, aggregation, rows):
 def test_of_the_first_replica(strategy, xp, verb):
     expected = np.arange(8.0)
     v = variable(strategy, xp.asarray(expected), aggregation="ONLY_FIRST_REPLICA")
-    strategy.run(lambda: scatter(v, verb, xp.asarray([2.5 + RANK, 9.5 + RANK]), xp.asarray([6 - RANK, 6 - RANK])))
+    strategy.run(
+        lambda: scatter(
+            v, verb, xp.asarray([2.5 + RANK, 9.5 + RANK]), xp.asarray([6 - RANK, 6 - RANK])
+        )
+    )
     one_by_one(verb, expected, [6, 6], [2.5, 9.5])
     assert v.numpy().tolist() == expected.tolist()
 
 
 @on_one_strategy
 @pytest.mark.parametrize(
-    "dtype", [np.int8, np.int64, np.uint16, np.float16, ml_dtypes.bfloat16, np.float32, np.complex64]
+    "dtype",
+    [np.int8, np.int64, np.uint16, np.float16, ml_dtypes.bfloat16, np.float32, np.complex64],
 )
 def test_dtypes(strategy, dtype):
     dtype = np.dtype(dtype)
     is_reducible = dtype != np.uint16
-    v = variable(strategy, np.ones(5, dtype), aggregation="SUM" if is_reducible else "ONLY_FIRST_REPLICA")
+    v = variable(
+        strategy, np.ones(5, dtype), aggregation="SUM" if is_reducible else "ONLY_FIRST_REPLICA"
+    )
     strategy.run(lambda: scatter(v, "add", np.array([1 + RANK, 2], dtype), [0, 4]))
     replicas = N if is_reducible else 1
     expected = [1 + replicas * (replicas + 1) // 2, 1, 1, 1, 1 + 2 * replicas]
@@ -122,7 +131,9 @@ def test_dtypes(strategy, dtype):
 
 def test_short_floats_are_added_in_more_digits(strategy, xp):
     v = variable(strategy, np.zeros(2, np.float16))
-    scatter(v, "add", xp.ones(3000, np.float16), xp.zeros(3000, np.int64))  # one by one they would stay at 2048
+    scatter(
+        v, "add", xp.ones(3000, np.float16), xp.zeros(3000, np.int64)
+    )  # one by one they would stay at 2048
     assert v.numpy().tolist() == [3000, 0]
 
 
@@ -144,8 +155,13 @@ def test_nd(strategy, xp, depth):
     v = variable(strategy, xp.asarray(expected), aggregation="SUM")
 
     def parts(rank):
-        indices = np.stack([(np.arange(4 + rank) * 7 + axis + rank) % shape[axis] for axis in range(depth)], axis=-1)
-        return indices, np.arange(4 + rank).reshape(-1, *[1] * (3 - depth)) + np.ones((1, *shape[depth:]))
+        indices = np.stack(
+            [(np.arange(4 + rank) * 7 + axis + rank) % shape[axis] for axis in range(depth)],
+            axis=-1,
+        )
+        return indices, np.arange(4 + rank).reshape(-1, *[1] * (3 - depth)) + np.ones(
+            (1, *shape[depth:])
+        )
 
     strategy.run(lambda: v.scatter_nd_add(*map(xp.asarray, parts(RANK))))
     for rank in range(N):
@@ -153,7 +169,9 @@ def test_nd(strategy, xp, depth):
         np.add.at(expected, tuple(indices.T), values)
     assert v.numpy().tolist() == expected.tolist()
     indices, values = parts(0)
-    assert hs.asnumpy(v.gather_nd(xp.asarray(indices))).tolist() == expected[tuple(indices.T)].tolist()
+    assert (
+        hs.asnumpy(v.gather_nd(xp.asarray(indices))).tolist() == expected[tuple(indices.T)].tolist()
+    )
     v.scatter_nd_sub(xp.asarray(indices), xp.asarray(values))
     np.subtract.at(expected, tuple(indices.T), values)
     assert v.numpy().tolist() == expected.tolist()
@@ -188,7 +206,9 @@ def test_reads_are_copies(strategy, xp):
 
 def test_of_on_read_variables(strategy, xp):
     v = variable(strategy, np.zeros(3, np.float32), synchronization="ON_READ", aggregation="SUM")
-    with pytest.raises(NotImplementedError, match="Variable.scatter_add of 'Variable': the variable is ON_READ"):
+    with pytest.raises(
+        NotImplementedError, match="Variable.scatter_add of 'Variable': the variable is ON_READ"
+    ):
         scatter(v, "add", [1.0], [0])
 
     def replica():
@@ -229,7 +249,9 @@ def test_outside_of_every_scope():
 class TestRanksThatDiffer:
     def test_in_the_number_of_rows(self, strategy, odd):
         v = variable(strategy, np.zeros(4))
-        with pytest.raises(hs.ReplicaMismatchError, match=f"rank {odd}: Variable.scatter_add.*3 rows"):
+        with pytest.raises(
+            hs.ReplicaMismatchError, match=f"rank {odd}: Variable.scatter_add.*3 rows"
+        ):
             scatter(v, "add", 1.0, [0, 1, 2] if RANK == odd else [0, 1])
         scatter(v, "add", 1.0, [0])
         assert v.numpy().tolist() == [1, 0, 0, 0]
@@ -237,7 +259,8 @@ class TestRanksThatDiffer:
     def test_in_what_they_do(self, strategy, odd):
         v = variable(strategy, np.zeros(4), aggregation="SUM")
         with pytest.raises(
-            hs.ReplicaMismatchError, match=r"Variable.scatter_add(.|\n)*Variable.scatter_sub|sub(.|\n)*add"
+            hs.ReplicaMismatchError,
+            match=r"Variable.scatter_add(.|\n)*Variable.scatter_sub|sub(.|\n)*add",
         ):
             strategy.run(lambda: scatter(v, "add" if RANK == odd else "sub", 1.0, [0]))
         assert v.numpy().tolist() == [0] * 4
@@ -252,7 +275,9 @@ class TestRanksThatDiffer:
         v = variable(strategy, np.zeros(4))
         scatter(v, "update", RANK + 1.0, [RANK])
         assert v.numpy().tolist() == [1, 0, 0, 0]
-        monkeypatch.setattr(strategy._group.communicator, "checks", True)  # as with HPCSTRAT_CHECK=1
+        monkeypatch.setattr(
+            strategy._group.communicator, "checks", True
+        )  # as with HPCSTRAT_CHECK=1
         with pytest.raises(hs.ReplicaMismatchError, match="checksum"):
             scatter(v, "update", float(RANK == odd), [0])
         assert v.numpy().tolist() == [1, 0, 0, 0]

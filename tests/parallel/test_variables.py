@@ -17,10 +17,19 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 BFLOAT16 = ml_dtypes.bfloat16
-SHAPES = [(), (3,), (5, 9), (7, 7), (70, 130), (400_003,)]  # in a record, in a mailbox, in many chunks of every rank
+SHAPES = [
+    (),
+    (3,),
+    (5, 9),
+    (7, 7),
+    (70, 130),
+    (400_003,),
+]  # in a record, in a mailbox, in many chunks of every rank
 
 
-on_one_strategy = pytest.mark.parametrize("strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True)
+on_one_strategy = pytest.mark.parametrize(
+    "strategy", slow_but(STRATEGIES[:1], strategies_for(N)), indirect=True
+)
 
 
 @pytest.fixture(params=strategies_for(N))
@@ -32,7 +41,9 @@ def strategy(request, place):
 def numbers(shape, dtype, seed=0):
     """Whole numbers, whose sums over a few ranks are exact in every dtype."""
     size = int(np.prod(shape))
-    return ((np.arange(size) * 3 + 5 * seed + seed * np.arange(size)) % 7).reshape(shape).astype(dtype)
+    return (
+        ((np.arange(size) * 3 + 5 * seed + seed * np.arange(size)) % 7).reshape(shape).astype(dtype)
+    )
 
 
 def same_everywhere(array):
@@ -102,7 +113,13 @@ def test_facts(strategy, place):
     with strategy.scope():
         plain = hs.Variable(1.0)
         told = hs.Variable(
-            [1.0], False, "weights", np.float64, hs.VariableSynchronization.ON_WRITE, hs.VariableAggregation.SUM, (1,)
+            [1.0],
+            False,
+            "weights",
+            np.float64,
+            hs.VariableSynchronization.ON_WRITE,
+            hs.VariableAggregation.SUM,
+            (1,),
         )
         by_name = hs.Variable(1.0, synchronization="on_read", aggregation="mean")
         trained = hs.Variable(1.0, trainable=True, synchronization="ON_READ")
@@ -133,7 +150,8 @@ def test_mirrors_are_synchronized(strategy):
     with strategy.scope():
         if isinstance(strategy, hs.MirroredStrategy):
             with pytest.raises(
-                ValueError, match="Variable: synchronization is NONE, .* MirroredStrategy .*; leave it out"
+                ValueError,
+                match="Variable: synchronization is NONE, .* MirroredStrategy .*; leave it out",
             ):
                 hs.Variable(1.0, synchronization="NONE")
         else:
@@ -164,7 +182,15 @@ def test_other_names_that_differ_are_a_mismatch(strategy):
 
 def test_the_arguments_have_their_defaults():
     arguments = inspect.signature(hs.Variable).parameters
-    assert list(arguments) == ["initial_value", "trainable", "name", "dtype", "synchronization", "aggregation", "shape"]
+    assert list(arguments) == [
+        "initial_value",
+        "trainable",
+        "name",
+        "dtype",
+        "synchronization",
+        "aggregation",
+        "shape",
+    ]
     assert arguments["trainable"].default is None
     assert arguments["aggregation"].default is hs.VariableAggregation.NONE
 
@@ -201,8 +227,20 @@ def test_creators_are_asked_from_the_inside(strategy):
             v = hs.Variable(1.0, name="given")
         w = hs.Variable(1.0)
     x = hs.Variable(1.0)
-    arguments = ["aggregation", "dtype", "initial_value", "name", "shape", "synchronization", "trainable"]
-    assert asked == [("inner", "given", arguments), ("outer", "renamed", arguments), ("outer", None, arguments)]
+    arguments = [
+        "aggregation",
+        "dtype",
+        "initial_value",
+        "name",
+        "shape",
+        "synchronization",
+        "trainable",
+    ]
+    assert asked == [
+        ("inner", "given", arguments),
+        ("outer", "renamed", arguments),
+        ("outer", None, arguments),
+    ]
     assert (v.name, v.dtype, w.dtype, x.dtype) == ("renamed", np.float64, np.float64, np.float32)
 
 
@@ -234,8 +272,12 @@ def aggregated(aggregation, parts):
 WRITES = {
     "assign_add": lambda strategy, v, ones: v.assign_add(ones),
     "assign_add in a replica": lambda strategy, v, ones: strategy.run(v.assign_add, (ones / N,)),
-    "scatter_add": lambda strategy, v, ones: v.scatter_add(hs.IndexedSlices(ones, np.arange(len(ones)))),
-    "update": lambda strategy, v, ones: strategy.extended.update(v, lambda v: v.assign(v.value() + 1)),
+    "scatter_add": lambda strategy, v, ones: v.scatter_add(
+        hs.IndexedSlices(ones, np.arange(len(ones)))
+    ),
+    "update": lambda strategy, v, ones: strategy.extended.update(
+        v, lambda v: v.assign(v.value() + 1)
+    ),
     "apply_gradients": lambda strategy, v, ones: strategy.run(
         lambda: hs.optimizers.SGD(1.0).apply_gradients([(-ones / N, v)])
     ),
@@ -255,8 +297,12 @@ def test_a_write_waits_for_a_rank_that_still_reads(strategy, write):
         WRITES[write](strategy, v, strategy.xp.ones(20_000))
 
 
-@pytest.mark.parametrize("verb", [pytest.param("assign_add", marks=pytest.mark.core), "assign", "assign_sub"])
-@pytest.mark.parametrize("aggregation", slow_but(["SUM"], ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"]))
+@pytest.mark.parametrize(
+    "verb", [pytest.param("assign_add", marks=pytest.mark.core), "assign", "assign_sub"]
+)
+@pytest.mark.parametrize(
+    "aggregation", slow_but(["SUM"], ["NONE", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+)
 def test_writes_in_the_cross_replica_context_happen_once(strategy, xp, verb, aggregation):
     for shape in SHAPES:
         for dtype in (np.float32, np.int64):
@@ -282,7 +328,9 @@ def test_writes_in_a_replica_context_are_aggregated(strategy, place, verb, aggre
 @pytest.mark.parametrize("verb", ["assign", "assign_add", "assign_sub"])
 @pytest.mark.parametrize("aggregation", ["SUM", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8, np.int16, np.uint16])
-def test_writes_of_integers_in_a_replica_context_are_aggregated(strategy, place, verb, aggregation, dtype):
+def test_writes_of_integers_in_a_replica_context_are_aggregated(
+    strategy, place, verb, aggregation, dtype
+):
     check_writes(strategy, place, verb, aggregation, dtype)
 
 
@@ -314,7 +362,9 @@ def check_writes(strategy, place, verb, aggregation, dtype):
 @pytest.mark.core
 def test_large_sums_are_in_rank_order_on_the_cpu(strategy, place):
     """And in NCCL's own order on GPUs, the same on all ranks."""
-    parts = [np.random.default_rng(rank).standard_normal(200_001).astype(np.float32) for rank in range(N)]
+    parts = [
+        np.random.default_rng(rank).standard_normal(200_001).astype(np.float32) for rank in range(N)
+    ]
     with strategy.scope():
         v = hs.Variable(np.zeros(200_001, np.float32), aggregation="SUM")
     strategy.run(lambda: v.assign(place.xp.asarray(parts[RANK])))
@@ -521,7 +571,10 @@ def test_many_variables_at_once(strategy, xp):
     """More than what is kept of messages, and of sizes that alternate between record and mailbox."""
     shapes = [(1 + 37 * i % 90,) for i in range(30)]
     with strategy.scope():
-        variables = [hs.Variable(np.full(shape, float(i)), aggregation="SUM") for i, shape in enumerate(shapes)]
+        variables = [
+            hs.Variable(np.full(shape, float(i)), aggregation="SUM")
+            for i, shape in enumerate(shapes)
+        ]
 
     def replica():
         for i, v in enumerate(variables):

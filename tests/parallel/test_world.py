@@ -16,7 +16,10 @@ def test_the_world_is_mpis():
     world = worlds.start()
     assert worlds.start() is world
     assert (world.rank, world.size) == (COMM.rank, COMM.size)
-    assert world.launcher is None or (world.launcher.rank, world.launcher.size) == (COMM.rank, COMM.size)
+    assert world.launcher is None or (world.launcher.rank, world.launcher.size) == (
+        COMM.rank,
+        COMM.size,
+    )
 
 
 def test_communicators_are_private_duplicates():

@@ -25,14 +25,19 @@ COMM = MPI.COMM_WORLD
 SUM, MEAN, MIN, MAX = ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX
 ARITHMETIC = (SUM, MEAN, MIN, MAX)
 OPERATIONS = {
-    **dict.fromkeys("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split(), ARITHMETIC),
+    **dict.fromkeys(
+        "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split(),
+        ARITHMETIC,
+    ),
     "bfloat16": ARITHMETIC,
     "complex64": (SUM, MEAN),
     "complex128": (SUM, MEAN),
     "bool": (MIN, MAX),
 }
 HOST = ("shared memory", "MPI", "MPI in pieces", "hierarchical", "solo")
-DEVICE = ("NCCL", "staged") if COMM.size > 1 else ("staged",)  # one rank alone has nothing to do for NCCL
+DEVICE = (
+    ("NCCL", "staged") if COMM.size > 1 else ("staged",)
+)  # one rank alone has nothing to do for NCCL
 _made = {}
 
 
@@ -42,7 +47,9 @@ def parametrize(metafunc, transports):
         names = transports[fixture]
         cases = [("GPU" if name in DEVICE else "CPU", name) for name in names]
         mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True, ids=names)
-        metafunc.definition.add_marker(mark)  # which counts before the parameters that `place` has of its own
+        metafunc.definition.add_marker(
+            mark
+        )  # which counts before the parameters that `place` has of its own
 
 
 def transport(name, monkeypatch, place=None):
@@ -58,7 +65,11 @@ def transport(name, monkeypatch, place=None):
         if kind == "hierarchical":  # as if the last rank were on a host of its own
             made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
         else:
-            made = MpiCommunicator(comm.Dup()) if kind == "MPI" else SharedMemoryCommunicator(comm.Dup())
+            made = (
+                MpiCommunicator(comm.Dup())
+                if kind == "MPI"
+                else SharedMemoryCommunicator(comm.Dup())
+            )
         _made[kind] = on_gpus(name, made, place) if kind in DEVICE else made
     return _made[kind]
 
@@ -112,7 +123,11 @@ def reduced(parts, op):
         return total.astype(dtype)
     if dtype.kind in "iu":
         mean = total / len(parts)  # TensorFlow's dtypes
-        return mean.astype(np.float32 if dtype.itemsize < 4 else np.float64) if len(parts) > 1 else parts[0]
+        return (
+            mean.astype(np.float32 if dtype.itemsize < 4 else np.float64)
+            if len(parts) > 1
+            else parts[0]
+        )
     narrow = {"float16": np.float32, "bfloat16": np.float32}.get(dtype.name, dtype)
     return (total.astype(narrow) / np.asarray(len(parts), narrow)).astype(dtype)
 
@@ -122,7 +137,9 @@ def check(found, expected, xp=np):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     host = asnumpy(found)
-    assert host.tobytes() == expected.tobytes() or np.array_equal(host, expected)  # the zeros of either sign
+    assert host.tobytes() == expected.tobytes() or np.array_equal(
+        host, expected
+    )  # the zeros of either sign
 
 
 def digests(arrays):

@@ -2,4 +2,6 @@
 
 import os
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the arrays of these tests are in host memory, which a GPU must not touch
+os.environ["CUDA_VISIBLE_DEVICES"] = (
+    ""  # the arrays of these tests are in host memory, which a GPU must not touch
+)

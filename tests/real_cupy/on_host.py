@@ -35,6 +35,8 @@ def reaches_cuda(call) -> bool:
     try:
         call()
     except cupy.cuda.runtime.CUDARuntimeError as error:
-        assert "cudaErrorInsufficientDriver" in str(error) or "cudaErrorNoDevice" in str(error), error
+        assert "cudaErrorInsufficientDriver" in str(error) or "cudaErrorNoDevice" in str(error), (
+            error
+        )
         return True
     return False

@@ -47,7 +47,11 @@ def calls(paths):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 keywords = tuple(sorted(keyword.arg for keyword in node.keywords if keyword.arg))
-                yield f"{name}:{node.lineno}", _meant(node.func, _MODULES | _OF_FILES.get(name, {})), keywords
+                yield (
+                    f"{name}:{node.lineno}",
+                    _meant(node.func, _MODULES | _OF_FILES.get(name, {})),
+                    keywords,
+                )
 
 
 def _meant(node, modules):

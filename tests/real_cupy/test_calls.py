@@ -11,8 +11,10 @@ from sources import PACKAGE, PAGES, PROGRAMS, calls
 
 from hpcstrat import ReduceOp
 
-pytestmark = pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
-    "ignore::pytest.PytestUnraisableExceptionWarning"
+pytestmark = (
+    pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
+        "ignore::pytest.PytestUnraisableExceptionWarning"
+    )
 )
 RUNTIME, CUDA = cupy.cuda.runtime, cupy.cuda
 NCCL = load_nccl()
@@ -124,13 +126,23 @@ METHODS = {
     "dlpack": lambda: array(4).__dlpack__(stream=None),
 }
 # fmt: on
-ARGUMENTS = {"axis": 1, "keepdims": True, "copy": False, "dtype": np.float64, "initial": 0, "out": None, "order": "C"}
+ARGUMENTS = {
+    "axis": 1,
+    "keepdims": True,
+    "copy": False,
+    "dtype": np.float64,
+    "initial": 0,
+    "out": None,
+    "order": "C",
+}
 
 
 def test_there_is_a_sample_of_each_call_of_the_package():
     made = {what for _, what, _ in calls(PACKAGE) if what.startswith("cupy.")}
     assert made - SAMPLES.keys() == set()
-    assert SAMPLES.keys() - made == {"cupy.cuda.nccl.NcclCommunicator.abort"}  # which `own.abort()` calls
+    assert SAMPLES.keys() - made == {
+        "cupy.cuda.nccl.NcclCommunicator.abort"
+    }  # which `own.abort()` calls
 
 
 @pytest.mark.parametrize("name", [*SAMPLES, *METHODS])

@@ -50,7 +50,11 @@ def text(kernel, name, arguments):
             ndim = one.ndim if declared[i].raw else 1
             infos.append(_kernel._ArgInfo(ARRAY, cupy.ndarray, one.dtype, ndim, True, True))
         else:
-            infos.append(_kernel._ArgInfo(SCALAR, cupy._core._scalar.CScalar, np.dtype(ins[i]), 0, True, True))
+            infos.append(
+                _kernel._ArgInfo(
+                    SCALAR, cupy._core._scalar.CScalar, np.dtype(ins[i]), 0, True, True
+                )
+            )
     infos.append(_kernel._ArgInfo(INDEXER, cupy._core._carray.Indexer, None, 1, True, True))
     return _kernel._get_elementwise_kernel_code(
         tuple(infos), types, kernel.params, kernel.operation, name, kernel.preamble
@@ -67,7 +71,9 @@ def sources():
             kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
             constants = [0.5] * len(update.kernel.constants)
-            texts.append(text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays]))
+            texts.append(
+                text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays])
+            )
             if (norms := update.norms) is not None:
                 kernel = rule._compiled_norms(norms.kernel, norms.size, accumulator(dtype) != dtype)
                 squares = [array(3, np.float64) for _ in range(norms.size)]
@@ -77,35 +83,55 @@ def sources():
         for combination in rows.SUM, rows.PRODUCT, rows.MINIMUM, rows.MAXIMUM, rows.LAST:
             if dtype.kind != "c" or combination not in (rows.MINIMUM, rows.MAXIMUM):
                 kernel = rows._kernel(combination.code, accumulator(dtype) != dtype)
-                texts.append(text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)]))
+                texts.append(
+                    text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
+                )
     number = array((), np.float64)
     totals = array(9, np.float64)
     texts.append(text(_add_both(), "metric", [number, number, totals[:2]]))
-    for dtype in [np.dtype(bool), np.dtype(np.int64), *(dtype for dtype in DTYPES if dtype.kind != "c")]:
+    for dtype in [
+        np.dtype(bool),
+        np.dtype(np.int64),
+        *(dtype for dtype in DTYPES if dtype.kind != "c"),
+    ]:
         pair = [array((3, 2), np.int32), array((3, 2), dtype)]
         for statements in METRICS:
             for weights in [], [array(3, np.float64)]:
                 kernel = _add_values_of(statements, bool(weights))
                 given = [*pair[:: 1 if len(texts) % 2 else -1], *weights, 3, 2, 0.5, 3, totals]
                 texts.append(text(kernel, f"kernel_{len(texts)}", given))
-        texts.append(text(_count_classes(), f"kernel_{len(texts)}", [*pair, 1.0, 3, True, 1, totals]))
+        texts.append(
+            text(_count_classes(), f"kernel_{len(texts)}", [*pair, 1.0, 3, True, 1, totals])
+        )
         given = [*pair, array((3, 2), np.float64), totals, 3, True, False, totals]
         texts.append(text(_count_exceeded(), f"kernel_{len(texts)}", given))
     for itemsize in layout._WORDS:
         texts.append(layout._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
-    lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(spaces).splitlines()
+    lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(
+        spaces
+    ).splitlines()
     return "\n".join(sorted(lines, key=lambda line: not line.lstrip().startswith("#include")))
 
 
 @pytest.mark.parametrize("architecture", [70, 80, 90, 100])
 def test_every_kernel_compiles(architecture):
     if architecture not in nvrtc.getSupportedArchs():
-        pytest.skip(f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for sm_{architecture} any more")
-    options = (*core.assemble_cupy_compiler_options(()), "-ftz=true", "--device-as-default-execution-space")
+        pytest.skip(
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for sm_{architecture} any more"
+        )
+    options = (
+        *core.assemble_cupy_compiler_options(()),
+        "-ftz=true",
+        "--device-as-default-execution-space",
+    )
     program = compiler._NVRTCProgram(sources(), method="cubin")
     log = io.StringIO()
     cubin, _ = program.compile((*options, f"-arch=sm_{architecture}"), log)
     assert len(cubin) > 10_000
-    said = [line for line in log.getvalue().strip("\0\n ").splitlines() if "Architectures prior to" not in line]
+    said = [
+        line
+        for line in log.getvalue().strip("\0\n ").splitlines()
+        if "Architectures prior to" not in line
+    ]
     assert said == []  # no warnings either, but that an old GPU is one

@@ -8,7 +8,18 @@ from on_host import array, cupy, reaches_cuda, variable
 
 import hpcstrat as hs
 
-UNARY = [operator.neg, operator.pos, abs, np.exp, np.isnan, np.square, cupy.exp, cupy.square, cupy.asarray, cupy.array]
+UNARY = [
+    operator.neg,
+    operator.pos,
+    abs,
+    np.exp,
+    np.isnan,
+    np.square,
+    cupy.exp,
+    cupy.square,
+    cupy.asarray,
+    cupy.array,
+]
 UNARY += [np.add.reduce, np.add.accumulate, cupy.linalg.norm, repr, hs.asnumpy]
 WRITTEN_OUT = {
     "cupy.asarray(v, float64)": lambda v: cupy.asarray(v, np.float64),
@@ -24,7 +35,15 @@ WRITTEN_OUT = {
     "v.value()": lambda v: v.value(),
     "v.read_value()": lambda v: v.read_value(),
 }
-BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.floordiv, operator.mod, operator.pow]
+BINARY = [
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.truediv,
+    operator.floordiv,
+    operator.mod,
+    operator.pow,
+]
 BINARY += [operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne, divmod]
 BINARY += [np.maximum, np.hypot, np.logaddexp, cupy.maximum, cupy.hypot]
 MATRICES = [operator.matmul, np.matmul, cupy.matmul, cupy.dot]
@@ -43,7 +62,9 @@ def within(request):
     return lambda body: strategy.run(body)
 
 
-@pytest.mark.parametrize("function", [*UNARY, *WRITTEN_OUT.values()], ids=[*map(name, UNARY), *WRITTEN_OUT])
+@pytest.mark.parametrize(
+    "function", [*UNARY, *WRITTEN_OUT.values()], ids=[*map(name, UNARY), *WRITTEN_OUT]
+)
 def test_unary(function, within):
     v = variable((2, 2))
     within(lambda: reaches_cuda(lambda: function(v)))

@@ -25,12 +25,18 @@ def is_available():
 def enter():
     """From now on `import cupy` finds the simulation, and the package its GPUs."""
     sys.path.insert(0, os.fspath(_HERE))
-    ctypes.CDLL(os.fspath(_driver()))  # which `dlopen` finds by its name where the package asks for it
+    ctypes.CDLL(
+        os.fspath(_driver())
+    )  # which `dlopen` finds by its name where the package asks for it
 
 
 def environment():
     """Variables with which a program finds both. None takes one away."""
-    paths = [os.fspath(_HERE), os.fspath(_HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        os.fspath(_HERE),
+        os.fspath(_HERE.parent),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     folders = [os.fspath(_driver().parent), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(paths),

@@ -74,7 +74,9 @@ def test_when_it_is_full():
 
 @hypothesis.settings(max_examples=2 * hypothesis.settings().max_examples)
 @hypothesis.given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 40), st.sampled_from([1, 2, 4, 8, 16])), max_size=60)
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 40), st.sampled_from([1, 2, 4, 8, 16])), max_size=60
+    )
 )
 def test_ranges_never_overlap(steps):
     heap = RangeAllocator(64, 1024)

@@ -55,7 +55,9 @@ def interrupted(moment, call):
 
     def look(frame, event, argument):
         nonlocal left
-        left -= event != "c_call"  # where Python looks for signals: as functions begin, and behind calls
+        left -= (
+            event != "c_call"
+        )  # where Python looks for signals: as functions begin, and behind calls
         if left == 0:
             raise Stop
 
@@ -69,7 +71,9 @@ def interrupted(moment, call):
     return left <= 0
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")  # of what an exception stops midway
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored", "ignore:unclosed file"
+)  # of what an exception stops midway
 @pytest.mark.parametrize("name", slow_but(["assign", "apply_gradients"], CALLS))
 def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -94,8 +98,17 @@ def outcome_of(moment, model, call, after, steps):
         values, done = model.v.numpy(), model.optimizer.iterations
     except RuntimeError as error:
         assert "an exception interrupted" in str(error)
-        reads = (model.v.value, lambda: model.v + 1, lambda: model.v[0], lambda: model.v.assign(START))
-        for use in (*reads, lambda: model.apply(STEP), lambda: model.checkpoint.save("interrupted")):
+        reads = (
+            model.v.value,
+            lambda: model.v + 1,
+            lambda: model.v[0],
+            lambda: model.v.assign(START),
+        )
+        for use in (
+            *reads,
+            lambda: model.apply(STEP),
+            lambda: model.checkpoint.save("interrupted"),
+        ):
             with pytest.raises(RuntimeError, match="an exception interrupted"):
                 use()
         return "interrupted", is_interrupted

@@ -18,13 +18,27 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from internals import PART, CheckpointFile, Entry, Piece, _atomic_file, _safetensors, host_parts, share_of, write_pieces
+from internals import (
+    PART,
+    CheckpointFile,
+    Entry,
+    Piece,
+    _atomic_file,
+    _safetensors,
+    host_parts,
+    share_of,
+    write_pieces,
+)
 from slow import slow_but
 
 KNOWN = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 KNOWN += ["float16", "bfloat16", "float32", "float64"]
 OTHERS = ["complex64", "complex128", "float8_e4m3fn"]
-SMALL = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7), "none": np.zeros((0, 3), np.int16)}
+SMALL = {
+    "w": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "n": np.array(7),
+    "none": np.zeros((0, 3), np.int16),
+}
 FACTS = {"optimizer": {"kind": "SGD", "iterations": 3}}
 
 
@@ -49,7 +63,8 @@ def read(path):
 
 def same(a, b):
     return a.keys() == b.keys() and all(
-        (a[name].dtype, a[name].shape, a[name].tobytes()) == (b[name].dtype, b[name].shape, b[name].tobytes())
+        (a[name].dtype, a[name].shape, a[name].tobytes())
+        == (b[name].dtype, b[name].shape, b[name].tobytes())
         for name in a
     )
 
@@ -61,7 +76,10 @@ TEXTS = st.text('ab 7_./"\\\0\n\x1f\x7f\u00e9\u0301\u6f22\u2028\ufeff\uffff\U000
 @given(
     st.dictionaries(
         TEXTS,
-        st.tuples(st.sampled_from(KNOWN + OTHERS), npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)),
+        st.tuples(
+            st.sampled_from(KNOWN + OTHERS),
+            npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4),
+        ),
         max_size=5,
     ),
     st.dictionaries(TEXTS, st.none() | st.integers() | TEXTS | st.lists(st.integers()), max_size=3),
@@ -80,7 +98,9 @@ def test_what_is_written_is_read_by_us_and_by_others(tmp_path_factory, kinds, fa
     assert same(found, arrays) and found_facts == facts
     theirs = safetensors.numpy.load_file(path)
     expected = {
-        name: a if a.dtype.name in KNOWN else a.reshape(-1).view(np.uint8).reshape(*a.shape, a.dtype.itemsize)
+        name: a
+        if a.dtype.name in KNOWN
+        else a.reshape(-1).view(np.uint8).reshape(*a.shape, a.dtype.itemsize)
         for name, a in arrays.items()
     }
     assert same(theirs, expected)
@@ -96,17 +116,22 @@ def test_large_arrays_come_in_parts(tmp_path):
 
 def test_every_array_starts_at_a_multiple_of_its_elements(tmp_path):
     arrays = {
-        f"{i}": np.ones(3, dtype) for i, dtype in enumerate(["int8", "float64", "int16", "complex128", "float32"])
+        f"{i}": np.ones(3, dtype)
+        for i, dtype in enumerate(["int8", "float64", "int16", "complex128", "float32"])
     }
     write(tmp_path / "file", arrays)
     with CheckpointFile(os.fspath(tmp_path / "file")) as file:
-        assert all(file._starts[name] % min(8, entry.itemsize) == 0 for name, entry in file.entries.items())
+        assert all(
+            file._starts[name] % min(8, entry.itemsize) == 0 for name, entry in file.entries.items()
+        )
 
 
 # ---- what several write
 
 
-@given(st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2)), max_size=8))
+@given(
+    st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2)), max_size=8)
+)
 def test_pieces_that_several_write_have_the_checksum_of_the_whole(tmp_path_factory, content, cuts):
     """Each piece of the file is written by one of three."""
     ends = [*sorted((min(end, len(content)), writer) for end, writer in cuts), (len(content), 0)]
@@ -121,7 +146,9 @@ def test_pieces_that_several_write_have_the_checksum_of_the_whole(tmp_path_facto
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("gap", slow_but([1, 2, 255, 4096, 1_000_003], [1, 2, 255, 4096, 1_000_003, 1 << 26]))
+@pytest.mark.parametrize(
+    "gap", slow_but([1, 2, 255, 4096, 1_000_003], [1, 2, 255, 4096, 1_000_003, 1 << 26])
+)
 def test_a_checksum_over_gaps_of_any_length(tmp_path, gap):
     with open(tmp_path / "pieces", "wb", buffering=0) as file:
         checksum = write_pieces(file.fileno(), [Piece(0, memoryview(b"begin"))], gap + 8)
@@ -132,7 +159,9 @@ def test_a_checksum_over_gaps_of_any_length(tmp_path, gap):
 
 @given(
     st.integers(1, 5),
-    st.dictionaries(TEXTS, st.tuples(st.integers(0, 50), st.sampled_from(["all", "root", "split"]))),
+    st.dictionaries(
+        TEXTS, st.tuples(st.integers(0, 50), st.sampled_from(["all", "root", "split"]))
+    ),
     st.randoms(use_true_random=False),
 )
 def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
@@ -140,7 +169,8 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     nbytes = {name: count for name, (count, _) in arrays.items()}
     split = [name for name, (_, kind) in arrays.items() if kind == "split"]
     cuts = {
-        name: [0, *sorted(random.randint(0, nbytes[name]) for _ in range(size - 1)), nbytes[name]] for name in split
+        name: [0, *sorted(random.randint(0, nbytes[name]) for _ in range(size - 1)), nbytes[name]]
+        for name in split
     }
     of_root = {name for name, (_, kind) in arrays.items() if kind == "root"}
     owners = {name: [[] for _ in range(count)] for name, count in nbytes.items()}
@@ -153,7 +183,11 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
                 owners[name][byte].append(rank)
     assert all(len(ranks) == 1 for of in owners.values() for ranks in of)
     assert all(ranks == [root] for name in of_root for ranks in owners[name])
-    assert all(cuts[name][r] <= byte < cuts[name][r + 1] for name in cuts for byte, (r,) in enumerate(owners[name]))
+    assert all(
+        cuts[name][r] <= byte < cuts[name][r + 1]
+        for name in cuts
+        for byte, (r,) in enumerate(owners[name])
+    )
     assert max(common) - min(common) <= 1
 
 
@@ -186,7 +220,10 @@ def test_any_other_length_is_found(small):
         with pytest.raises(ValueError, match="is cut off: it has|is not a checkpoint"):
             CheckpointFile(os.fspath(small))
     small.write_bytes(whole + b"\0")
-    with pytest.raises(ValueError, match=f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}"):
+    with pytest.raises(
+        ValueError,
+        match=f"after its end: it has {len(whole) + 1} bytes and should have {len(whole)}",
+    ):
         CheckpointFile(os.fspath(small))
 
 
@@ -195,7 +232,9 @@ def test_a_file_that_is_something_else_is_refused(tmp_path):
     safetensors.numpy.save_file(SMALL, path)
     for content in (b"", b"text\n" * 100, pickle.dumps(SMALL), path.read_bytes(), bytes(1000)):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="is not a checkpoint of hpcstrat: it does not begin like one"):
+        with pytest.raises(
+            ValueError, match="is not a checkpoint of hpcstrat: it does not begin like one"
+        ):
             CheckpointFile(os.fspath(path))
 
 
@@ -217,7 +256,12 @@ def sealed(header, data=b"", length=None, version=1):
     length = size - 8 - len(data) if length is None else length
 
     def filled(checksum):
-        return length.to_bytes(8, "little") + (begin % (version, size, checksum)).encode() + header.encode() + data
+        return (
+            length.to_bytes(8, "little")
+            + (begin % (version, size, checksum)).encode()
+            + header.encode()
+            + data
+        )
 
     return filled(f"{zlib.crc32(filled('0' * 8)):08x}")
 
@@ -252,12 +296,25 @@ LIES = {
     "an end that is no number": sealed(header_of([array(offsets=(0, float("nan")))]), b"1234"),
     "objects that are a list": sealed(header_of([], metadata="[]")),
     **{
-        f"{number} iterations": sealed(header_of([], metadata=f'{{"optimizer":{{"iterations":{number}}}}}'))
+        f"{number} iterations": sealed(
+            header_of([], metadata=f'{{"optimizer":{{"iterations":{number}}}}}')
+        )
         for number in ("Infinity", "-Infinity", "NaN", "1e400", "3.5")
     },
     **{
         f"step {step}": sealed(header_of([]).replace("}}", f',"step":{step}}}}}'))
-        for step in ('"9223372036854775808"', '"-1"', '"0x1"', '" 1"', '"1_0"', '""', r'"\u0663"', "3", "null", "[]")
+        for step in (
+            '"9223372036854775808"',
+            '"-1"',
+            '"0x1"',
+            '" 1"',
+            '"1_0"',
+            '""',
+            r'"\u0663"',
+            "3",
+            "null",
+            "[]",
+        )
     },
     "a number for an array": sealed(header_of(['"w":3'])),
     "deep lists": sealed("[" * 100_000),
@@ -281,7 +338,9 @@ def test_a_file_that_lies_is_refused(tmp_path, lie):
 
 def test_a_newer_format_is_told(tmp_path):
     (tmp_path / "file").write_bytes(sealed(header_of([]), version=2))
-    with pytest.raises(ValueError, match="has format 2, but this version of hpcstrat reads format 1"):
+    with pytest.raises(
+        ValueError, match="has format 2, but this version of hpcstrat reads format 1"
+    ):
         CheckpointFile(os.fspath(tmp_path / "file"))
 
 
@@ -376,7 +435,9 @@ def test_what_is_no_regular_file_is_neither_replaced_nor_waited_for(tmp_path):
         assert (tmp_path / name).stat().st_ino == before.st_ino
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "null", "socket"]
     for name in ("fifo", "link", "null"):
-        with pytest.raises(ValueError, match="is not a checkpoint of hpcstrat: it is not a regular file"):
+        with pytest.raises(
+            ValueError, match="is not a checkpoint of hpcstrat: it is not a regular file"
+        ):
             CheckpointFile(os.fspath(tmp_path / name))
 
 
@@ -413,7 +474,11 @@ def locks(request, monkeypatch):
 def test_of_two_programs_that_write_one_file_the_last_one_stays(tmp_path, locks):
     path = tmp_path / "file"
     write(path, numbered(0))
-    found = contextlib.nullcontext() if locks else pytest.raises(OSError, match="another program is writing to it")
+    found = (
+        contextlib.nullcontext()
+        if locks
+        else pytest.raises(OSError, match="another program is writing to it")
+    )
     with found, _atomic_file.replacing(os.fspath(path), None) as file:
         file.write(b"first, a long text")
         write(path, numbered(1))
@@ -429,7 +494,13 @@ def test_of_two_programs_that_write_one_file_the_last_one_stays(tmp_path, locks)
 def test_what_killed_programs_left_goes_and_nothing_else(tmp_path, locks):
     left = [tmp_path / f"file.partial-{k:08x}" for k in range(3)]
     others = [
-        tmp_path / name for name in ("file.partial", "file.partial-1", "file.partial-readme", "other.partial-0000000f")
+        tmp_path / name
+        for name in (
+            "file.partial",
+            "file.partial-1",
+            "file.partial-readme",
+            "other.partial-0000000f",
+        )
     ]
     for path in left + others:
         path.write_bytes(b"x")
@@ -438,7 +509,10 @@ def test_what_killed_programs_left_goes_and_nothing_else(tmp_path, locks):
     left[1].symlink_to(others[0])
     os.mkfifo(left[2])
     write(tmp_path / "file", numbered(0))
-    assert {path.name for path in tmp_path.iterdir()} == {"file", *(path.name for path in others + left[1:])}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "file",
+        *(path.name for path in others + left[1:]),
+    }
     assert all(path.read_bytes() == b"x" for path in others)
 
 
@@ -476,7 +550,11 @@ def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
         with pytest.raises(Killed):
             write(path, numbered(newest + 1), keep=3)
         limit = None
-        found = {name: state for name, state in states_of_whole(tmp_path).items() if "partial" not in name}
+        found = {
+            name: state
+            for name, state in states_of_whole(tmp_path).items()
+            if "partial" not in name
+        }
         assert found["file"] in (newest, newest + 1)
         assert len(found) >= 3 or found["file"] == newest  # at most the oldest is gone
         newest = found["file"] + 1

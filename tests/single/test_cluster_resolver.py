@@ -31,14 +31,27 @@ SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, argument
     ),
     "jobs": (
         *(3, 4, FOUR, None),
-        {"jobs": {"ps": 1, "worker": 3}, "tasks_per_node": 1, "gpus_per_node": 1, "gpus_per_task": 1},
+        {
+            "jobs": {"ps": 1, "worker": 3},
+            "tasks_per_node": 1,
+            "gpus_per_node": 1,
+            "gpus_per_task": 1,
+        },
         {"ps": ["t02n13:8888"], "worker": ["t02n41:8888", "t02n43:8888", "t02n44:8888"]},
         *(("worker", 2), 1, "grpc://t02n44:8888", "grpc://t02n41:8888"),
     ),
     "tasks of unequal nodes": (
         *(1, 5, (FOUR[0], "2,1(x3)"), None),
-        {"jobs": {"worker": 4, "ps": 1}, "gpus_per_node": 2, "gpus_per_task": 1, "auto_set_gpu": False},
-        {"ps": ["t02n13:8888"], "worker": ["t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n44:8888"]},
+        {
+            "jobs": {"worker": 4, "ps": 1},
+            "gpus_per_node": 2,
+            "gpus_per_task": 1,
+            "auto_set_gpu": False,
+        },
+        {
+            "ps": ["t02n13:8888"],
+            "worker": ["t02n13:8889", "t02n41:8888", "t02n43:8888", "t02n44:8888"],
+        },
         *(("worker", 0), 1, "grpc://t02n13:8889", "grpc://t02n13:8889"),
     ),
     "ports and no protocol": (
@@ -48,7 +61,11 @@ SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, argument
     ),
     "nodes of three names": (
         *(4, 9, ("n[1-2],m5,o[3-4,6,7-9]", "1(x9)"), "0", {}),
-        {"worker": [f"{node}:8888" for node in ("m5", "n1", "n2", "o3", "o4", "o6", "o7", "o8", "o9")]},
+        {
+            "worker": [
+                f"{node}:8888" for node in ("m5", "n1", "n2", "o3", "o4", "o6", "o7", "o8", "o9")
+            ]
+        },
         *(("worker", 4), 1, "grpc://o4:8888", "grpc://m5:8888"),
     ),
     "more GPUs than tasks": (
@@ -62,7 +79,13 @@ SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, argument
         *(("worker", 2), 1, "grpc://a:8890", "grpc://a:8888"),
     ),
     "tasks of each node": (
-        *(0, 4, TWO, None, {"tasks_per_node": {"n1": 1, "n2": 3}, "gpus_per_node": 6, "gpus_per_task": 2}),
+        *(
+            0,
+            4,
+            TWO,
+            None,
+            {"tasks_per_node": {"n1": 1, "n2": 3}, "gpus_per_node": 6, "gpus_per_task": 2},
+        ),
         {"worker": ["n1:8888", "n2:8888", "n2:8889", "n2:8890"]},
         *(("worker", 0), 2, "grpc://n1:8888", "grpc://n1:8888"),
     ),
@@ -120,7 +143,12 @@ SPECS = {  # the argument, then TensorFlow's as_dict(), repr() and job_tasks() o
         "ClusterSpec({'w': {0: 'b', 2: 'a'}})",
         [["b", None, "a"]],
     ),
-    "no tasks": ({"w": []}, {"w": {}}, "ClusterSpec({'w': {}})", [[]]),  # where TensorFlow's job_tasks fails
+    "no tasks": (
+        {"w": []},
+        {"w": {}},
+        "ClusterSpec({'w': {}})",
+        [[]],
+    ),  # where TensorFlow's job_tasks fails
     "no jobs": ({}, {}, "ClusterSpec({})", []),
 }
 NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it takes them
@@ -176,10 +204,17 @@ def tf_config(monkeypatch):
 @pytest.mark.parametrize(("cluster", "expected", "text", "tasks"), SPECS.values(), ids=SPECS)
 def test_a_spec_is_tensorflows(cluster, expected, text, tasks):
     spec = ClusterSpec(cluster)
-    assert (spec.as_dict(), repr(spec), bool(spec), spec.jobs) == (expected, text, bool(cluster), list(cluster))
+    assert (spec.as_dict(), repr(spec), bool(spec), spec.jobs) == (
+        expected,
+        text,
+        bool(cluster),
+        list(cluster),
+    )
     assert [spec.job_tasks(job) for job in spec.jobs] == tasks
     assert [spec.num_tasks(job) for job in spec.jobs] == [len(cluster[job]) for job in spec.jobs]
-    assert [spec.task_indices(job) for job in spec.jobs] == [sorted(map(int, _numbers(cluster[j]))) for j in spec.jobs]
+    assert [spec.task_indices(job) for job in spec.jobs] == [
+        sorted(map(int, _numbers(cluster[j]))) for j in spec.jobs
+    ]
     copy = ClusterSpec(spec)
     assert copy == spec
     assert copy.jobs == sorted(spec.jobs)
@@ -203,8 +238,15 @@ def test_the_address_of_a_task():
     assert (spec.task_address("worker", 1), spec.task_address("ps", 3)) == ("b:2", "c:3")
     with pytest.raises(ValueError, match="No task with index 2 in job 'worker'; there are 0, 1"):
         spec.task_address("worker", 2)
-    for ask in (spec.num_tasks, spec.task_indices, spec.job_tasks, lambda job: spec.task_address(job, 0)):
-        with pytest.raises(ValueError, match="No such job in cluster: 'x'; there are 'worker', 'ps'"):
+    for ask in (
+        spec.num_tasks,
+        spec.task_indices,
+        spec.job_tasks,
+        lambda job: spec.task_address(job, 0),
+    ):
+        with pytest.raises(
+            ValueError, match="No such job in cluster: 'x'; there are 'worker', 'ps'"
+        ):
             ask("x")
 
 
@@ -242,7 +284,12 @@ def test_a_simple_resolver_gives_what_it_was_given():
     resolver = SimpleClusterResolver(spec, "m:1", "worker", 1, "e", {"GPU": 8}, "grpc")
     assert isinstance(resolver, ClusterResolver)
     assert resolver.cluster_spec() is spec
-    masters = [resolver.master(), resolver.master("ps", 3), resolver.master("ps", 3, "x"), resolver.master("ps")]
+    masters = [
+        resolver.master(),
+        resolver.master("ps", 3),
+        resolver.master("ps", 3, "x"),
+        resolver.master("ps"),
+    ]
     assert masters == ["grpc://m:1", "grpc://c:3", "x://c:3", "grpc://m:1"]
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
     assert (resolver.environment, resolver.num_accelerators("ps", 3)) == ("e", {"GPU": 8})
@@ -264,7 +311,13 @@ def test_a_simple_resolver_that_was_given_little():
 
 
 A = SimpleClusterResolver(
-    ClusterSpec({"worker": ["a:1"], "ps": ["p:1"]}), "ma", "worker", 1, "e", {"GPU": 8}, rpc_layer="grpc"
+    ClusterSpec({"worker": ["a:1"], "ps": ["p:1"]}),
+    "ma",
+    "worker",
+    1,
+    "e",
+    {"GPU": 8},
+    rpc_layer="grpc",
 )
 B = SimpleClusterResolver(ClusterSpec({"worker": ["b:1"], "chief": {2: "p:1"}}), "mb", "ps", 2)
 C = SimpleClusterResolver(ClusterSpec({"worker": {5: "z:1"}}))
@@ -291,13 +344,23 @@ C = SimpleClusterResolver(ClusterSpec({"worker": {5: "z:1"}}))
 def test_a_union_is_tensorflows(resolvers, cluster, facts, masters):
     union = UnionResolver(*resolvers)
     assert union.cluster_spec().as_dict() == cluster
-    assert (union.task_type, union.task_id, union.rpc_layer, union.environment, union.num_accelerators()) == facts
+    assert (
+        union.task_type,
+        union.task_id,
+        union.rpc_layer,
+        union.environment,
+        union.num_accelerators(),
+    ) == facts
     assert (union.master(), union.master("worker", 0), union.master(rpc_layer="t")) == masters
 
 
 def test_a_union_whose_task_is_given():
     union = UnionResolver(A, B, task_type="x", task_id=0, rpc_layer="q")
-    assert (union.task_type, union.task_id, union.rpc_layer) == ("x", 0, "q")  # TensorFlow's task_id is 1
+    assert (union.task_type, union.task_id, union.rpc_layer) == (
+        "x",
+        0,
+        "q",
+    )  # TensorFlow's task_id is 1
     assert (union.master("worker", 0), union.master()) == ("q://a:1", "grpc://ma")
 
 
@@ -313,12 +376,20 @@ def test_what_is_no_union_is_an_error():
 # ---- TFConfigClusterResolver
 
 
-@pytest.mark.parametrize(("text", "cluster", "task", "rpc_layer", "master", "other"), TF_CONFIG.values(), ids=TF_CONFIG)
-def test_tf_config_is_read_as_by_tensorflow(tf_config, text, cluster, task, rpc_layer, master, other):
+@pytest.mark.parametrize(
+    ("text", "cluster", "task", "rpc_layer", "master", "other"), TF_CONFIG.values(), ids=TF_CONFIG
+)
+def test_tf_config_is_read_as_by_tensorflow(
+    tf_config, text, cluster, task, rpc_layer, master, other
+):
     tf_config(text)
     resolver = TFConfigClusterResolver()
     assert resolver.cluster_spec().as_dict() == cluster
-    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer, resolver.environment) == (*task, rpc_layer, None)
+    assert (resolver.task_type, resolver.task_id, resolver.rpc_layer, resolver.environment) == (
+        *task,
+        rpc_layer,
+        None,
+    )
     assert (resolver.master(), resolver.master("worker", 1, "x")) == (master, other)
     overridden = TFConfigClusterResolver(**OVERRIDES)
     assert overridden.cluster_spec().as_dict() == cluster
@@ -365,27 +436,84 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
         ('{"cluster"', "cluster_spec", "TF_CONFIG is not JSON"),
         ("[1]", "cluster_spec", "TF_CONFIG must be an object"),
         (WORKERS + "}", "master", "TF_CONFIG does not say which task this is"),
-        (WORKERS + ', "task": {"type": "worker", "index": 7}}', "master", "No task with index 7 in job 'worker'"),
-        (WORKERS + ', "task": {"type": "worker", "index": "x"}}', "master", '"index" of its "task" is \'x\''),
+        (
+            WORKERS + ', "task": {"type": "worker", "index": 7}}',
+            "master",
+            "No task with index 7 in job 'worker'",
+        ),
+        (
+            WORKERS + ', "task": {"type": "worker", "index": "x"}}',
+            "master",
+            '"index" of its "task" is \'x\'',
+        ),
         (WORKERS + ', "task": 3}', "master", 'TF_CONFIG: its "task" is 3'),
         ("[" * 100_000, "cluster_spec", "TF_CONFIG is not JSON"),
         ("9" * 5000, "cluster_spec", "TF_CONFIG is not JSON"),
         *(
-            (WORKERS + f', "task": {{"type": "worker", "index": {index}}}}}', "master", '"index" of its "task" is ')
+            (
+                WORKERS + f', "task": {{"type": "worker", "index": {index}}}}}',
+                "master",
+                '"index" of its "task" is ',
+            )
             for index in ("1e400", "NaN", "1.5", "true", "-1", "9" * 4000, '"\u0661"', "[0]")
         ),
         ('{"cluster": 3}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like'),
-        ('{"cluster": {"worker": 3}}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like .*worker'),
-        ('{"cluster": {"worker": [3]}}', "cluster_spec", 'TF_CONFIG: its "cluster" is not like .*worker'),
-        ('{"cluster": {"worker": {"9999999999": "n1:1"}}}', "cluster_spec", "TF_CONFIG: .*'9999999999'"),
-        ('{"session_master": 3}', "master", 'TF_CONFIG: its "session_master" is 3; it must be a text'),
-        (WORKERS + ', "task": {"type": "worker", "index": 0}, "rpc_layer": 3}', "master", '"rpc_layer" is 3'),
+        (
+            '{"cluster": {"worker": 3}}',
+            "cluster_spec",
+            'TF_CONFIG: its "cluster" is not like .*worker',
+        ),
+        (
+            '{"cluster": {"worker": [3]}}',
+            "cluster_spec",
+            'TF_CONFIG: its "cluster" is not like .*worker',
+        ),
+        (
+            '{"cluster": {"worker": {"9999999999": "n1:1"}}}',
+            "cluster_spec",
+            "TF_CONFIG: .*'9999999999'",
+        ),
+        (
+            '{"session_master": 3}',
+            "master",
+            'TF_CONFIG: its "session_master" is 3; it must be a text',
+        ),
+        (
+            WORKERS + ', "task": {"type": "worker", "index": 0}, "rpc_layer": 3}',
+            "master",
+            '"rpc_layer" is 3',
+        ),
     ],
     ids=[
-        *("no JSON", "a list", "no task", "no such task", "no number", "a number for a task", "brackets", "digits"),
-        *("an infinite index", "an index that is nan", "an index of fractions", "an index that is true"),
-        *("a negative index", "a huge index", "an Arabic index", "a list for an index", "a number for a cluster"),
-        *("a number for a job", "a number for an address", "a huge number of a task", "a number for a master"),
+        *(
+            "no JSON",
+            "a list",
+            "no task",
+            "no such task",
+            "no number",
+            "a number for a task",
+            "brackets",
+            "digits",
+        ),
+        *(
+            "an infinite index",
+            "an index that is nan",
+            "an index of fractions",
+            "an index that is true",
+        ),
+        *(
+            "a negative index",
+            "a huge index",
+            "an Arabic index",
+            "a list for an index",
+            "a number for a cluster",
+        ),
+        *(
+            "a number for a job",
+            "a number for an address",
+            "a huge number of a task",
+            "a number for a master",
+        ),
         "a number for a protocol",
     ],
 )
@@ -400,7 +528,18 @@ def test_a_wrong_tf_config_is_an_error(tf_config, text, ask, message):
 
 
 @pytest.mark.parametrize(
-    ("rank", "tasks", "nodes", "gpus", "arguments", "cluster", "task", "accelerators", "master", "first"),
+    (
+        "rank",
+        "tasks",
+        "nodes",
+        "gpus",
+        "arguments",
+        "cluster",
+        "task",
+        "accelerators",
+        "master",
+        "first",
+    ),
     SLURM.values(),
     ids=SLURM,
 )
@@ -449,17 +588,39 @@ def test_gpus_of_a_step_where_tensorflow_fails(step, gpus, arguments, expected):
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID is 'x'; it must be a number"),
         ({"SLURM_PROCID": "5"}, {}, "SLURM_PROCID is 5, and there are 4 tasks"),
         ({"SLURM_PROCID": "9" * 5000}, {}, "SLURM_PROCID is '999.*; it must be a number"),
-        ({"SLURM_STEP_NUM_TASKS": "9" * 12}, {}, "SLURM_STEP_NUM_TASKS is '999.*; it must be a number"),
-        ({"SLURM_STEP_NODELIST": "n[1-"}, {}, "SLURM_STEP_NODELIST: 'n\\[1-' is not a Slurm node list"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(x)"}, {}, "SLURM_STEP_TASKS_PER_NODE: '2\\(x\\)' is not a list of numbers"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, {}, "names 2 nodes \\(n1, n2\\), and .* tasks of 1 \\(4\\)"),
+        (
+            {"SLURM_STEP_NUM_TASKS": "9" * 12},
+            {},
+            "SLURM_STEP_NUM_TASKS is '999.*; it must be a number",
+        ),
+        (
+            {"SLURM_STEP_NODELIST": "n[1-"},
+            {},
+            "SLURM_STEP_NODELIST: 'n\\[1-' is not a Slurm node list",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "2(x)"},
+            {},
+            "SLURM_STEP_TASKS_PER_NODE: '2\\(x\\)' is not a list of numbers",
+        ),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "4"},
+            {},
+            "names 2 nodes \\(n1, n2\\), and .* tasks of 1 \\(4\\)",
+        ),
         ({}, {"jobs": {"worker": 5}}, "the jobs have 5 tasks .* and the nodes run 4 .*--ntasks=5"),
         ({}, {"jobs": {}, "tasks_per_node": {}}, "the nodes run 0"),
         ({}, {"gpus_per_node": 1, "gpus_per_task": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
         ({}, {"gpus_per_node": 1}, "a node runs 2 tasks of 1 GPUs, but has 1"),
     ],
     ids=[
-        *("no rank", "no number of tasks", "no nodes", "no tasks of each node", "a rank that is no number"),
+        *(
+            "no rank",
+            "no number of tasks",
+            "no nodes",
+            "no tasks of each node",
+            "a rank that is no number",
+        ),
         *(
             "a rank too large",
             "a rank of many digits",
@@ -487,30 +648,43 @@ def test_a_list_of_nodes_is_slurms(nodes, expected):
     assert expand_nodes(nodes) == expected.split()
 
 
-@pytest.mark.parametrize("nodes", ["n[1-3", "n]1", "n[a-b]", "n[3-1]", "n[]", "n[1,,2]", "n[-3]", "n[1[2]]", "a b"])
+@pytest.mark.parametrize(
+    "nodes", ["n[1-3", "n]1", "n[a-b]", "n[3-1]", "n[]", "n[1,,2]", "n[-3]", "n[1[2]]", "a b"]
+)
 def test_what_is_no_list_of_nodes_is_an_error(nodes):
     with pytest.raises(ValueError, match="is not a Slurm node list"):
         expand_nodes(nodes)
 
 
-HUGE_NODES = ["n[1-99999999999]", "n[1-9999][1-9999][1-9999]", ",".join(["n[1-99999]"] * 20), f"n[{'9' * 5000}]"]
+HUGE_NODES = [
+    "n[1-99999999999]",
+    "n[1-9999][1-9999][1-9999]",
+    ",".join(["n[1-99999]"] * 20),
+    f"n[{'9' * 5000}]",
+]
 
 
-@pytest.mark.parametrize("nodes", [*HUGE_NODES, f"n[{','.join(['1-99999'] * 20)}]"], ids=lambda nodes: nodes[:30])
+@pytest.mark.parametrize(
+    "nodes", [*HUGE_NODES, f"n[{','.join(['1-99999'] * 20)}]"], ids=lambda nodes: nodes[:30]
+)
 def test_a_list_of_more_nodes_than_there_are_takes_no_memory(nodes):
     with pytest.raises(ValueError, match=r"is not a Slurm node list: .*1048576 nodes"):
         expand_nodes(nodes)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "expected"), [("2", [2]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("0", [0])], ids=str
+    ("tasks", "expected"),
+    [("2", [2]), ("3(x2),2,1", [3, 3, 2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("0", [0])],
+    ids=str,
 )
 def test_a_list_of_tasks_is_slurms(tasks, expected):
     assert expand_tasks(tasks) == expected
 
 
 @pytest.mark.parametrize(
-    "tasks", ["", "a", "2(x)", "2(x3)1", "2,", "-1", "1(x99999999999)", "9" * 12, "1(x999999),1(x999999)"], ids=repr
+    "tasks",
+    ["", "a", "2(x)", "2(x3)1", "2,", "-1", "1(x99999999999)", "9" * 12, "1(x999999),1(x999999)"],
+    ids=repr,
 )
 def test_what_is_no_list_of_tasks_is_an_error(tasks):
     with pytest.raises(ValueError, match="is not a list of numbers of tasks"):
@@ -529,7 +703,12 @@ SlurmClusterResolver().num_accelerators(), TFConfigClusterResolver().num_acceler
 assert not {"mpi4py.MPI", "cupy"} & sys.modules.keys()
 assert MPIClusterResolver().cluster_spec().num_tasks("worker") == 1
 """
-    variables = {"PROCID": "0", "STEP_NUM_TASKS": "1", "STEP_NODELIST": "n1", "STEP_TASKS_PER_NODE": "1"}
+    variables = {
+        "PROCID": "0",
+        "STEP_NUM_TASKS": "1",
+        "STEP_NODELIST": "n1",
+        "STEP_TASKS_PER_NODE": "1",
+    }
     environment = os.environ | {f"SLURM_{name}": value for name, value in variables.items()}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
 
@@ -540,7 +719,10 @@ def test_mpis_resolver_in_a_world_of_one():
     resolver = MPIClusterResolver()
     assert resolver.cluster_spec().as_dict() == {"worker": [socket.gethostname()]}
     assert (resolver.task_type, resolver.task_id, resolver.environment) == ("worker", 0, "")
-    assert (resolver.master(), resolver.master(rpc_layer="x")) == (socket.gethostname(), f"x://{socket.gethostname()}")
+    assert (resolver.master(), resolver.master(rpc_layer="x")) == (
+        socket.gethostname(),
+        f"x://{socket.gethostname()}",
+    )
     assert resolver.num_accelerators() == {"GPU": 0}
     with pytest.raises(ValueError, match="No task with index 1"):
         resolver.num_accelerators("worker", 1)

@@ -19,7 +19,13 @@ LOOPS = [(dtype, name) for dtype in REAL for name in optimizers_of(dtype)]
 QUICK_LOOPS = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
 QUICK_LOOPS += [
     (np.dtype(np.float32), name)
-    for name in ("SGD", "RMSprop, centered, with momentum", "clipped values", "averages that overwrite", "norms")
+    for name in (
+        "SGD",
+        "RMSprop, centered, with momentum",
+        "clipped values",
+        "averages that overwrite",
+        "norms",
+    )
 ]
 has_compiler = pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
 RULE = optimizers.SGD(0.5).update_rule(0.5, 1)
@@ -55,7 +61,8 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
             rows, expected = [], []
             for size in sizes:
                 arrays = [
-                    random.standard_normal(size).astype(dtype) for _ in range(1 + len(optimizer.all_slots) + messages)
+                    random.standard_normal(size).astype(dtype)
+                    for _ in range(1 + len(optimizer.all_slots) + messages)
                 ]
                 arrays[1:-messages] = [abs(array) for array in arrays[1:-messages]]
                 count = len(arrays) - messages
@@ -70,7 +77,9 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
             if norms is not None:
                 first = compiled.norm_loop(norms, dtype)
                 assert first is not None
-                assert first(compiled.table(rows), messages, norms.kernel_constants).tolist() == sums
+                assert (
+                    first(compiled.table(rows), messages, norms.kernel_constants).tolist() == sums
+                )
             loop(compiled.table(rows), messages, rule.kernel_constants)
             for found, wanted in zip(rows, expected, strict=True):
                 assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]
@@ -146,7 +155,9 @@ OBSTACLES = {
     "no compiler": lambda folder, monkeypatch: monkeypatch.setenv("CC", "no-such-compiler"),
     "a compiler that fails": compiler_that("exit 1"),
     "a compiler that does nothing": compiler_that("exit 0"),
-    "a compiler that writes something else": compiler_that('while [ "$1" != -o ]; do shift; done; echo x >"$2"'),
+    "a compiler that writes something else": compiler_that(
+        'while [ "$1" != -o ]; do shift; done; echo x >"$2"'
+    ),
     "a full disk": a_full_disk,
     "a folder that all can write to": open_to_all,
     "a folder that is a link": a_link,
@@ -163,7 +174,9 @@ def test_without_a_loop_there_is_none(tmp_path, monkeypatch, home, obstacle):
 
 @has_compiler
 def test_a_loop_that_gives_other_bits_is_not_taken(monkeypatch):
-    monkeypatch.setattr(compiled, "_SOURCE", compiled._SOURCE.replace("{update}", "{update} all_value[i] += 1;"))
+    monkeypatch.setattr(
+        compiled, "_SOURCE", compiled._SOURCE.replace("{update}", "{update} all_value[i] += 1;")
+    )
     assert compiled.loop(RULE, np.dtype(np.float32)) is None
 
 

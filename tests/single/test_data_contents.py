@@ -40,16 +40,39 @@ def permuted(rank, array):
     "make",
     [
         lambda rank: Dataset.from_tensor_slices(permuted(rank, ROWS)),
-        lambda rank: Dataset.from_tensor_slices({"x": ROWS, "y": permuted(rank, np.arange(2000) % 10)}),
+        lambda rank: Dataset.from_tensor_slices(
+            {"x": ROWS, "y": permuted(rank, np.arange(2000) % 10)}
+        ),
         lambda rank: Dataset.from_tensor_slices(permuted(rank, np.arange(2000) % 50 == 0)),
         lambda rank: Dataset.from_tensor_slices(permuted(rank, np.eye(300, dtype=np.int8))),
-        lambda rank: Dataset.from_tensor_slices(permuted(rank, np.array([f"row {i}" for i in range(2000)]))),
+        lambda rank: Dataset.from_tensor_slices(
+            permuted(rank, np.array([f"row {i}" for i in range(2000)]))
+        ),
         lambda rank: Dataset.from_tensors(permuted(rank, ROWS)),
-        lambda rank: Dataset.from_tensor_slices(ROWS + rank).shuffle(10, seed=0).map(lambda x: x).filter(np.any),
-        lambda rank: Dataset.zip((Dataset.range(2000), Dataset.from_tensor_slices(permuted(rank, ROWS)))),
-        lambda rank: Dataset.range(3).concatenate(Dataset.from_tensor_slices(permuted(rank, np.arange(20)))),
+        lambda rank: (
+            Dataset.from_tensor_slices(ROWS + rank)
+            .shuffle(10, seed=0)
+            .map(lambda x: x)
+            .filter(np.any)
+        ),
+        lambda rank: Dataset.zip(
+            (Dataset.range(2000), Dataset.from_tensor_slices(permuted(rank, ROWS)))
+        ),
+        lambda rank: Dataset.range(3).concatenate(
+            Dataset.from_tensor_slices(permuted(rank, np.arange(20)))
+        ),
     ],
-    ids=["rows", "labels", "rare", "one hot", "strings", "one element", "transformed", "zipped", "joined"],
+    ids=[
+        "rows",
+        "labels",
+        "rare",
+        "one hot",
+        "strings",
+        "one element",
+        "transformed",
+        "zipped",
+        "joined",
+    ],
 )
 def test_another_order_on_each_rank_is_found_at_the_begin(make):
     message = begun(lambda rank: make(rank).batch(8))
@@ -64,7 +87,12 @@ def test_rows_of_any_size_are_told_apart():
     for shape in ((5000,), (200, 7), (90, 40, 300), (3, 2**18), (1, 2**18)):
         whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
         assert checksums.of_sample(whole) == checksums.of_sample(np.asfortranarray(whole))
-        for change in (lambda a: a[::-1], lambda a: a[..., ::-1], lambda a: a + 1, lambda a: a.astype(np.float64)):
+        for change in (
+            lambda a: a[::-1],
+            lambda a: a[..., ::-1],
+            lambda a: a + 1,
+            lambda a: a.astype(np.float64),
+        ):
             if not np.array_equal(change(whole), whole) or change(whole).dtype != whole.dtype:
                 assert checksums.of_sample(whole) != checksums.of_sample(change(whole))
         for place in (0, -1):  # the first and the last
@@ -84,7 +112,9 @@ def test_equal_values_are_equal_whatever_lies_between_them():
         return array
 
     def extended(rank):
-        array = np.frombuffer(bytearray([rank]) * (4 * np.dtype(np.longdouble).itemsize), np.longdouble)
+        array = np.frombuffer(
+            bytearray([rank]) * (4 * np.dtype(np.longdouble).itemsize), np.longdouble
+        )
         array[:] = [0, 1, np.nan, np.inf]
         return array
 
@@ -97,7 +127,9 @@ def test_equal_values_are_equal_whatever_lies_between_them():
         array[name][-1] = other
         assert checksums.of_sample(array) != checksums.of_sample(structured(1))
     nan, other_nan = (np.array(0x7FF8 << 48 | low).view(np.float64) for low in (0, 1))
-    assert checksums.of_array(nan) == checksums.of_array(nan.copy()) != checksums.of_array(other_nan)
+    assert (
+        checksums.of_array(nan) == checksums.of_array(nan.copy()) != checksums.of_array(other_nan)
+    )
 
 
 @pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="of NumPy 2")
@@ -110,7 +142,9 @@ def test_strings_that_lie_elsewhere_are_compared():
 
 
 def test_objects_are_compared_by_shape_and_dtype():
-    assert checksums.of_sample(np.array([object(), None])) == checksums.of_sample(np.array([object(), object()]))
+    assert checksums.of_sample(np.array([object(), None])) == checksums.of_sample(
+        np.array([object(), object()])
+    )
     assert checksums.of_sample(np.array([None])) != checksums.of_sample(np.array([None, None]))
 
 
@@ -119,7 +153,9 @@ def test_one_array_and_its_copies_are_equal():
 
     def make(rank):
         first = Dataset.from_tensor_slices(ROWS)
-        return Dataset.zip((first, Dataset.from_tensor_slices(ROWS.copy()) if rank else first)).batch(100)
+        return Dataset.zip(
+            (first, Dataset.from_tensor_slices(ROWS.copy()) if rank else first)
+        ).batch(100)
 
     assert agrees(make)
 
@@ -135,7 +171,9 @@ def test_of_a_file_little_is_read(tmp_path, monkeypatch):
 
     arrays = [opened("a", 1), opened("b", 1), opened("c", 2)]
     taken = []
-    monkeypatch.setattr(checksums, "_of_contents", lambda array, value: taken.append(array) or hash(array.tobytes()))
+    monkeypatch.setattr(
+        checksums, "_of_contents", lambda array, value: taken.append(array) or hash(array.tobytes())
+    )
     for every in (False, True):
         found = [checksums.of_arrays([np.asarray(array)], every) for array in arrays]
         assert found[0] == found[1] != found[2]
@@ -162,13 +200,17 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
     assert on_ranks(2, changed) == [4] * 2
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
     for wrong in (program, changed):
-        with pytest.raises(ReplicaMismatchError, match="different arrays in Dataset.from_tensor_slices"):
+        with pytest.raises(
+            ReplicaMismatchError, match="different arrays in Dataset.from_tensor_slices"
+        ):
             on_ranks(2, wrong)
 
 
 def test_after_the_error_the_next_pass_is_compared_too():
     def program(rank):
-        distributed = distribute_dataset(Dataset.from_tensor_slices(np.arange(4) + rank.rank).batch(2), rank, None)
+        distributed = distribute_dataset(
+            Dataset.from_tensor_slices(np.arange(4) + rank.rank).batch(2), rank, None
+        )
         for _ in range(2):
             with pytest.raises(ReplicaMismatchError):
                 iter(distributed)
@@ -192,7 +234,9 @@ def test_workers_may_have_other_arrays_and_their_ranks_may_not(odd):
 
     def make(rank):
         def dataset_fn(context):
-            return Dataset.from_tensor_slices(np.arange(8) + 10 * context.input_pipeline_id + (rank == odd)).batch(2)
+            return Dataset.from_tensor_slices(
+                np.arange(8) + 10 * context.input_pipeline_id + (rank == odd)
+            ).batch(2)
 
         return dataset_fn
 

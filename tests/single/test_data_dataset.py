@@ -16,7 +16,15 @@ from thread_ranks import on_ranks
 
 import hpcstrat as hs
 from hpcstrat import TensorSpec
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, AutoShardPolicy, Dataset, DatasetSpec, Optional, Options
+from hpcstrat.data import (
+    AUTOTUNE,
+    UNKNOWN_CARDINALITY,
+    AutoShardPolicy,
+    Dataset,
+    DatasetSpec,
+    Optional,
+    Options,
+)
 
 
 def plain(element) -> Any:
@@ -43,7 +51,9 @@ def test_range_is_pythons():
         Dataset.range(1, 2, 0)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "int64", "float16", "float32", "complex128", "U3"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "int64", "float16", "float32", "complex128", "U3"]
+)
 def test_slices_keep_their_dtype(dtype):
     array = np.arange(6).reshape(3, 2).astype(dtype)
     dataset = Dataset.from_tensor_slices(array)
@@ -57,12 +67,19 @@ def test_slices_keep_their_dtype(dtype):
 
 def test_python_numbers_become_tensorflows_dtypes_and_lists_arrays():
     assert Dataset.from_tensor_slices([1, 2]).element_spec == TensorSpec((), np.int32)
-    assert Dataset.from_tensor_slices([1.5, float("nan")]).element_spec == TensorSpec((), np.float32)
+    assert Dataset.from_tensor_slices([1.5, float("nan")]).element_spec == TensorSpec(
+        (), np.float32
+    )
     assert Dataset.from_tensor_slices([2**40]).element_spec == TensorSpec((), np.int64)
-    assert Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]]).element_spec == TensorSpec((2,), np.int32)
+    assert Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]]).element_spec == TensorSpec(
+        (2,), np.int32
+    )
     assert Dataset.from_tensors([np.float64(1)]).element_spec == TensorSpec((1,), np.float64)
     assert Dataset.from_tensors(True).element_spec == TensorSpec((), np.bool_)
-    assert items(Dataset.from_tensor_slices(([1, 2], {"a": [3.5, 4.5]}))) == [(1, {"a": 3.5}), (2, {"a": 4.5})]
+    assert items(Dataset.from_tensor_slices(([1, 2], {"a": [3.5, 4.5]}))) == [
+        (1, {"a": 3.5}),
+        (2, {"a": 4.5}),
+    ]
 
 
 Point = collections.namedtuple("Point", ["x", "y"])
@@ -105,7 +122,9 @@ class Column:
         (hs.data, "TFRecordDataset", "np.save"),
         (hs.data, "experimental", "hpcstrat.data"),
     ],
-    ids=lambda value: "a dataset" if isinstance(value, Dataset) else getattr(value, "__name__", None),
+    ids=lambda value: (
+        "a dataset" if isinstance(value, Dataset) else getattr(value, "__name__", None)
+    ),
 )
 def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
     assert not hasattr(owner, name)
@@ -113,7 +132,9 @@ def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
         getattr(owner, name)
 
 
-@pytest.mark.parametrize("owner", [Dataset.range(3), Dataset, hs.data], ids=["a dataset", "the class", "the module"])
+@pytest.mark.parametrize(
+    "owner", [Dataset.range(3), Dataset, hs.data], ids=["a dataset", "the class", "the module"]
+)
 def test_an_unknown_name_is_an_ordinary_error(owner):
     name = "misspelt"
     with pytest.raises(AttributeError, match=f"has no attribute '{name}'"):
@@ -123,7 +144,9 @@ def test_an_unknown_name_is_an_ordinary_error(owner):
 
 def test_a_cache_is_in_memory():
     assert items(Dataset.range(3).cache("")) == [0, 1, 2]
-    with pytest.raises(NotImplementedError, match=r"Dataset\.cache: filename is 'here'.*Dataset\.save"):
+    with pytest.raises(
+        NotImplementedError, match=r"Dataset\.cache: filename is 'here'.*Dataset\.save"
+    ):
         Dataset.range(3).cache("here")
 
 
@@ -136,7 +159,8 @@ def test_sources_refuse_what_makes_no_elements():
         Dataset.from_tensors(None)
     for text in np.array(["a", "bc"], object), Column(["a", "bc"]):
         with pytest.raises(
-            TypeError, match=r"dtype (object|str), which .* cast it with np\.asarray\(leaf, dtype=str\)"
+            TypeError,
+            match=r"dtype (object|str), which .* cast it with np\.asarray\(leaf, dtype=str\)",
         ):
             Dataset.from_tensor_slices({"city": text, "size": [1, 2]})
         assert items(Dataset.from_tensor_slices(np.asarray(text, dtype=str))) == ["a", "bc"]
@@ -160,13 +184,17 @@ def test_generators():
     typed = Dataset.from_generator(lambda: iter([(1, [2, 3])]), (np.int16, np.float32), ((), (2,)))
     assert typed.element_spec == (TensorSpec((), np.int16), TensorSpec((2,), np.float32))
     assert items(typed) == [(1, [2.0, 3.0])]
-    assert Dataset.from_generator(lambda: iter([1]), np.int16).element_spec == TensorSpec((), np.int16)
+    assert Dataset.from_generator(lambda: iter([1]), np.int16).element_spec == TensorSpec(
+        (), np.int16
+    )
     free = Dataset.from_generator(lambda: iter([{"a": np.arange(2)}]))
     assert free.element_spec == {"a": TensorSpec((2,), np.int64)}
     assert free.cardinality() == -2
 
 
-@pytest.mark.parametrize("signature", [None, TensorSpec((2,), np.float32)], ids=["free", "with a signature"])
+@pytest.mark.parametrize(
+    "signature", [None, TensorSpec((2,), np.float32)], ids=["free", "with a signature"]
+)
 def test_a_generator_may_fill_the_same_array_again(signature):
     def filled():
         array = np.zeros(2, np.float32)
@@ -184,8 +212,12 @@ def test_a_generator_may_fill_the_same_array_again(signature):
     ids=["another length", "another rank", "a tuple", "text"],
 )
 def test_a_generator_is_held_to_its_signature(wrong):
-    dataset = Dataset.from_generator(lambda: iter([wrong]), output_signature=TensorSpec((2,), np.float32))
-    with pytest.raises(ValueError, match="from_generator: what the generator yielded is not like TensorSpec"):
+    dataset = Dataset.from_generator(
+        lambda: iter([wrong]), output_signature=TensorSpec((2,), np.float32)
+    )
+    with pytest.raises(
+        ValueError, match="from_generator: what the generator yielded is not like TensorSpec"
+    ):
         list(dataset)
 
 
@@ -193,7 +225,9 @@ def test_from_generator_refuses_wrong_arguments():
     with pytest.raises(TypeError, match=r"pass `f`, not `f\(\)`"):
         Dataset.from_generator(count_up(3))  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="one or the other"):
-        Dataset.from_generator(lambda: iter([]), np.int64, output_signature=TensorSpec((), np.int64))
+        Dataset.from_generator(
+            lambda: iter([]), np.int64, output_signature=TensorSpec((), np.int64)
+        )
     with pytest.raises(TypeError, match="without output_types"):
         Dataset.from_generator(lambda: iter([]), output_shapes=())
     with pytest.raises(TypeError, match="must be a TensorSpec"):
@@ -220,7 +254,9 @@ MAKERS = {
     "indexed": lambda n: Dataset.range(n),
     "generated": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64),
     "mapped": lambda n: Dataset.range(1, n + 1).map(lambda x: x - 1),
-    "mapped in threads": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64).map(lambda x: x, AUTOTUNE),
+    "mapped in threads": lambda n: Dataset.from_generator(lambda: iter(range(n)), np.int64).map(
+        lambda x: x, AUTOTUNE
+    ),
     "joined": lambda n: Dataset.range(n // 2).concatenate(Dataset.range(n // 2, n)),
 }
 
@@ -274,12 +310,17 @@ def test_chunks_larger_than_one():
     total = sum(len(count) for count, _ in dataset.batch(1000))
     assert total == n
     assert items(dataset.skip(n - 2)) == [(n - 2, n - 2), (n - 1, n - 1)]
-    assert items(Dataset.zip((Dataset.range(n), Dataset.range(3).repeat())).skip(n - 1)) == [(n - 1, (n - 1) % 3)]
+    assert items(Dataset.zip((Dataset.range(n), Dataset.range(3).repeat())).skip(n - 1)) == [
+        (n - 1, (n - 1) % 3)
+    ]
     assert items(Dataset.range(10**12).skip(10**6).take(2)) == [10**6, 10**6 + 1]
 
 
 def test_mixtures_in_one_batch_keep_their_order():
-    a, b = Dataset.from_tensor_slices(np.arange(5) * 1.0), Dataset.from_tensor_slices(np.arange(5) * 10.0)
+    a, b = (
+        Dataset.from_tensor_slices(np.arange(5) * 1.0),
+        Dataset.from_tensor_slices(np.arange(5) * 10.0),
+    )
     mixed = a.concatenate(b).shuffle(10, seed=2).map(lambda x: x).take(-1)
     assert sorted(items(mixed)) == sorted([*range(5), *range(0, 50, 10)])
     joined = a.concatenate(b).shuffle(10, seed=2)
@@ -314,10 +355,17 @@ def test_wrong_arguments():
 
 
 NUMBERS: dict[str, list[Any]] = {  # each argument of each method that is a number
-    "Dataset.range: an argument": [Dataset.range, lambda x: Dataset.range(0, x), lambda x: Dataset.range(0, 5, x)],
+    "Dataset.range: an argument": [
+        Dataset.range,
+        lambda x: Dataset.range(0, x),
+        lambda x: Dataset.range(0, 5, x),
+    ],
     "Dataset.batch: batch_size": [Dataset.range(3).batch],
     "Dataset.padded_batch: batch_size": [Dataset.range(3).padded_batch],
-    "Dataset.rebatch: batch_size": [Dataset.range(3).rebatch, lambda x: Dataset.range(3).rebatch([2, x])],
+    "Dataset.rebatch: batch_size": [
+        Dataset.range(3).rebatch,
+        lambda x: Dataset.range(3).rebatch([2, x]),
+    ],
     "Dataset.window: size": [Dataset.range(3).window],
     "Dataset.window: shift": [lambda x: Dataset.range(3).window(2, x)],
     "Dataset.window: stride": [lambda x: Dataset.range(3).window(2, stride=x)],
@@ -328,13 +376,19 @@ NUMBERS: dict[str, list[Any]] = {  # each argument of each method that is a numb
     "Dataset.shuffle: seed": [lambda x: Dataset.range(3).shuffle(2, x)],
     "Dataset.map: num_parallel_calls": [lambda x: Dataset.range(3).map(abs, x)],
     "Dataset.interleave: cycle_length": [lambda x: Dataset.range(3).interleave(Dataset.range, x)],
-    "Dataset.interleave: block_length": [lambda x: Dataset.range(3).interleave(Dataset.range, 2, x)],
-    "Dataset.interleave: num_parallel_calls": [lambda x: Dataset.range(3).interleave(Dataset.range, 2, 2, x)],
+    "Dataset.interleave: block_length": [
+        lambda x: Dataset.range(3).interleave(Dataset.range, 2, x)
+    ],
+    "Dataset.interleave: num_parallel_calls": [
+        lambda x: Dataset.range(3).interleave(Dataset.range, 2, 2, x)
+    ],
     "Dataset.take: count": [Dataset.range(3).take],
     "Dataset.skip: count": [Dataset.range(3).skip],
     "Dataset.enumerate: start": [Dataset.range(3).enumerate],
     "Dataset.prefetch: buffer_size": [Dataset.range(3).prefetch],
-    "Dataset.sample_from_datasets: seed": [lambda x: Dataset.sample_from_datasets([Dataset.range(3)], seed=x)],
+    "Dataset.sample_from_datasets: seed": [
+        lambda x: Dataset.sample_from_datasets([Dataset.range(3)], seed=x)
+    ],
     "Dataset.list_files: seed": [
         lambda x: Dataset.list_files("*", seed=x),
         lambda x: Dataset.list_files("*", False, x),
@@ -346,7 +400,9 @@ NUMBERS: dict[str, list[Any]] = {  # each argument of each method that is a numb
 @pytest.mark.parametrize("argument", NUMBERS)
 def test_an_argument_that_is_no_number_is_named(argument, wrong):
     for call in NUMBERS[argument]:
-        with pytest.raises(TypeError, match=f"^{argument} is {re.escape(repr(wrong))}; it must be an int$"):
+        with pytest.raises(
+            TypeError, match=f"^{argument} is {re.escape(repr(wrong))}; it must be an int$"
+        ):
             call(wrong)
 
 
@@ -357,7 +413,10 @@ WRONG_WEIGHTS: list[Any] = ["x", ["0.5"], 0.5, [None]]
     ("call", "says"),
     [
         (lambda: Dataset.list_files(3), "Dataset.list_files: file_pattern is 3; it must be a path"),
-        (lambda: Dataset.list_files(["a", 3]), "Dataset.list_files: file_pattern is 3; it must be a path"),
+        (
+            lambda: Dataset.list_files(["a", 3]),
+            "Dataset.list_files: file_pattern is 3; it must be a path",
+        ),
         (lambda: Dataset.load(3), "Dataset.load: path is 3; it must be a path"),  # pyright: ignore[reportArgumentType]
         (lambda: Dataset.range(3).save(3), "Dataset.save: path is 3; it must be"),  # pyright: ignore[reportArgumentType]
         *(
@@ -377,7 +436,11 @@ def test_an_argument_of_another_type_is_named(call, says):
 
 @pytest.mark.parametrize(
     ("odd", "text"),
-    [(np.arange(2), "the same shape and dtype"), (1.5, "the same shape and dtype"), ((1, 2), "the same structure")],
+    [
+        (np.arange(2), "the same shape and dtype"),
+        (1.5, "the same shape and dtype"),
+        ((1, 2), "the same structure"),
+    ],
     ids=["shape", "dtype", "structure"],
 )
 def test_elements_of_a_batch_must_be_alike(odd, text):
@@ -395,7 +458,9 @@ def test_unbatch_of_what_has_no_rows():
 def rounds(*sizes):
     """A generator whose rounds have so many elements each."""
     left = iter(sizes)
-    return Dataset.from_generator(lambda: iter(range(next(left))), output_signature=TensorSpec((), np.int64))
+    return Dataset.from_generator(
+        lambda: iter(range(next(left))), output_signature=TensorSpec((), np.int64)
+    )
 
 
 def test_rounds_without_elements_end_no_repeat():
@@ -404,7 +469,9 @@ def test_rounds_without_elements_end_no_repeat():
     assert items(rounds(1, 0, 2, 3).repeat(3)) == [0, 0, 1]
     assert items(rounds(0, 1).shuffle(3).repeat(2)) == [0]
     seen = []
-    once = Dataset.range(2).filter(lambda x: seen.append(x) or len(seen) in (1, 6))  # in the first round, and the third
+    once = Dataset.range(2).filter(
+        lambda x: seen.append(x) or len(seen) in (1, 6)
+    )  # in the first round, and the third
     assert items(once.repeat(4)) == [0, 1]
 
 
@@ -422,7 +489,9 @@ def test_an_endless_repeat_of_an_iterator_that_is_used_up_is_an_error():
     dataset = Dataset.from_generator(lambda: numbers, np.int64).shuffle(9, seed=0).repeat()
     iterator = iter(dataset)
     assert sorted(next(iterator) for _ in range(3)) == [0, 1, 2]
-    with pytest.raises(RuntimeError, match=r"Dataset\.repeat: after 3 elements .* must return a new iterator"):
+    with pytest.raises(
+        RuntimeError, match=r"Dataset\.repeat: after 3 elements .* must return a new iterator"
+    ):
         next(iterator)
 
 
@@ -483,7 +552,9 @@ STAGES = {
 }
 FAILING = {
     "map": lambda: Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x),
-    "map in threads": lambda: Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x, num_parallel_calls=3),
+    "map in threads": lambda: Dataset.range(7).map(
+        lambda x: odd_one_out(2, 5)(x) and x, num_parallel_calls=3
+    ),
     "filter": lambda: Dataset.range(7).filter(odd_one_out(2, 5)),
     "generated": lambda: Dataset.from_generator(lambda: iter(range(7)), np.int64).map(
         lambda x: odd_one_out(2, 5)(x) and x
@@ -506,7 +577,11 @@ def test_an_error_has_its_place_in_a_shuffle(source):
 
 def test_what_failed_is_tried_again_in_the_next_pass():
     tries = []
-    dataset = Dataset.range(3).map(lambda x: tries.append(x) or int(x) // (len(tries) != 2)).filter(lambda x: True)
+    dataset = (
+        Dataset.range(3)
+        .map(lambda x: tries.append(x) or int(x) // (len(tries) != 2))
+        .filter(lambda x: True)
+    )
     cached = dataset.cache()
     assert attempts(cached) == [0, BAD, 2]
     assert attempts(cached) == attempts(cached) == [0, 1, 2]
@@ -518,7 +593,10 @@ def test_after_an_error_of_a_generator_it_has_ended():
         yield 1
         yield 1 // 0
 
-    for dataset in (Dataset.from_generator(numbers), Dataset.from_generator(numbers).filter(bool).map(lambda x: x)):
+    for dataset in (
+        Dataset.from_generator(numbers),
+        Dataset.from_generator(numbers).filter(bool).map(lambda x: x),
+    ):
         assert attempts(dataset) == [1, BAD]
 
 
@@ -539,7 +617,11 @@ def test_a_function_cannot_end_the_elements():
 
 
 def test_cardinality():
-    ten, unknown, endless = Dataset.range(10), Dataset.range(10).filter(bool), Dataset.range(10).repeat()
+    ten, unknown, endless = (
+        Dataset.range(10),
+        Dataset.range(10).filter(bool),
+        Dataset.range(10).repeat(),
+    )
     assert [d.cardinality() for d in (ten, unknown, endless)] == [10, -2, -1]
     assert [d.batch(4).cardinality() for d in (ten, unknown, endless)] == [3, -2, -1]
     assert ten.batch(4, True).cardinality() == 2
@@ -553,9 +635,20 @@ def test_cardinality():
     assert ten.concatenate(ten.take(4)).cardinality() == 14
     assert ten.concatenate(endless).cardinality() == -1
     assert ten.enumerate().shuffle(3).map(lambda i, x: x).prefetch(1).cache().cardinality() == 10
-    assert len(Dataset.from_tensor_slices((np.zeros((3, 2)), np.ones((3, 2, 4)))).repeat(2).unbatch()) == 12
-    assert len(ten.batch(3, True).unbatch()) == 9 and ten.repeat().batch(3, True).unbatch().cardinality() == -1
-    varying = [ten.batch(3), ten.batch(3, True).map(lambda x: x[1:]), ten, Dataset.zip(ten.batch(2, True), ten)]
+    assert (
+        len(Dataset.from_tensor_slices((np.zeros((3, 2)), np.ones((3, 2, 4)))).repeat(2).unbatch())
+        == 12
+    )
+    assert (
+        len(ten.batch(3, True).unbatch()) == 9
+        and ten.repeat().batch(3, True).unbatch().cardinality() == -1
+    )
+    varying = [
+        ten.batch(3),
+        ten.batch(3, True).map(lambda x: x[1:]),
+        ten,
+        Dataset.zip(ten.batch(2, True), ten),
+    ]
     assert [dataset.unbatch().cardinality() for dataset in varying] == [-2, -2, -2, -2]
     assert len(ten) == 10
     assert unknown
@@ -567,11 +660,20 @@ def test_cardinality():
 
 def test_element_spec():
     pairs = Dataset.from_tensor_slices((np.arange(5), np.ones((5, 2), np.float32)))
-    assert pairs.batch(3).element_spec == (TensorSpec((None,), np.int64), TensorSpec((None, 2), np.float32))
-    assert pairs.batch(3, True).unbatch().element_spec == pairs.shuffle(2).repeat().element_spec == pairs.element_spec
+    assert pairs.batch(3).element_spec == (
+        TensorSpec((None,), np.int64),
+        TensorSpec((None, 2), np.float32),
+    )
+    assert (
+        pairs.batch(3, True).unbatch().element_spec
+        == pairs.shuffle(2).repeat().element_spec
+        == pairs.element_spec
+    )
     assert pairs.enumerate().element_spec == (TensorSpec((), np.int64), pairs.element_spec)
     assert Dataset.zip({"a": pairs}).element_spec == {"a": pairs.element_spec}
-    assert pairs.batch(2).concatenate(pairs.batch(2, True)).element_spec == pairs.batch(2).element_spec
+    assert (
+        pairs.batch(2).concatenate(pairs.batch(2, True)).element_spec == pairs.batch(2).element_spec
+    )
     assert pairs.batch(3).map(lambda a, b: (b, b.sum())).element_spec == (
         TensorSpec((None, 2), np.float32),
         TensorSpec((), np.float32),
@@ -582,8 +684,14 @@ def test_element_spec():
 
 def test_an_attribute_error_in_element_spec_is_the_functions_own():
     dataset = Dataset.range(3).map(lambda x: x.nothing)
-    for ask in (lambda: dataset.element_spec, lambda: iter(dataset).element_spec, lambda: next(iter(dataset))):
-        with pytest.raises(AttributeError, match="int64' object has no attribute 'nothing'") as caught:
+    for ask in (
+        lambda: dataset.element_spec,
+        lambda: iter(dataset).element_spec,
+        lambda: next(iter(dataset)),
+    ):
+        with pytest.raises(
+            AttributeError, match="int64' object has no attribute 'nothing'"
+        ) as caught:
             ask()
         assert "lambda x: x.nothing" in str(caught.traceback[-1].statement)
     with pytest.raises(AttributeError, match="'Dataset' object has no attribute 'nothing'"):
@@ -598,7 +706,12 @@ def test_strings_of_different_lengths_are_alike(code):
     short, long = strings("zz", "a"), strings("abc", "d")
     common = TensorSpec((), np.dtype(f"{code}3"))
     joined = short.concatenate(long)
-    assert joined.element_spec == joined.shuffle(4).element_spec == long.concatenate(short).element_spec == common
+    assert (
+        joined.element_spec
+        == joined.shuffle(4).element_spec
+        == long.concatenate(short).element_spec
+        == common
+    )
     assert joined.batch(3).element_spec == TensorSpec((None,), common.dtype)
     assert items(joined) == np.array(["zz", "a", "abc", "d"], code).tolist()
     (batch,) = joined.batch(4)
@@ -606,14 +719,23 @@ def test_strings_of_different_lengths_are_alike(code):
     functions = joined.map(lambda x: x).concatenate(long)
     assert items(functions.batch(6)) == [items(functions)] == [items(joined) + items(long)]
     numbers = Dataset.from_tensor_slices(np.array([0, 1, 0]))
-    assert items(Dataset.choose_from_datasets([short, long], numbers)) == np.array(["zz", "abc", "a"], code).tolist()
+    assert (
+        items(Dataset.choose_from_datasets([short, long], numbers))
+        == np.array(["zz", "abc", "a"], code).tolist()
+    )
     assert items(Dataset.sample_from_datasets([short, long], [1.0, 0.0])) == items(short)
     each = Dataset.range(2).interleave(lambda i: [short, long][i], 2)
-    assert each.element_spec == common and items(each.batch(4)) == [np.array(["zz", "abc", "a", "d"], code).tolist()]
+    assert each.element_spec == common and items(each.batch(4)) == [
+        np.array(["zz", "abc", "a", "d"], code).tolist()
+    ]
     windows = short.window(2).concatenate(long.window(2))
-    assert windows.element_spec == DatasetSpec(common) and items(windows.flat_map(lambda x: x)) == items(joined)
+    assert windows.element_spec == DatasetSpec(common) and items(
+        windows.flat_map(lambda x: x)
+    ) == items(joined)
     with pytest.raises(TypeError, match="must be alike"):
-        strings("a").concatenate(Dataset.from_tensor_slices(np.array(["a"], {"U": "S", "S": "U"}[code])))
+        strings("a").concatenate(
+            Dataset.from_tensor_slices(np.array(["a"], {"U": "S", "S": "U"}[code]))
+        )
 
 
 UNLIKE = {
@@ -650,7 +772,9 @@ def test_datasets_that_are_not_alike_are_refused_on_all_ranks(join, batch_size):
     """Also if the elements of each rank are alike."""
 
     def program(rank):
-        first, second = (Dataset.range(4).map(function) for function in (lambda x: x, lambda x: {"a": x}))
+        first, second = (
+            Dataset.range(4).map(function) for function in (lambda x: x, lambda x: {"a": x})
+        )
         with pytest.raises(TypeError, match="must be alike") as caught:
             list(distribute_dataset(JOINED[join](first, second).batch(batch_size), rank, None))
         return str(caught.value).partition(" (found by")[0]
@@ -663,7 +787,9 @@ def test_the_next_element_or_none():
     assert iterator.element_spec == TensorSpec((), np.int64)
     assert iterator.get_next() == 0
     found = iterator.get_next_as_optional()
-    assert found.has_value() and found.get_value() == 1 and repr(found) == f"Optional({np.int64(1)!r})"
+    assert (
+        found.has_value() and found.get_value() == 1 and repr(found) == f"Optional({np.int64(1)!r})"
+    )
     for _ in range(2):
         nothing = iterator.get_next_as_optional()
         assert not nothing.has_value() and nothing.element_spec == TensorSpec((), np.int64)
@@ -684,8 +810,14 @@ def test_options_are_kept():
     options.deterministic = True
     options.threading.private_threadpool_size = 3
     both = Dataset.zip((dataset, Dataset.range(3).with_options(options)))
-    assert dataset.options().deterministic is False and dataset.options().threading.private_threadpool_size is None
-    assert both.options().deterministic is True and both.options().threading.private_threadpool_size == 3
+    assert (
+        dataset.options().deterministic is False
+        and dataset.options().threading.private_threadpool_size is None
+    )
+    assert (
+        both.options().deterministic is True
+        and both.options().threading.private_threadpool_size == 3
+    )
     assert both.options().experimental_distribute.auto_shard_policy is AutoShardPolicy.DATA
     assert items(dataset.with_options(Options())) == [[0, 1], [2, 3], [4, 5]]
     assert Dataset.range(3).options() == Options() != options
@@ -695,7 +827,9 @@ def test_options_are_kept():
     wrong: Any = 1
     with pytest.raises(TypeError, match="Dataset.with_options: options is int"):
         Dataset.range(3).with_options(wrong)
-    with pytest.raises(AttributeError, match="Options has no attribute 'nonsense'; it has deterministic"):
+    with pytest.raises(
+        AttributeError, match="Options has no attribute 'nonsense'; it has deterministic"
+    ):
         options.nonsense = 1
     with pytest.raises(AttributeError, match=r"Options.threading has no attribute 'size'"):
         options.threading.size = 1
@@ -722,7 +856,9 @@ def test_repr_is_what_the_user_wrote():
 
 
 @hypothesis.given(n=st.integers(0, 60), size=st.integers(1, 70), seed=st.integers(-(2**63), 2**63))
-def test_a_shuffle_is_a_permutation_that_moves_nothing_further_forward_than_the_buffer(n, size, seed):
+def test_a_shuffle_is_a_permutation_that_moves_nothing_further_forward_than_the_buffer(
+    n, size, seed
+):
     for make in MAKERS.values():
         order = items(make(n).shuffle(size, seed))
         assert sorted(order) == list(range(n))
@@ -742,7 +878,10 @@ def test_seeds_and_rounds(make, size):
     still = rounds(seed=4, reshuffle_each_iteration=False)
     assert still[0] == still[1] == still[2] == first[0]
     assert items(make(50).shuffle(size, seed=4).repeat(3)) == [*first[0], *first[1], *first[2]]
-    assert items(make(50).shuffle(size, seed=4, reshuffle_each_iteration=False).repeat(2)) == first[0] * 2
+    assert (
+        items(make(50).shuffle(size, seed=4, reshuffle_each_iteration=False).repeat(2))
+        == first[0] * 2
+    )
 
 
 def test_each_slot_of_the_buffer_is_drawn_equally_often(make):
@@ -756,7 +895,11 @@ def test_each_slot_of_the_buffer_is_drawn_equally_often(make):
 @pytest.mark.parametrize("n", [0, 1, 2, 50])
 def test_a_shuffle_of_a_whole_source_is_the_permutation_of_its_seed_and_round(n):
     """Checkpoints hold only these two numbers, so the order must stay as it is."""
-    for dataset in (Dataset.range(n), Dataset.from_tensor_slices(np.arange(n)), Dataset.range(n).map(lambda x: x)):
+    for dataset in (
+        Dataset.range(n),
+        Dataset.from_tensor_slices(np.arange(n)),
+        Dataset.range(n).map(lambda x: x),
+    ):
         shuffled = dataset.shuffle(max(n, 1), seed=7)
         for number in range(3):
             assert items(shuffled) == np.random.default_rng([7, number]).permutation(n).tolist()
@@ -840,9 +983,17 @@ def test_batches_are_new_writable_and_contiguous(shuffled):
     dataset = Dataset.from_tensor_slices(source)
     dataset = (dataset.shuffle(6, seed=0) if shuffled else dataset).batch(3)
     for batch in dataset:
-        assert batch.flags.writeable and batch.flags.c_contiguous and not np.shares_memory(batch, source)
+        assert (
+            batch.flags.writeable
+            and batch.flags.c_contiguous
+            and not np.shares_memory(batch, source)
+        )
         batch[:] = -1
-    for cached in (dataset.cache(), dataset.map(lambda x: x).cache(), Dataset.from_tensors(source).repeat(2)):
+    for cached in (
+        dataset.cache(),
+        dataset.map(lambda x: x).cache(),
+        Dataset.from_tensors(source).repeat(2),
+    ):
         for batch in itertools.chain(cached, cached):
             assert (batch >= 0).all()
             batch[:] = -1

@@ -8,7 +8,15 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Slices, Step, check_sharding, distribute_dataset, distribute_from_function, nests, select
+from internals import (
+    Slices,
+    Step,
+    check_sharding,
+    distribute_dataset,
+    distribute_from_function,
+    nests,
+    select,
+)
 from thread_ranks import Rank, on_ranks, parts
 
 from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
@@ -27,7 +35,9 @@ from hpcstrat.data import (
     ValueContext,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 
 def lists(steps):
@@ -64,21 +74,37 @@ PIPELINES = {
         (Dataset.range(n).batch(b), Dataset.range(n).repeat(2).batch(b).shuffle(2, seed=1))
     ).map(lambda x, y: x),
     "batches of joined rows": lambda n, b: Dataset.range(n).concatenate(Dataset.range(7)).batch(b),
-    "batches of batches": lambda n, b: Dataset.range(n).batch(3, drop_remainder=True).batch(b).map(lambda x: x[:, 1]),
-    "windows of batches": lambda n, b: Dataset.range(n).batch(3).window(2, 1).flat_map(lambda w: w.unbatch()).batch(b),
+    "batches of batches": lambda n, b: (
+        Dataset.range(n).batch(3, drop_remainder=True).batch(b).map(lambda x: x[:, 1])
+    ),
+    "windows of batches": lambda n, b: (
+        Dataset.range(n).batch(3).window(2, 1).flat_map(lambda w: w.unbatch()).batch(b)
+    ),
     "joined batches": lambda n, b: Dataset.range(n).batch(b).concatenate(Dataset.range(n).batch(b)),
     "cached": lambda n, b: Dataset.range(n).map(lambda x: x + 1).cache().batch(b).cache(),
     "rebatched": lambda n, b: Dataset.range(n).batch(3).unbatch().batch(b),
-    "windows": lambda n, b: Dataset.range(n).window(3, 1).flat_map(lambda w: w.batch(3, True)).batch(b),
-    "interleaved": lambda n, b: Dataset.range(n).interleave(lambda x: Dataset.range(x % 4), 2, 2).batch(b),
+    "windows": lambda n, b: (
+        Dataset.range(n).window(3, 1).flat_map(lambda w: w.batch(3, True)).batch(b)
+    ),
+    "interleaved": lambda n, b: (
+        Dataset.range(n).interleave(lambda x: Dataset.range(x % 4), 2, 2).batch(b)
+    ),
     "interleaved results": lambda n, b: (
-        Dataset.range(n).interleave(lambda x: Dataset.range(x % 4).filter(lambda y: y != 1), 3).batch(b)
+        Dataset.range(n)
+        .interleave(lambda x: Dataset.range(x % 4).filter(lambda y: y != 1), 3)
+        .batch(b)
     ),
     "scanned": lambda n, b: Dataset.range(n).scan(np.int64(0), lambda s, x: (s + x, s)).batch(b),
     "padded": lambda n, b: Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b),
-    "padded to a shape": lambda n, b: Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b, [2]),
-    "mapped in threads": lambda n, b: Dataset.range(n).map(lambda x: x * 2, num_parallel_calls=3).batch(b).prefetch(2),
-    "mapped batches in threads": lambda n, b: Dataset.range(n).batch(b).map(lambda x: -x, num_parallel_calls=3),
+    "padded to a shape": lambda n, b: (
+        Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b, [2])
+    ),
+    "mapped in threads": lambda n, b: (
+        Dataset.range(n).map(lambda x: x * 2, num_parallel_calls=3).batch(b).prefetch(2)
+    ),
+    "mapped batches in threads": lambda n, b: (
+        Dataset.range(n).batch(b).map(lambda x: -x, num_parallel_calls=3)
+    ),
     "generated and mapped in threads": lambda n, b: (
         Dataset.from_generator(lambda: iter(range(n)), np.int64)
         .map(lambda x: -x, num_parallel_calls=AUTOTUNE)
@@ -87,13 +113,22 @@ PIPELINES = {
     ),
     "interleaved in threads": lambda n, b: (
         Dataset.range(n)
-        .interleave(lambda x: Dataset.from_generator(lambda: iter(range(x % 4)), np.int64), 3, 2, num_parallel_calls=2)
+        .interleave(
+            lambda x: Dataset.from_generator(lambda: iter(range(x % 4)), np.int64),
+            3,
+            2,
+            num_parallel_calls=2,
+        )
         .batch(b)
         .prefetch(3)
     ),
-    "sampled": lambda n, b: Dataset.sample_from_datasets([Dataset.range(n), Dataset.range(50, 53)], seed=1).batch(b),
+    "sampled": lambda n, b: Dataset.sample_from_datasets(
+        [Dataset.range(n), Dataset.range(50, 53)], seed=1
+    ).batch(b),
     "sampled results": lambda n, b: Dataset.sample_from_datasets(
-        [Dataset.range(n).map(lambda x: -x), Dataset.range(50, 53).filter(lambda x: x != 51)], [2, 1], seed=1
+        [Dataset.range(n).map(lambda x: -x), Dataset.range(50, 53).filter(lambda x: x != 51)],
+        [2, 1],
+        seed=1,
     ).batch(b),
     "rebatched results": lambda n, b: Dataset.range(n).batch(3).map(lambda x: x).unbatch().batch(b),
 }
@@ -136,7 +171,9 @@ def test_batches_of_several_sizes_are_split_evenly(size):
 
 
 @FEW
-@hypothesis.given(size=st.integers(1, 5), n=st.integers(0, 20), b=st.integers(1, 5), user_code=st.booleans())
+@hypothesis.given(
+    size=st.integers(1, 5), n=st.integers(0, 20), b=st.integers(1, 5), user_code=st.booleans()
+)
 @hypothesis.example(size=3, n=20, b=3, user_code=True)
 def test_from_function_deals_the_elements_in_turn(size, n, b, user_code):
     def make(context):
@@ -172,7 +209,9 @@ def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
 def test_batches_of_one_size_after_another_are_split_evenly():
     make = lambda: Dataset.range(6).batch(3).concatenate(Dataset.range(4).batch(4))  # noqa: E731
     assert lists(parts(2, make)) == [[[0, 1], [2]], [[3, 4], [5]], [[0, 1], [2, 3]]]
-    assert lists(parts(2, lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3)))) == [[[0, 1, 0], [1, 0, 1]]]
+    assert lists(parts(2, lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3)))) == [
+        [[0, 1, 0], [1, 0, 1]]
+    ]
 
 
 class Loader:
@@ -236,7 +275,12 @@ def test_it_is_iterated_over_again_and_left_early():
 def test_a_replica_calls_functions_for_its_own_elements_only():
     def program(rank):
         called = []
-        dataset = Dataset.range(96).map(lambda x: called.append(int(x)) or x).shuffle(100, seed=3).batch(8)
+        dataset = (
+            Dataset.range(96)
+            .map(lambda x: called.append(int(x)) or x)
+            .shuffle(100, seed=3)
+            .batch(8)
+        )
         mine = [select(x).tolist() for x in distribute_dataset(dataset, rank, None)]
         assert called == list(itertools.chain(*mine))
         return called
@@ -276,7 +320,16 @@ def test_batches_are_new_writable_and_contiguous():
     for make in (
         lambda: Dataset.from_tensor_slices(source).batch(6),
         lambda: Dataset.from_tensor_slices(source).shuffle(12).batch(6),
-        lambda: Dataset.from_tensors(source).batch(6).unbatch().repeat(2).batch(3).unbatch().unbatch().batch(6),
+        lambda: (
+            Dataset.from_tensors(source)
+            .batch(6)
+            .unbatch()
+            .repeat(2)
+            .batch(3)
+            .unbatch()
+            .unbatch()
+            .batch(6)
+        ),
         lambda: Dataset.from_tensor_slices(source).map(lambda x: x).cache().batch(6),
         lambda: [source],
     ):
@@ -291,9 +344,13 @@ def test_batches_are_new_writable_and_contiguous():
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("buffer_size", [4, 20])
-def test_an_unseeded_shuffle_has_one_order_on_all_ranks_and_another_in_each_iteration(size, buffer_size):
+def test_an_unseeded_shuffle_has_one_order_on_all_ranks_and_another_in_each_iteration(
+    size, buffer_size
+):
     def program(rank):
-        dataset = Dataset.range(20).shuffle(buffer_size).map(lambda x: x).shuffle(buffer_size).batch(5)
+        dataset = (
+            Dataset.range(20).shuffle(buffer_size).map(lambda x: x).shuffle(buffer_size).batch(5)
+        )
         if rank.rank == 0:
             list(dataset)  # one rank's own iteration puts no rank out of step
         distributed = distribute_dataset(dataset, rank, None)
@@ -332,8 +389,17 @@ def test_unbatched_datasets_are_refused(size):
     rank = Rank(0, threading.Barrier(1), [None] * size)
     ten = Dataset.range(10)
     slabs = ten.map(lambda i: np.arange(i, i + 3))
-    for unbatched in (ten, ten.batch(2).unbatch(), ten.batch(2).enumerate(), Dataset.zip((ten, ten.batch(2))), slabs):
-        with pytest.raises(ValueError, match=r"experimental_distribute_dataset: .* call Dataset\.batch.*\.unbatch\(\)"):
+    for unbatched in (
+        ten,
+        ten.batch(2).unbatch(),
+        ten.batch(2).enumerate(),
+        Dataset.zip((ten, ten.batch(2))),
+        slabs,
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"experimental_distribute_dataset: .* call Dataset\.batch.*\.unbatch\(\)",
+        ):
             distribute_dataset(unbatched, rank, None)
     distribute_dataset(ten.batch(2).batch(2).unbatch(), rank, None)
     distribute_dataset(slabs.unbatch().batch(4), rank, None)
@@ -344,16 +410,24 @@ def joined(first, second):
 
 
 RAGGED = {
-    "mapped": (lambda: Dataset.range(4).map(lambda i: np.zeros(i // 2)).batch(4), r"float64\[0\], float64\[1\]"),
+    "mapped": (
+        lambda: Dataset.range(4).map(lambda i: np.zeros(i // 2)).batch(4),
+        r"float64\[0\], float64\[1\]",
+    ),
     "joined": (
         lambda: joined(np.zeros((2, 2)), np.ones((2, 3))).batch(4),
         r"must (have the same|be alike in structure,) shape",
     ),
     "generated": (
-        lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))).batch(4),
+        lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))).batch(
+            4
+        ),
         r"int64\[1\], int64\[2\]",
     ),
-    "dtypes": (lambda: Dataset.range(4).map(lambda i: i if i < 2 else 0.5).batch(4), r"float32\[\], int64\[\]"),
+    "dtypes": (
+        lambda: Dataset.range(4).map(lambda i: i if i < 2 else 0.5).batch(4),
+        r"float32\[\], int64\[\]",
+    ),
     "structures": (
         lambda: Dataset.range(4).map(lambda i: {"a" if i < 2 else "b": i}).batch(4),
         r"nests of the same structure; they are \{'a': \*\} and \{'b': \*\}",
@@ -380,7 +454,9 @@ def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind, siz
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_strings_of_different_lengths_make_a_batch(size):
     words = ["a", "bc", "def", "g"]
-    assert lists(parts(size, lambda: Dataset.range(4).map(lambda i: words[i]).batch(4))) == [shares(words, 4, size)]
+    assert lists(parts(size, lambda: Dataset.range(4).map(lambda i: words[i]).batch(4))) == [
+        shares(words, 4, size)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -403,7 +479,9 @@ def test_what_is_no_dataset_is_refused(wrong, text):
     rank = Rank(0, threading.Barrier(1), [None])
     with pytest.raises(TypeError, match=r"Strategy\.experimental_distribute_dataset: " + text):
         distribute_dataset(wrong, rank, None)
-    with pytest.raises(TypeError, match=r"Strategy\.distribute_datasets_from_function: what dataset_fn returned"):
+    with pytest.raises(
+        TypeError, match=r"Strategy\.distribute_datasets_from_function: what dataset_fn returned"
+    ):
         distribute_from_function(lambda context: wrong, rank, None)
 
 
@@ -473,7 +551,9 @@ def test_an_error_of_a_source_has_its_step_and_the_next_follows(monkeypatch):
     every = on_ranks(
         2,
         lambda rank: attempts(
-            distribute_dataset(Dataset.from_tensor_slices(np.arange(10)).shuffle(1).batch(4), rank, None)
+            distribute_dataset(
+                Dataset.from_tensor_slices(np.arange(10)).shuffle(1).batch(4), rank, None
+            )
         ),
     )
     assert every == [[[0, 1], "no 5", [8]], [[2, 3], [6, 7], [9]]]
@@ -482,11 +562,20 @@ def test_an_error_of_a_source_has_its_step_and_the_next_follows(monkeypatch):
 FAILING = {
     "map": lambda check: Dataset.range(14).map(lambda x: check(x) and x).batch(4),
     "filter": lambda check: Dataset.range(14).filter(check).batch(4).prefetch(1),
-    "batches": lambda check: Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x).prefetch(1),
-    "generated": lambda check: Dataset.from_generator(lambda: iter(range(14))).map(lambda x: check(x) and x).batch(4),
-    "in threads": lambda check: Dataset.range(14).map(lambda x: check(x) and x, num_parallel_calls=3).batch(4),
+    "batches": lambda check: (
+        Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x).prefetch(1)
+    ),
+    "generated": lambda check: (
+        Dataset.from_generator(lambda: iter(range(14))).map(lambda x: check(x) and x).batch(4)
+    ),
+    "in threads": lambda check: (
+        Dataset.range(14).map(lambda x: check(x) and x, num_parallel_calls=3).batch(4)
+    ),
     "batches in threads": lambda check: (
-        Dataset.range(14).batch(4).map(lambda x: [check(y) for y in x] and x, num_parallel_calls=2).prefetch(1)
+        Dataset.range(14)
+        .batch(4)
+        .map(lambda x: [check(y) for y in x] and x, num_parallel_calls=2)
+        .prefetch(1)
     ),
 }
 
@@ -496,10 +585,15 @@ FAILING = {
 def test_an_error_is_raised_on_all_ranks_and_the_next_step_follows(source, size):
     for wrong in ((5,), (0, 13), (4, 6)):
         every = on_ranks(
-            size, lambda rank, wrong=wrong: attempts(distribute_dataset(FAILING[source](fail_at(*wrong)), rank, None))
+            size,
+            lambda rank, wrong=wrong: attempts(
+                distribute_dataset(FAILING[source](fail_at(*wrong)), rank, None)
+            ),
         )
         steps = list(zip(*every, strict=True))
-        for batch, step in zip([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], steps, strict=True):
+        for batch, step in zip(
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], steps, strict=True
+        ):
             failed = [f"no {x}" for x in wrong if x in batch]
             if failed:
                 assert set(step) <= set(failed)
@@ -542,7 +636,9 @@ def test_an_error_of_the_source_ends_the_iteration_on_all_ranks():
                 raise ZeroDivisionError("no more")
             yield from range(4, 8)
 
-        return attempts(distribute_dataset(Dataset.from_generator(numbers, np.int64).batch(4), rank, None))
+        return attempts(
+            distribute_dataset(Dataset.from_generator(numbers, np.int64).batch(4), rank, None)
+        )
 
     assert on_ranks(2, program) == [[[0, 1], "no more"], [[2, 3], "no more"]]
 
@@ -561,7 +657,9 @@ def test_datasets_that_differ_are_named():
     def program(rank):
         iter(distribute_dataset(Dataset.range(4 + rank.rank).batch(2), rank, None))
 
-    with pytest.raises(ReplicaMismatchError, match=r"rank 1 has Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"):
+    with pytest.raises(
+        ReplicaMismatchError, match=r"rank 1 has Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"
+    ):
         on_ranks(2, program)
 
 
@@ -572,7 +670,10 @@ def test_ragged_batches_are_refused():
 
 def test_scalars_that_do_not_go_round_are_left_out_with_a_warning():
     def program(rank):
-        return [select(x) for x in distribute_from_function(lambda context: Dataset.range(5), rank, None)]
+        return [
+            select(x)
+            for x in distribute_from_function(lambda context: Dataset.range(5), rank, None)
+        ]
 
     with pytest.warns(UserWarning, match="elements for only 1 of 2 replicas"):
         assert on_ranks(2, program) == [[0, 2], [1, 3]]
@@ -594,8 +695,12 @@ def test_element_spec():
     assert spec(2, lambda: pairs.batch(4)) == spec(3, lambda: pairs.batch(4, True)) == split
     assert spec(2, lambda: pairs.batch(4, True))[1] == PerReplicaSpec((2,), np.int64)
     assert spec(2, lambda: [np.ones((3, 2))]) == PerReplicaSpec((None, 2), np.float64)
-    assert spec(2, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[1].shape == (3,)
-    assert spec(3, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[1].shape == (None,)
+    assert spec(2, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[
+        1
+    ].shape == (3,)
+    assert spec(3, lambda: lambda context: pairs.batch(3, True), distribute_from_function)[
+        1
+    ].shape == (None,)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -612,9 +717,14 @@ def test_there_are_as_many_steps_as_it_says(size):
                 found.append(len(made))
         endless = distribute_dataset(Dataset.range(3).batch(2).repeat(), rank, None)
         filtered = distribute_dataset(Dataset.range(3).filter(lambda x: x > 0).batch(2), rank, None)
-        assert (endless.cardinality, filtered.cardinality) == (INFINITE_CARDINALITY, UNKNOWN_CARDINALITY)
+        assert (endless.cardinality, filtered.cardinality) == (
+            INFINITE_CARDINALITY,
+            UNKNOWN_CARDINALITY,
+        )
         for dataset, why in (endless, "infinite"), (filtered, "unknown"):
-            with pytest.raises(TypeError, match=rf"experimental_distribute_dataset: len\(\).*{why}"):
+            with pytest.raises(
+                TypeError, match=rf"experimental_distribute_dataset: len\(\).*{why}"
+            ):
                 len(dataset)
         return found
 
@@ -651,7 +761,9 @@ def test_each_replica_may_have_its_pipeline(size):
 
     alone, two = [[[0, 1], [2, 3]]], [[[0, 1], [2, 3], []], [[100, 101], [102, 103], [104]]]
     assert on_ranks(size, program) == (alone if size == 1 else two)
-    assert sorted(contexts, key=lambda one: one.input_pipeline_id) == [InputContext(size, i, size) for i in range(size)]
+    assert sorted(contexts, key=lambda one: one.input_pipeline_id) == [
+        InputContext(size, i, size) for i in range(size)
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -672,13 +784,17 @@ def test_several_workers_share_a_dataset_whatever_its_options():
     options.experimental_distribute.auto_shard_policy = AutoShardPolicy.FILE
     check_sharding(Dataset.range(4).with_options(options).batch(2))
     options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-    with pytest.raises(ValueError, match="auto_shard_policy is OFF.*distribute_datasets_from_function"):
+    with pytest.raises(
+        ValueError, match="auto_shard_policy is OFF.*distribute_datasets_from_function"
+    ):
         check_sharding(Dataset.range(4).with_options(options).batch(2))
 
 
 def test_values_are_per_replica_where_there_are_several():
     def program(rank):
-        return next(iter(distribute_dataset([{"x": np.arange(4), "y": [np.arange(4)]}], rank, None)))
+        return next(
+            iter(distribute_dataset([{"x": np.arange(4), "y": [np.arange(4)]}], rank, None))
+        )
 
     assert all(isinstance(leaf, np.ndarray) for leaf in nests.flatten(on_ranks(1, program))[0])
     for nest in on_ranks(2, program):
@@ -691,7 +807,10 @@ def test_steps_pass_through_the_stage():
             yield Step(step.total, step.value * 2)
 
     def program(rank):
-        return [select(x).tolist() for x in distribute_dataset(Dataset.range(4).batch(4), rank, None, doubled)]
+        return [
+            select(x).tolist()
+            for x in distribute_dataset(Dataset.range(4).batch(4), rank, None, doubled)
+        ]
 
     assert on_ranks(2, program) == [[[0, 2]], [[4, 6]]]
 
@@ -699,10 +818,17 @@ def test_steps_pass_through_the_stage():
 def test_contexts_and_options():
     assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
     assert InputContext().get_per_replica_batch_size(0) == 0
-    with pytest.raises(ValueError, match=r"global_batch_size is 7, not a multiple of 4, the number of replicas.* 8"):
+    with pytest.raises(
+        ValueError, match=r"global_batch_size is 7, not a multiple of 4, the number of replicas.* 8"
+    ):
         InputContext(2, 1, 4).get_per_replica_batch_size(7)
     assert InputOptions(None) == InputOptions(True) == InputOptions()
-    assert InputOptions(False, InputReplicationMode.PER_REPLICA, True, 2).experimental_per_replica_buffer_size == 2
+    assert (
+        InputOptions(
+            False, InputReplicationMode.PER_REPLICA, True, 2
+        ).experimental_per_replica_buffer_size
+        == 2
+    )
     assert RunOptions() == RunOptions(True, False, None)
     for frozen in (InputContext(), InputOptions(), RunOptions(), ValueContext()):
         with pytest.raises(AttributeError):

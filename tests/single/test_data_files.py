@@ -18,11 +18,15 @@ def saved(dataset, path):
     return Dataset.load(path)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", ">i4", "int64", "float16", "complex128", "U3", "S2", "M8[s]"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", ">i4", "int64", "float16", "complex128", "U3", "S2", "M8[s]"]
+)
 def test_slices_of_any_dtype(tmp_path, dtype):
     array = np.arange(12).astype("i8" if dtype == "M8[s]" else dtype).astype(dtype).reshape(4, 3)
     found = saved(Dataset.from_tensor_slices((array, array[:, 0])), tmp_path / "data")
-    assert found.element_spec[0].dtype.kind == array.dtype.kind and found.element_spec[0].shape == (3,)
+    assert found.element_spec[0].dtype.kind == array.dtype.kind and found.element_spec[0].shape == (
+        3,
+    )
     assert len(found) == 4
     batch, column = next(iter(found.batch(4)))
     assert batch.dtype == array.dtype and type(batch) is np.ndarray
@@ -33,10 +37,14 @@ def test_slices_of_any_dtype(tmp_path, dtype):
 
 
 def test_elements_that_differ_in_size(tmp_path):
-    rows = Dataset.range(6).map(lambda x: {"n": np.full(x % 4, x), "text": "ab" * int(x), "none": np.zeros((0, 2))})
+    rows = Dataset.range(6).map(
+        lambda x: {"n": np.full(x % 4, x), "text": "ab" * int(x), "none": np.zeros((0, 2))}
+    )
     found = saved(rows, tmp_path / "data")
     assert items(found) == items(rows) and len(found) == 6
-    assert found.element_spec["n"] == TensorSpec((None,), np.int64) and found.element_spec["none"].shape == (0, 2)
+    assert found.element_spec["n"] == TensorSpec((None,), np.int64) and found.element_spec[
+        "none"
+    ].shape == (0, 2)
     assert items(found.take(3).padded_batch(3))[0]["n"] == [[0, 0], [1, 0], [2, 2]]
     assert items(found.shuffle(6, seed=1)) == items(rows.shuffle(6, seed=1))
     assert repr(found) == "Dataset.load('data')"
@@ -54,7 +62,11 @@ def test_what_is_saved_again_is_replaced(tmp_path):
     assert items(saved(Dataset.range(3), path)) == [0, 1, 2]
     assert os.listdir(path.parent) == ["data"]
     before = Dataset.load(path)
-    assert items(saved(before.map(lambda x: -x), path)) == [0, -1, -2]  # from the files that it replaces
+    assert items(saved(before.map(lambda x: -x), path)) == [
+        0,
+        -1,
+        -2,
+    ]  # from the files that it replaces
     assert items(before) == [0, 1, 2]
 
 
@@ -114,20 +126,50 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "more leaves": ({"leaves": [LEAF, LEAF]}, "data is damaged: .*leaf1"),
     "objects": ({"leaves": [[["O", []]]]}, "data is damaged: elements have the dtype 'O'"),
     "an unknown dtype": ({"leaves": [[["x9", []]]]}, "data is damaged"),
-    "a dtype of fields": ({"leaves": [[["i4,i4", []]]]}, "data is damaged: elements have the dtype 'i4,i4'"),
+    "a dtype of fields": (
+        {"leaves": [[["i4,i4", []]]]},
+        "data is damaged: elements have the dtype 'i4,i4'",
+    ),
     "no dtype": ({"leaves": [[[None, []]]]}, "data is damaged: elements have the dtype None"),
-    "a shape that is a number": ({"leaves": [[["<i8", 3]]]}, "data is damaged: elements of dtype <i8 have the shape 3"),
-    "a negative shape": ({"leaves": [[["<i8", [-1]]]]}, r"data is damaged: elements of dtype <i8 have the shape \[-1"),
-    "a huge shape": ({"leaves": [[["<i8", [HUGE, HUGE]]]]}, "leaf0 has 24 bytes; it must have 24000"),
+    "a shape that is a number": (
+        {"leaves": [[["<i8", 3]]]},
+        "data is damaged: elements of dtype <i8 have the shape 3",
+    ),
+    "a negative shape": (
+        {"leaves": [[["<i8", [-1]]]]},
+        r"data is damaged: elements of dtype <i8 have the shape \[-1",
+    ),
+    "a huge shape": (
+        {"leaves": [[["<i8", [HUGE, HUGE]]]]},
+        "leaf0 has 24 bytes; it must have 24000",
+    ),
     "65 dimensions": ({"leaves": [[["<i8", [1] * 65]]]}, "data is damaged"),
-    "many empty strings": ({"leaves": [[["<U0", [HUGE]]]]}, "data is damaged: elements of dtype <U0"),
-    "a nest of another kind": ({"nest": {"x": [0]}}, r"data is damaged: a part of its nest is {'x': \[0\]}"),
-    "a nest of two kinds": ({"nest": {"list": [0], "tuple": [0]}}, "data is damaged: a part of its nest"),
+    "many empty strings": (
+        {"leaves": [[["<U0", [HUGE]]]]},
+        "data is damaged: elements of dtype <U0",
+    ),
+    "a nest of another kind": (
+        {"nest": {"x": [0]}},
+        r"data is damaged: a part of its nest is {'x': \[0\]}",
+    ),
+    "a nest of two kinds": (
+        {"nest": {"list": [0], "tuple": [0]}},
+        "data is damaged: a part of its nest",
+    ),
     "a nest of no kind": ({"nest": {}}, "data is damaged: a part of its nest is {}"),
     "a dict with a list": ({"nest": {"dict": [0]}}, "data is damaged: a part of its nest"),
-    "a leaf that is not there": ({"nest": 1}, "data is damaged: its nest does not have each of the 1 leaves once"),
-    "a negative leaf": ({"nest": -1}, "data is damaged: its nest does not have each of the 1 leaves once"),
-    "a leaf twice": ({"nest": {"tuple": [0, 0]}}, "data is damaged: its nest does not have each of the 1 leaves once"),
+    "a leaf that is not there": (
+        {"nest": 1},
+        "data is damaged: its nest does not have each of the 1 leaves once",
+    ),
+    "a negative leaf": (
+        {"nest": -1},
+        "data is damaged: its nest does not have each of the 1 leaves once",
+    ),
+    "a leaf twice": (
+        {"nest": {"tuple": [0, 0]}},
+        "data is damaged: its nest does not have each of the 1 leaves once",
+    ),
     "a leaf that is true": ({"nest": True}, "data is damaged: a part of its nest is True"),
 }
 
@@ -138,7 +180,11 @@ def test_a_crafted_header_is_refused_by_its_name(tmp_path, what):
     Dataset.range(3).save(tmp_path / "data")
     path = tmp_path / "data" / "dataset.json"
     if isinstance(header, dict):
-        header = {name: value for name, value in (json.loads(path.read_text()) | header).items() if value is not ...}
+        header = {
+            name: value
+            for name, value in (json.loads(path.read_text()) | header).items()
+            if value is not ...
+        }
     path.write_text(header if isinstance(header, str) else json.dumps(header))
     with pytest.raises(ValueError, match=f"^Dataset.load: {re.escape(str(tmp_path))}.*{says}"):
         Dataset.load(tmp_path / "data")
@@ -176,6 +222,8 @@ def test_crafted_kinds_take_no_memory(tmp_path):
     path = tmp_path / "data"
     Dataset.range(3).map(lambda i: np.ones(min(1, i))).save(path)
     with open(path / "leaf0.kinds.npy", "wb") as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": "<i4", "fortran_order": False, "shape": (HUGE,)})
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<i4", "fortran_order": False, "shape": (HUGE,)}
+        )
     with pytest.raises(ValueError, match="data is damaged"):
         Dataset.load(path)

@@ -20,7 +20,9 @@ class Tensors:
             return self.array
 
     def __iter__(self):
-        return iter([(self.Tensor(np.arange(k, k + 4)), self.Tensor(np.full((4, 2), k))) for k in (0, 4)])
+        return iter(
+            [(self.Tensor(np.arange(k, k + 4)), self.Tensor(np.full((4, 2), k))) for k in (0, 4)]
+        )
 
 
 class Table:
@@ -48,16 +50,27 @@ def test_an_iterable_of_tuples_of_tensors(size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_columns_of_python_numbers(size):
     steps = parts(size, lambda: lambda: Table().iter(3))
-    columns = {name: [np.concatenate([part[name] for part in step]) for step in steps] for name in steps[0][0]}
+    columns = {
+        name: [np.concatenate([part[name] for part in step]) for step in steps]
+        for name in steps[0][0]
+    }
     assert [column.tolist() for column in columns["id"]] == [[0, 1, 2], [3, 4]]
-    assert [column.tolist() for column in columns["text"]] == [["row 0", "row 1", "row 2"], ["row 3", "row 4"]]
-    assert [column.tolist() for column in columns["tokens"]] == [[[0, 0], [1, 2], [2, 4]], [[3, 6], [4, 8]]]
+    assert [column.tolist() for column in columns["text"]] == [
+        ["row 0", "row 1", "row 2"],
+        ["row 3", "row 4"],
+    ]
+    assert [column.tolist() for column in columns["tokens"]] == [
+        [[0, 0], [1, 2], [2, 4]],
+        [[3, 6], [4, 8]],
+    ]
     assert columns["weight"][1].dtype == np.float32 and columns["weight"][1].tolist() == [1.5, 2]
 
 
 # ---- ranks that have different elements
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 
 def shuffled(rank):
@@ -86,7 +99,12 @@ def taken(dataset, rank, distribute=distribute_dataset):
         shuffled,
         lambda rank: lambda: iter(shuffled(rank)),
         lambda rank: Dataset.from_generator(lambda: iter(shuffled(rank))).unbatch().batch(4),
-        lambda rank: Dataset.from_generator(lambda: iter(shuffled(rank))).map(lambda x: x * 0).unbatch().batch(5),
+        lambda rank: (
+            Dataset.from_generator(lambda: iter(shuffled(rank)))
+            .map(lambda x: x * 0)
+            .unbatch()
+            .batch(5)
+        ),
         lambda rank: [np.arange(4).astype(np.int32 if rank else np.float32)],
         lambda rank: [{"x" if rank else "y": np.arange(4)}],
         lambda rank: [np.zeros((4, 1 + rank))],
@@ -118,21 +136,32 @@ def test_in_every_pass():
 def test_in_every_round_of_a_repeated_generator():
     def program(rank):
         rounds = iter(range(5))
-        dataset = Dataset.from_generator(lambda: iter([next(rounds) // 2 * (1 + rank.rank)] * 4)).repeat(5).batch(4)
+        dataset = (
+            Dataset.from_generator(lambda: iter([next(rounds) // 2 * (1 + rank.rank)] * 4))
+            .repeat(5)
+            .batch(4)
+        )
         return taken(dataset, rank)[0]
 
     assert on_ranks(3, program) == [2] * 3
 
 
 def test_later_batches_are_compared_where_it_is_asked(monkeypatch):
-    assert on_ranks(2, lambda rank: len(list(distribute_dataset(differs_later(rank.rank), rank, None)))) == [4, 4]
+    assert on_ranks(
+        2, lambda rank: len(list(distribute_dataset(differs_later(rank.rank), rank, None)))
+    ) == [4, 4]
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
-    assert [steps for steps, _ in on_ranks(2, lambda rank: taken(differs_later(rank.rank), rank))] == [2, 2]
+    assert [
+        steps for steps, _ in on_ranks(2, lambda rank: taken(differs_later(rank.rank), rank))
+    ] == [2, 2]
 
 
 def test_elements_that_are_dealt_out_are_compared():
     found = on_ranks(
-        2, lambda rank: taken(lambda context: shuffled(rank.rank), rank, distribute=distribute_from_function)
+        2,
+        lambda rank: taken(
+            lambda context: shuffled(rank.rank), rank, distribute=distribute_from_function
+        ),
     )
     assert {steps for steps, _ in found} == {0}
 

@@ -14,7 +14,9 @@ from thread_ranks import on_ranks
 from hpcstrat import ReplicaMismatchError, TensorSpec
 from hpcstrat.data import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, DatasetSpec
 
-pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")  # of short batches, meant
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:iterating over .* have no:UserWarning"
+)  # of short batches, meant
 
 
 @pytest.fixture(params=MAKERS)
@@ -33,7 +35,11 @@ def windows(values, size, shift, stride, drop):
 @pytest.mark.parametrize("kind", MAKERS)
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
 @hypothesis.given(
-    n=st.integers(0, 20), size=st.integers(1, 6), shift=st.integers(1, 7), stride=st.integers(1, 4), drop=st.booleans()
+    n=st.integers(0, 20),
+    size=st.integers(1, 6),
+    shift=st.integers(1, 7),
+    stride=st.integers(1, 4),
+    drop=st.booleans(),
 )
 def test_windows_are_those_of_lists(kind, n, size, shift, stride, drop):
     dataset = MAKERS[kind](n).window(size, shift, stride, drop)
@@ -49,25 +55,39 @@ def test_the_spec_of_a_function_of_windows_is_known_without_a_window(n):
     windows = Dataset.range(n).window(2)
     sums = windows.map(lambda window: window.reduce(np.int64(0), lambda total, x: total + x))
     assert sums.element_spec == TensorSpec((), np.int64)
-    assert windows.map(lambda window: window.batch(2)).element_spec == DatasetSpec(TensorSpec((None,), np.int64))
+    assert windows.map(lambda window: window.batch(2)).element_spec == DatasetSpec(
+        TensorSpec((None,), np.int64)
+    )
     pairs = Dataset.from_tensor_slices({"x": np.ones((n, 3)), "y": np.arange(n)}).window(2)
-    rows = pairs.map(lambda w: {"x": next(iter(w["x"])), "n": w["y"].reduce(0, lambda count, y: count + 1)})
+    rows = pairs.map(
+        lambda w: {"x": next(iter(w["x"])), "n": w["y"].reduce(0, lambda count, y: count + 1)}
+    )
     assert rows.element_spec == {"x": TensorSpec((3,), np.float64), "n": TensorSpec((), np.int32)}
-    of_windows = windows.window(2).map(lambda outer: outer.reduce(0.0, lambda count, window: count + 1))
+    of_windows = windows.window(2).map(
+        lambda outer: outer.reduce(0.0, lambda count, window: count + 1)
+    )
     assert of_windows.element_spec == TensorSpec((), np.float32)
 
 
 def test_windows_of_nests_are_nests_of_windows():
-    rows = Dataset.from_tensor_slices({"a": np.arange(5), "b": (np.arange(5) * 10, np.ones((5, 2)))})
+    rows = Dataset.from_tensor_slices(
+        {"a": np.arange(5), "b": (np.arange(5) * 10, np.ones((5, 2)))}
+    )
     found = list(rows.window(2, drop_remainder=True))
     assert [items(window["a"]) for window in found] == [[0, 1], [2, 3]]
     assert [items(window["b"][0].batch(2)) for window in found] == [[[0, 10]], [[20, 30]]]
     spec = rows.window(2).element_spec
-    assert spec["a"] == DatasetSpec(TensorSpec((), np.int64)) and spec["b"][1].element_spec == TensorSpec((2,), float)
-    assert [items(window[0]) for window in Dataset.from_tensor_slices((np.arange(3),)).window(2)] == [[0, 1], [2]]
+    assert spec["a"] == DatasetSpec(TensorSpec((), np.int64)) and spec["b"][
+        1
+    ].element_spec == TensorSpec((2,), float)
+    assert [
+        items(window[0]) for window in Dataset.from_tensor_slices((np.arange(3),)).window(2)
+    ] == [[0, 1], [2]]
     together = rows.window(2).flat_map(lambda w: Dataset.zip((w["a"].batch(2), w["b"][1].batch(2))))
     assert items(together)[-1] == ([4], [[1.0, 1.0]])
-    assert "DatasetSpec(TensorSpec" in repr(spec["a"]) and spec["a"] != DatasetSpec(TensorSpec((), np.int32))
+    assert "DatasetSpec(TensorSpec" in repr(spec["a"]) and spec["a"] != DatasetSpec(
+        TensorSpec((), np.int32)
+    )
 
 
 def test_an_element_of_several_windows_is_loaded_for_each_of_them_and_once_for_all_its_leaves():
@@ -79,13 +99,23 @@ def test_an_element_of_several_windows_is_loaded_for_each_of_them_and_once_for_a
 
 
 def test_windows_may_be_reduced_and_passed_on():
-    sums = Dataset.range(5).window(2).map(lambda window: window.reduce(np.int64(0), lambda a, b: a + b))
+    sums = (
+        Dataset.range(5)
+        .window(2)
+        .map(lambda window: window.reduce(np.int64(0), lambda a, b: a + b))
+    )
     assert items(sums.batch(2)) == [[1, 5], [4]]
     batched = Dataset.range(5).window(2).map(lambda window: window.batch(2))
     assert batched.element_spec == DatasetSpec(TensorSpec((None,), np.int64))
     assert items(batched.flat_map(lambda window: window)) == [[0, 1], [2, 3], [4]]
-    assert [items(window) for window in Dataset.range(4).window(2).cache().repeat(2)] == [[0, 1], [2, 3]] * 2
-    assert sorted(items(window) for window in Dataset.range(4).window(2).shuffle(9, seed=1)) == [[0, 1], [2, 3]]
+    assert [items(window) for window in Dataset.range(4).window(2).cache().repeat(2)] == [
+        [0, 1],
+        [2, 3],
+    ] * 2
+    assert sorted(items(window) for window in Dataset.range(4).window(2).shuffle(9, seed=1)) == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_windows_are_no_rows():
@@ -93,7 +123,9 @@ def test_windows_are_no_rows():
         list(Dataset.range(4).window(2).batch(2))
     wrongs: list[Any] = [(0,), (2, 0), (2, -1), (2, 1, 0)]
     for wrong in wrongs:
-        with pytest.raises(ValueError, match=r"Dataset.window: (size|shift|stride) is .*at least 1"):
+        with pytest.raises(
+            ValueError, match=r"Dataset.window: (size|shift|stride) is .*at least 1"
+        ):
             Dataset.range(4).window(*wrong)
 
 
@@ -118,7 +150,9 @@ def interleaved(lists, cycle, block):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @hypothesis.settings(max_examples=hypothesis.settings().max_examples // 2)
-@hypothesis.given(sizes=st.lists(st.integers(0, 5), max_size=8), cycle=st.integers(1, 5), block=st.integers(1, 4))
+@hypothesis.given(
+    sizes=st.lists(st.integers(0, 5), max_size=8), cycle=st.integers(1, 5), block=st.integers(1, 4)
+)
 def test_datasets_take_turns(kind, sizes, cycle, block):
     def numbers(index):
         return MAKERS[kind](sizes[index]).map(lambda x: 10 * index + x)
@@ -131,10 +165,22 @@ def test_datasets_take_turns(kind, sizes, cycle, block):
 
 def test_a_flat_map_stays_lazy_and_may_be_infinite():
     seen = []
-    endless = Dataset.range(3).flat_map(lambda x: seen.append(int(x)) or Dataset.from_tensors(x).repeat())
+    endless = Dataset.range(3).flat_map(
+        lambda x: seen.append(int(x)) or Dataset.from_tensors(x).repeat()
+    )
     assert items(endless.take(3)) == [0, 0, 0] and seen == [0]
-    assert endless.cardinality() == Dataset.range(3).repeat().flat_map(Dataset.range).cardinality() == -2
-    assert items(Dataset.range(1).repeat().interleave(lambda x: Dataset.range(2), 2).take(5)) == [0, 0, 1, 1, 0]
+    assert (
+        endless.cardinality()
+        == Dataset.range(3).repeat().flat_map(Dataset.range).cardinality()
+        == -2
+    )
+    assert items(Dataset.range(1).repeat().interleave(lambda x: Dataset.range(2), 2).take(5)) == [
+        0,
+        0,
+        1,
+        1,
+        0,
+    ]
 
 
 def test_batches_of_several_datasets_and_nests():
@@ -156,7 +202,9 @@ def test_batches_of_several_datasets_and_nests():
 
 def test_shuffles_within_have_an_order_of_their_own_each():
     for seed in (None, 5):
-        orders = Dataset.range(20).flat_map(lambda x, seed=seed: Dataset.range(9).shuffle(9, seed=seed).batch(9))
+        orders = Dataset.range(20).flat_map(
+            lambda x, seed=seed: Dataset.range(9).shuffle(9, seed=seed).batch(9)
+        )
         first, second = items(orders), items(orders)
         assert all(sorted(order) == list(range(9)) for order in first + second)
         assert len({str(order) for order in first + second}) > 35
@@ -164,7 +212,9 @@ def test_shuffles_within_have_an_order_of_their_own_each():
         lambda x: Dataset.zip((Dataset.range(9).shuffle(9), Dataset.range(9).shuffle(9))).batch(9)
     )
     assert any(a != b for a, b in items(two))
-    one = Dataset.range(8).flat_map(lambda x: Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).batch(9))
+    one = Dataset.range(8).flat_map(
+        lambda x: Dataset.range(9).shuffle(9, reshuffle_each_iteration=False).batch(9)
+    )
     assert len({str(order) for order in items(one) + items(one)}) == 1
     kept = Dataset.range(3).flat_map(lambda x: Dataset.range(9).shuffle(9)).cache()
     assert items(kept) == items(kept)
@@ -206,10 +256,16 @@ def test_orders_with_a_seed_within_are_the_same_in_every_program(kind):
 
 
 def test_equal_seeds_within_give_equal_orders_in_a_dataset():
-    pairs = Dataset.range(3).flat_map(lambda x: Dataset.zip(shuffled_within(5)(x), shuffled_within(5)(x)))
+    pairs = Dataset.range(3).flat_map(
+        lambda x: Dataset.zip(shuffled_within(5)(x), shuffled_within(5)(x))
+    )
     assert all(x == y for x, y in items(pairs))
     one = Dataset.range(3).flat_map(lambda x: shuffled_within(5, False)(0).repeat(2))
-    assert items(one) == items(Dataset.range(9).shuffle(9, seed=5, reshuffle_each_iteration=False)) * 6 == items(one)
+    assert (
+        items(one)
+        == items(Dataset.range(9).shuffle(9, seed=5, reshuffle_each_iteration=False)) * 6
+        == items(one)
+    )
 
 
 @pytest.mark.parametrize("kind", SEEDED)
@@ -238,7 +294,8 @@ def test_orders_with_a_seed_within_go_on_in_a_dataset_on_other_ranks(kind, sizes
 
     every = on_ranks(sizes[1], resumed)
     rest, following = (
-        [x for parts in zip(*steps, strict=True) for part in parts for x in part] for steps in zip(*every, strict=True)
+        [x for parts in zip(*steps, strict=True) for part in parts for x in part]
+        for steps in zip(*every, strict=True)
     )
     assert rest == second[taken:] and following == third and first not in (second, third)
 
@@ -262,12 +319,19 @@ def test_an_error_of_a_generator_ends_its_dataset_only():
         yield 1
         yield 1 // 0
 
-    assert attempts(Dataset.range(2).flat_map(lambda x: Dataset.from_generator(numbers))) == [1, BAD, 1, BAD]
+    assert attempts(Dataset.range(2).flat_map(lambda x: Dataset.from_generator(numbers))) == [
+        1,
+        BAD,
+        1,
+        BAD,
+    ]
 
 
 def test_functions_must_make_datasets():
     for call in ("flat_map", "interleave"):
-        with pytest.raises(TypeError, match=rf"Dataset.{call}: map_func returned int64; it must return a Dataset"):
+        with pytest.raises(
+            TypeError, match=rf"Dataset.{call}: map_func returned int64; it must return a Dataset"
+        ):
             list(getattr(Dataset.range(3), call)(lambda x: x))
         with pytest.raises(TypeError, match=f"Dataset.{call}: map_func is int"):
             getattr(Dataset.range(3), call)(3)
@@ -275,7 +339,10 @@ def test_functions_must_make_datasets():
     for wrong in wrongs:
         with pytest.raises(ValueError, match="Dataset.interleave: (cycle|block)_length is"):
             Dataset.range(3).interleave(Dataset.range, *wrong)
-    assert repr(Dataset.range(3).interleave(Dataset.range)) == "Dataset.range(0, 3).interleave(range, 16, 1)"
+    assert (
+        repr(Dataset.range(3).interleave(Dataset.range))
+        == "Dataset.range(0, 3).interleave(range, 16, 1)"
+    )
 
 
 # ---- scan and reduce
@@ -285,12 +352,18 @@ def test_scan_is_accumulate(make):
     sums = make(10).scan(np.int64(0), lambda total, x: (total + x, total + x))
     assert items(sums) == items(sums) == list(itertools.accumulate(range(10)))
     assert items(sums.batch(4).take(1)) == [[0, 1, 3, 6]]
-    assert sums.element_spec == TensorSpec((), np.int64) and sums.cardinality() in (10, UNKNOWN_CARDINALITY)
+    assert sums.element_spec == TensorSpec((), np.int64) and sums.cardinality() in (
+        10,
+        UNKNOWN_CARDINALITY,
+    )
     nested = make(5).scan(
-        {"a": 0, "b": [1, 1]}, lambda state, x: ({"a": state["a"] + 1, "b": state["b"] * 2}, (x, state))
+        {"a": 0, "b": [1, 1]},
+        lambda state, x: ({"a": state["a"] + 1, "b": state["b"] * 2}, (x, state)),
     )
     assert items(nested.map(lambda x, state: (x, state["a"], state["b"])))[-1] == (4, 4, [16, 16])
-    assert Dataset.range(3).repeat().scan(0, lambda s, x: (s, x)).cardinality() == INFINITE_CARDINALITY
+    assert (
+        Dataset.range(3).repeat().scan(0, lambda s, x: (s, x)).cardinality() == INFINITE_CARDINALITY
+    )
 
 
 def test_scan_after_an_error_goes_on_with_the_state_before():
@@ -299,17 +372,27 @@ def test_scan_after_an_error_goes_on_with_the_state_before():
 
     assert attempts(Dataset.range(5).scan(0, add)) == [0, -6, BAD, -18, -6]
     assert attempts(FAILING["map"]().scan(0, lambda n, x: (n + 1, n))) == [0, 1, BAD, 2, 3, BAD, 4]
-    with pytest.raises(TypeError, match="Dataset.scan: scan_func returned int64; it must return a pair"):
+    with pytest.raises(
+        TypeError, match="Dataset.scan: scan_func returned int64; it must return a pair"
+    ):
         list(Dataset.range(2).scan(0, lambda s, x: x))
-    with pytest.raises(ValueError, match=r"Dataset.scan: scan_func returned a state that is PyTreeSpec\(\(\*, \*\)"):
+    with pytest.raises(
+        ValueError, match=r"Dataset.scan: scan_func returned a state that is PyTreeSpec\(\(\*, \*\)"
+    ):
         list(Dataset.range(2).scan(0, lambda s, x: ((s, s), x)))
-    with pytest.raises(ValueError, match=r"Dataset.element_spec: .*scan\(<lambda>\) has no elements"):
+    with pytest.raises(
+        ValueError, match=r"Dataset.element_spec: .*scan\(<lambda>\) has no elements"
+    ):
         _ = Dataset.range(0).scan(0, lambda s, x: (s, x)).element_spec
 
 
 def test_reduce(make):
     assert make(10).reduce(0, lambda total, x: total + x) == 45
-    largest, count = make(10).batch(3).reduce((np.int64(0), 0), lambda s, x: (np.maximum(s[0], x.max()), s[1] + 1))
+    largest, count = (
+        make(10)
+        .batch(3)
+        .reduce((np.int64(0), 0), lambda s, x: (np.maximum(s[0], x.max()), s[1] + 1))
+    )
     assert (largest, count) == (9, 4)
     pairs = Dataset.zip((make(4), make(4)))
     assert pairs.reduce(np.int64(0), lambda s, x: s + x[0] * x[1]) == 14
@@ -353,17 +436,23 @@ def test_batches_are_padded(n):
 
 
 def test_padding_of_nests_and_dtypes():
-    rows = counts(3).map(lambda x: {"n": x, "text": np.full((1, len(x)), "ab"), "m": (x > 1, x * 0.5, len(x))})
+    rows = counts(3).map(
+        lambda x: {"n": x, "text": np.full((1, len(x)), "ab"), "m": (x > 1, x * 0.5, len(x))}
+    )
     (batch,) = rows.padded_batch(3, {"n": [4], "text": [-1, None], "m": ([None], 3, [])})
     assert batch["n"].shape == (3, 4) and batch["n"].dtype == np.int64
     assert batch["text"].tolist() == [[["ab", "", ""]], [["ab", "ab", ""]], [["ab", "ab", "ab"]]]
     assert batch["m"][0].dtype == bool and not batch["m"][0][0].any()
     assert batch["m"][1].dtype == np.float64 and batch["m"][2].tolist() == [1, 2, 3]
     (batch,) = rows.padded_batch(3, padding_values={"n": 5, "text": "-", "m": (True, np.inf, None)})
-    assert batch["text"][0].tolist() == [["ab", "-", "-"]] and batch["m"][1][0].tolist() == [0.5, np.inf, np.inf]
-    assert items(counts(2).map(lambda x: x.astype(np.uint8)).padded_batch(2, padding_values=255)) == [
-        [[1, 255], [2, 2]]
+    assert batch["text"][0].tolist() == [["ab", "-", "-"]] and batch["m"][1][0].tolist() == [
+        0.5,
+        np.inf,
+        np.inf,
     ]
+    assert items(
+        counts(2).map(lambda x: x.astype(np.uint8)).padded_batch(2, padding_values=255)
+    ) == [[[1, 255], [2, 2]]]
     assert rows.padded_batch(3, drop_remainder=True).element_spec["text"].shape == (3, None, None)
     assert counts(3).padded_batch(2, [5]).element_spec == TensorSpec((None, 5), np.int64)
     assert Dataset.range(5).padded_batch(2).cardinality() == 3
@@ -373,14 +462,26 @@ def test_padding_of_nests_and_dtypes():
     ("arguments", "error", "text"),
     [
         ((2, [1]), ValueError, r"larger than the padded shape \[1\]: .* are \[2\]"),
-        ((2, [2, 2]), ValueError, r"padded shape \[2, 2\] does not go with an element of shape \[1\]"),
+        (
+            (2, [2, 2]),
+            ValueError,
+            r"padded shape \[2, 2\] does not go with an element of shape \[1\]",
+        ),
         ((2, ([2], [2])), ValueError, "padded shape .* does not go"),
         ((2, None, (1, 2)), TypeError, r"padding_values has \(1, 2\)"),
         ((2, None, 1.5), TypeError, "padding_values has 1.5 for a leaf of dtype int64"),
         ((2, None, "x"), TypeError, "padding_values has 'x'"),
         ((2, None, np.uint64(2**63)), TypeError, "padding_values has"),
     ],
-    ids=["too small", "of two dimensions", "two shapes", "two values", "a fraction", "text", "too large a number"],
+    ids=[
+        "too small",
+        "of two dimensions",
+        "two shapes",
+        "two values",
+        "a fraction",
+        "text",
+        "too large a number",
+    ],
 )
 def test_padding_that_does_not_go(arguments, error, text):
     with pytest.raises(error, match=f"Dataset.padded_batch: .*{text}"):
@@ -427,7 +528,9 @@ def test_rebatch_is_batch_of_the_rows(n, size, sizes, drop):
 
 def test_rebatch_takes_sizes():
     assert Dataset.range(8).batch(4).rebatch(3, True).element_spec == TensorSpec((3,), np.int64)
-    assert Dataset.range(8).batch(4).rebatch([3, 2], True).element_spec == TensorSpec((None,), np.int64)
+    assert Dataset.range(8).batch(4).rebatch([3, 2], True).element_spec == TensorSpec(
+        (None,), np.int64
+    )
     for wrong in (0, [2, 0], []):
         with pytest.raises(ValueError, match="Dataset.rebatch: batch_size"):
             Dataset.range(8).batch(4).rebatch(wrong)
@@ -439,21 +542,36 @@ def test_rebatch_takes_sizes():
 def test_elements_are_drawn_by_their_weights(make):
     sizes, weights = (40, 60, 50), (1, 2, 0)
     datasets = [
-        make(size).map(lambda x, start=start: x + start) for start, size in zip((0, 100, 200), sizes, strict=True)
+        make(size).map(lambda x, start=start: x + start)
+        for start, size in zip((0, 100, 200), sizes, strict=True)
     ]
     one = Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=4)
     found = items(one)
-    assert [x for x in found if x < 100] == list(range(40)) and [x for x in found if x >= 100] == list(range(100, 160))
-    assert items(one) == found != items(Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=5))
+    assert [x for x in found if x < 100] == list(range(40)) and [
+        x for x in found if x >= 100
+    ] == list(range(100, 160))
+    assert (
+        items(one)
+        == found
+        != items(Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=5))
+    )
     again = Dataset.sample_from_datasets(datasets[:2], seed=4, rerandomize_each_iteration=True)
     assert items(again) != items(again)
     assert items(Dataset.sample_from_datasets(datasets[2:])) == list(range(200, 250))
     assert max(items(Dataset.sample_from_datasets(datasets, weights))) < 200
     many, few = Dataset.range(3).repeat(), Dataset.range(5)
-    of_one = [Dataset.sample_from_datasets([few]), Dataset.sample_from_datasets([many, few], [0, 2])]
-    of_two = [Dataset.sample_from_datasets([many, few, few], weights) for weights in ([1, 1, 0], [0, 1, 1])]
+    of_one = [
+        Dataset.sample_from_datasets([few]),
+        Dataset.sample_from_datasets([many, few], [0, 2]),
+    ]
+    of_two = [
+        Dataset.sample_from_datasets([many, few, few], weights)
+        for weights in ([1, 1, 0], [0, 1, 1])
+    ]
     assert [dataset.cardinality() for dataset in (*of_one, *of_two)] == [5, 5, -1, -2]
-    stopped = items(Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=4, stop_on_empty_dataset=True))
+    stopped = items(
+        Dataset.sample_from_datasets(datasets[:2], weights[:2], seed=4, stop_on_empty_dataset=True)
+    )
     assert stopped == found[: len(stopped)] and (stopped.count(39) or stopped.count(159))
 
 
@@ -483,8 +601,14 @@ def test_elements_are_chosen(choices, sizes, stops, kind):
 def test_to_choose_is_lazy_and_drawing_may_be_infinite():
     seen = []
     noted = Dataset.range(9).map(lambda x: seen.append(int(x)) or x)
-    both = Dataset.choose_from_datasets([noted, Dataset.range(9)], Dataset.from_tensors(np.int64(0)).repeat())
-    assert items(both.take(2)) == [0, 1] and seen == [0, 0, 1]  # the first one also to compare it with the others
+    both = Dataset.choose_from_datasets(
+        [noted, Dataset.range(9)], Dataset.from_tensors(np.int64(0)).repeat()
+    )
+    assert items(both.take(2)) == [0, 1] and seen == [
+        0,
+        0,
+        1,
+    ]  # the first one also to compare it with the others
     endless = [Dataset.range(2).repeat(), Dataset.range(10, 12).repeat()]
     drawn = Dataset.sample_from_datasets(endless, seed=1)
     assert drawn.cardinality() == INFINITE_CARDINALITY and len(items(drawn.take(3000))) == 3000
@@ -495,12 +619,17 @@ def test_what_cannot_be_drawn_from():
     few, call = Dataset.range(3), Dataset.sample_from_datasets
     for weights in ([1], [1, -1], [0, 0], [1, np.nan]):
         with pytest.raises(
-            ValueError, match="sample_from_datasets: weights is .* one number for each of the 2 datasets"
+            ValueError,
+            match="sample_from_datasets: weights is .* one number for each of the 2 datasets",
         ):
             call([few, few], weights)
     with pytest.raises(ValueError, match="there is no dataset"):
         call([])
-    wrongs: list[Any] = [([few, 3], None), ([few, Dataset.from_tensors(1.5)], None), ([few, few], few)]
+    wrongs: list[Any] = [
+        ([few, 3], None),
+        ([few, Dataset.from_tensors(1.5)], None),
+        ([few, few], few),
+    ]
     for datasets, weights in wrongs:
         with pytest.raises(TypeError):
             call(datasets, weights)
@@ -514,7 +643,10 @@ def test_files_are_listed(tmp_path):
     for name in names:
         open(name, "w").close()
     assert items(Dataset.list_files(tmp_path / "*", shuffle=False)) == names
-    assert items(Dataset.list_files([f"{tmp_path}/*.dat", f"{tmp_path}/a*"], shuffle=False)) == [names[0], names[2]]
+    assert items(Dataset.list_files([f"{tmp_path}/*.dat", f"{tmp_path}/a*"], shuffle=False)) == [
+        names[0],
+        names[2],
+    ]
     shuffled = Dataset.list_files(f"{tmp_path}/*", seed=1)
     assert sorted(items(shuffled)) == names and shuffled.cardinality() == 3
     assert len({str(items(shuffled)) for _ in range(20)}) > 1
@@ -553,7 +685,9 @@ def test_of_indexed_datasets_each_rank_loads_its_own_elements_only(size):
     for calls in windows:  # the first element tells the structure of a window
         assert calls[0] == 0 and len(calls) == 1 + 24 // size
     assert sorted(x for calls in windows for x in calls[1:]) == list(range(24))
-    mapped = loaded(lambda data: Dataset.range(3).flat_map(lambda x: data.skip(8 * x).take(8)).batch(6))
+    mapped = loaded(
+        lambda data: Dataset.range(3).flat_map(lambda x: data.skip(8 * x).take(8)).batch(6)
+    )
     assert sorted(x for calls in mapped for x in calls) == list(range(24))
     rows = loaded(lambda data: data.padded_batch(6, []))
     assert sorted(x for calls in rows for x in calls) == list(range(24))
@@ -565,20 +699,29 @@ def test_of_indexed_datasets_each_rank_loads_its_own_elements_only(size):
 def test_an_unseeded_shuffle_within_a_dataset_has_one_order_on_all_ranks(size):
     def program(rank):
         dataset = (
-            Dataset.range(4).interleave(lambda x: Dataset.range(10 * x, 10 * x + 10).shuffle(10), 2, 3).batch(size)
+            Dataset.range(4)
+            .interleave(lambda x: Dataset.range(10 * x, 10 * x + 10).shuffle(10), 2, 3)
+            .batch(size)
         )
         distributed = distribute_dataset(dataset, rank, None)
         return [[select(step).tolist() for step in distributed] for _ in range(2)]
 
     every = on_ranks(size, program)
-    orders = [[x for parts in zip(*of, strict=True) for part in parts for x in part] for of in zip(*every, strict=True)]
+    orders = [
+        [x for parts in zip(*of, strict=True) for part in parts for x in part]
+        for of in zip(*every, strict=True)
+    ]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(40)) and orders[0] != orders[1]
     assert [x // 10 for x in orders[0]] == [x // 10 for x in orders[1]]
 
 
 def test_datasets_of_a_function_that_differ_between_ranks_are_noticed():
     def program(rank):
-        dataset = Dataset.range(3).flat_map(lambda x: Dataset.from_tensor_slices(np.arange(4) + rank.rank)).batch(2)
+        dataset = (
+            Dataset.range(3)
+            .flat_map(lambda x: Dataset.from_tensor_slices(np.arange(4) + rank.rank))
+            .batch(2)
+        )
         list(distribute_dataset(dataset, rank, None))
 
     with pytest.raises(ReplicaMismatchError, match="different elements up to step"):

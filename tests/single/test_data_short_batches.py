@@ -49,7 +49,9 @@ def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
 def test_of_batches_that_fill_replicas_in_order_more_leave_some_empty(size):
     for full in (size, 2 * size + 1, 5 * size):
         for count in range(1, full + 1):
-            texts = warned(size, lambda f=full, n=count: Dataset.range(f + n).batch(f).with_options(OFF))
+            texts = warned(
+                size, lambda f=full, n=count: Dataset.range(f + n).batch(f).with_options(OFF)
+            )
             share, rest = divmod(full, size)
             last = max(0, count - (size - 1) * share - min(rest, size - 1))
             assert bool(texts) == (last == 0)
@@ -69,9 +71,13 @@ def test_there_is_no_warning_where_all_replicas_have_elements():
 
 
 def test_steps_with_batches_for_some_replicas_only_are_warned_of():
-    (text,) = warned(3, lambda: lambda context: Dataset.range(10).batch(2), distribute_from_function, passes=2)
+    (text,) = warned(
+        3, lambda: lambda context: Dataset.range(10).batch(2), distribute_from_function, passes=2
+    )
     assert "some replicas have no elements in a step" in text
-    assert warned(2, lambda: lambda context: Dataset.range(8).batch(2), distribute_from_function) == []
+    assert (
+        warned(2, lambda: lambda context: Dataset.range(8).batch(2), distribute_from_function) == []
+    )
 
 
 @pytest.mark.parametrize("short", [0, 1])
@@ -81,7 +87,15 @@ def test_of_two_workers_either_may_be_short(short):
 
     (text,) = warned(4, lambda: dataset_fn, distribute_from_function, workers=(0, 0, 1, 1))
     assert "some replicas have no elements in a step" in text
-    assert warned(4, lambda: lambda c: Dataset.range(8).batch(2), distribute_from_function, workers=(0, 0, 1, 1)) == []
+    assert (
+        warned(
+            4,
+            lambda: lambda c: Dataset.range(8).batch(2),
+            distribute_from_function,
+            workers=(0, 0, 1, 1),
+        )
+        == []
+    )
 
 
 def test_where_warnings_are_errors_all_ranks_raise():
@@ -106,7 +120,15 @@ def test_where_warnings_are_errors_all_ranks_raise():
         (dict(action="ignore"), False),
         (dict(action="always"), False),
     ],
-    ids=["error", "this error", "another module's", "another category's", "another text's", "ignore", "always"],
+    ids=[
+        "error",
+        "this error",
+        "another module's",
+        "another category's",
+        "another text's",
+        "ignore",
+        "always",
+    ],
 )
 def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
     """As the filters have it; else they say nothing."""
@@ -123,12 +145,18 @@ def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
 
 
 @pytest.mark.parametrize(
-    ("even", "last"), [(True, [[8, 9, 10], [11, 12]]), (False, [[8, 9, 10, 11], [12]])], ids=["evenly", "in order"]
+    ("even", "last"),
+    [(True, [[8, 9, 10], [11, 12]]), (False, [[8, 9, 10, 11], [12]])],
+    ids=["evenly", "in order"],
 )
 def test_even_batches_is_deprecated(even, last):
-    with pytest.warns(DeprecationWarning, match=f"InputOptions: even_batches is {even}, but.* leave it out") as caught:
+    with pytest.warns(
+        DeprecationWarning, match=f"InputOptions: even_batches is {even}, but.* leave it out"
+    ) as caught:
         options = InputOptions(even_batches=even)
-    assert caught[0].filename == __file__ and ("AutoShardPolicy.OFF" in str(caught[0].message)) == (not even)
+    assert caught[0].filename == __file__ and ("AutoShardPolicy.OFF" in str(caught[0].message)) == (
+        not even
+    )
     step = parts(2, lambda: Dataset.range(13).batch(8), options=options)[-1]
     assert [part.tolist() for part in step] == last
 

@@ -27,7 +27,9 @@ class Stored:
 
     @property
     def dtype(self):
-        return np.dtype(np.int16)  # of the file; that of what is read differs, as netCDF4's does where it scales
+        return np.dtype(
+            np.int16
+        )  # of the file; that of what is read differs, as netCDF4's does where it scales
 
     def __array__(self, dtype=None, copy=None):
         raise AssertionError("read as a whole")
@@ -46,7 +48,10 @@ def test_rows_are_read_when_they_are_needed_and_in_one_read_for_a_batch():
     stored = Stored(ROWS)
     dataset = Dataset.from_tensor_slices({"x": stored, "y": np.arange(40)})
     batches = dataset.batch(16)
-    assert batches.element_spec == {"x": TensorSpec((None, 3), np.float64), "y": TensorSpec((None,), np.int64)}
+    assert batches.element_spec == {
+        "x": TensorSpec((None, 3), np.float64),
+        "y": TensorSpec((None,), np.int64),
+    }
     assert len(dataset) == 40 and len(batches) == 3 and stored.reads == []
     found = list(batches)
     assert stored.reads == [(0, 16), (16, 32), (32, 40)]
@@ -62,7 +67,9 @@ def test_elements_that_are_not_batched_are_read_many_at_once():
     assert items(Dataset.from_tensor_slices(stored)) == ROWS.tolist() and stored.reads == [(0, 40)]
 
 
-@pytest.mark.parametrize("array", [ROWS, np.arange(40), np.arange(40 * 24).reshape(40, 2, 3, 4)], ids=["2", "1", "4"])
+@pytest.mark.parametrize(
+    "array", [ROWS, np.arange(40), np.arange(40 * 24).reshape(40, 2, 3, 4)], ids=["2", "1", "4"]
+)
 def test_shuffled_rows_are_read_once_and_neighbours_together(array):
     stored = Stored(array)
     (batch,) = Dataset.from_tensor_slices(stored).shuffle(40, seed=1).take(30).batch(30)
@@ -85,13 +92,20 @@ def test_a_rank_reads_its_own_rows_only(size):
         return steps, stored.elements, stored.reads
 
     every = on_ranks(size, program)
-    together = [row for parts in zip(*[steps for steps, _, _ in every], strict=True) for part in parts for row in part]
+    together = [
+        row
+        for parts in zip(*[steps for steps, _, _ in every], strict=True)
+        for part in parts
+        for row in part
+    ]
     assert together == ROWS.tolist()
     for steps, elements, reads in every:
         rows = sum(map(len, steps))
         sample = elements - 3 * rows  # that ranks compare
         assert 0 < sample <= 32
-        assert len([read for read in reads if isinstance(read[0], int)]) == len(list(filter(len, steps)))
+        assert len([read for read in reads if isinstance(read[0], int)]) == len(
+            list(filter(len, steps))
+        )
 
 
 def test_ranks_compare_a_few_elements(monkeypatch):
@@ -103,12 +117,14 @@ def test_ranks_compare_a_few_elements(monkeypatch):
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
     for shape in ((3000,), (5000, 7), (50, 40, 300), (2, 3)):
         array = np.arange(math.prod(shape)).reshape(shape)
-        assert max(on_ranks(2, lambda rank, array=array: program(rank, array))) == min(4, shape[0]) * min(
-            8, array[0].size
-        )
+        assert max(on_ranks(2, lambda rank, array=array: program(rank, array))) == min(
+            4, shape[0]
+        ) * min(8, array[0].size)
         for other in (array[::-1], array[..., ::-1], array + 1, array.astype(np.int32)):
             if not np.array_equal(other, array) or other.dtype != array.dtype:
-                with pytest.raises(ReplicaMismatchError, match="(different arrays in|must make the same dataset)"):
+                with pytest.raises(
+                    ReplicaMismatchError, match="(different arrays in|must make the same dataset)"
+                ):
                     on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
     assert on_ranks(2, lambda rank: program(rank, np.zeros((0, 3)))) == [0, 0]
 
@@ -131,21 +147,30 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all_and_the_next_step_follow
         return found
 
     first, second = on_ranks(2, program)
-    assert [step is None for step in first] == [step is None for step in second] == [False, True, False, False]
+    assert (
+        [step is None for step in first]
+        == [step is None for step in second]
+        == [False, True, False, False]
+    )
     assert second[2] == ROWS[25:30].tolist()
 
 
 def test_what_is_not_an_array_of_rows_is_refused():
     with pytest.raises(TypeError, match=r"masked array.*variable\.set_auto_mask\(False\)"):
         Dataset.from_tensor_slices(Stored(np.ma.masked_equal(np.arange(3), 1)))
-    with pytest.raises(TypeError, match="a leaf of an element is a Stored of dtype int16.* Python objects"):
+    with pytest.raises(
+        TypeError, match="a leaf of an element is a Stored of dtype int16.* Python objects"
+    ):
         Dataset.from_tensor_slices(Stored(np.array(["a", "bb"], object)))
     with pytest.raises(ValueError, match="must have a first dimension, all the same"):
         Dataset.from_tensor_slices((Stored(ROWS), np.arange(3)))
     shrinks = Stored(ROWS)
     dataset = Dataset.from_tensor_slices(shrinks).batch(10)
     shrinks.array = ROWS[:35]
-    with pytest.raises(ValueError, match=r"of shape \(40, 3\) gave an array of shape \(5, 3\).*slice\(30, 40, None\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"of shape \(40, 3\) gave an array of shape \(5, 3\).*slice\(30, 40, None\)",
+    ):
         list(dataset)
 
 
@@ -168,16 +193,25 @@ def real(request, tmp_path):
     library = pytest.importorskip(request.param, reason=f"the arrays are those of {request.param}")
     if request.param == "zarr":
         return lambda array: library.array(array, chunks=(7, *array.shape[1:]))
-    return lambda array: library.File(tmp_path / f"{id(array)}.h5", "w").create_dataset("x", data=array)
+    return lambda array: library.File(tmp_path / f"{id(array)}.h5", "w").create_dataset(
+        "x", data=array
+    )
 
 
 def test_arrays_of_libraries(real, monkeypatch):
     stored = real(ROWS)
     monkeypatch.setattr(type(stored), "__array__", Stored.__array__)
     dataset = Dataset.from_tensor_slices({"x": stored, "n": real(np.arange(40))})
-    assert dataset.element_spec == {"x": TensorSpec((3,), np.float64), "n": TensorSpec((), np.int64)}
+    assert dataset.element_spec == {
+        "x": TensorSpec((3,), np.float64),
+        "n": TensorSpec((), np.int64),
+    }
     plain = Dataset.from_tensor_slices({"x": ROWS, "n": np.arange(40)})
-    for change in (lambda d: d.batch(9), lambda d: d.shuffle(40, seed=2).batch(9), lambda d: d.shuffle(3, seed=2)):
+    for change in (
+        lambda d: d.batch(9),
+        lambda d: d.shuffle(40, seed=2).batch(9),
+        lambda d: d.shuffle(3, seed=2),
+    ):
         assert items(change(dataset)) == items(change(plain))
 
     def program(rank):
@@ -185,4 +219,6 @@ def test_arrays_of_libraries(real, monkeypatch):
         return [select(step["x"]).tolist() for step in shared]
 
     first, second = on_ranks(2, program)
-    assert [row for pair in zip(first, second, strict=True) for part in pair for row in part] == ROWS.tolist()
+    assert [
+        row for pair in zip(first, second, strict=True) for part in pair for row in part
+    ] == ROWS.tolist()

@@ -51,14 +51,24 @@ class Together:
 
 MAPPED = {
     "indexed": lambda f: Dataset.range(12).map(f, num_parallel_calls=3),
-    "generated": lambda f: Dataset.from_generator(lambda: iter(range(12)), np.int64).map(f, num_parallel_calls=3),
+    "generated": lambda f: Dataset.from_generator(lambda: iter(range(12)), np.int64).map(
+        f, num_parallel_calls=3
+    ),
     "batches": lambda f: Dataset.range(24).batch(2).map(f, num_parallel_calls=3),
     "rows": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).batch(6),
-    "generated rows": lambda f: Dataset.from_generator(lambda: iter(range(12)), np.int64).map(f, 3).batch(6),
+    "generated rows": lambda f: (
+        Dataset.from_generator(lambda: iter(range(12)), np.int64).map(f, 3).batch(6)
+    ),
     "taken": lambda f: Dataset.range(20).map(f, num_parallel_calls=3).take(12),
-    "repeated and prefetched": lambda f: Dataset.range(6).map(f, num_parallel_calls=3).repeat(2).prefetch(2),
-    "after a function": lambda f: Dataset.range(12).map(lambda x: x).map(f, num_parallel_calls=3).prefetch(1),
-    "before a function": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).filter(lambda x: True),
+    "repeated and prefetched": lambda f: (
+        Dataset.range(6).map(f, num_parallel_calls=3).repeat(2).prefetch(2)
+    ),
+    "after a function": lambda f: (
+        Dataset.range(12).map(lambda x: x).map(f, num_parallel_calls=3).prefetch(1)
+    ),
+    "before a function": lambda f: (
+        Dataset.range(12).map(f, num_parallel_calls=3).filter(lambda x: True)
+    ),
 }
 
 
@@ -102,7 +112,9 @@ def test_a_function_that_is_not_to_run_in_threads_does_not():
     alone, together = Together(1), Together(3)
     dataset = Dataset.range(12).map(together, num_parallel_calls=3).map(alone)
     assert items(dataset.prefetch(2)) == list(range(12))
-    assert items(Dataset.range(12).map(alone).map(Together(3), num_parallel_calls=3).prefetch(2)) == list(range(12))
+    assert items(
+        Dataset.range(12).map(alone).map(Together(3), num_parallel_calls=3).prefetch(2)
+    ) == list(range(12))
     assert alone.most == 1
 
 
@@ -112,7 +124,9 @@ def test_numbers_of_threads(number):
         lambda: Dataset.range(3).map(lambda x: x, num_parallel_calls=number),
         lambda: Dataset.range(3).interleave(Dataset.range, num_parallel_calls=number),
     ):
-        with pytest.raises(ValueError, match=f"num_parallel_calls is {number}; it must be at least 1"):
+        with pytest.raises(
+            ValueError, match=f"num_parallel_calls is {number}; it must be at least 1"
+        ):
             call()
 
 
@@ -133,7 +147,11 @@ def test_elements_are_prepared_ahead_of_their_use(size):
 
 def test_no_more_are_prepared_than_asked_for():
     made, are_ready = [], threading.Event()
-    iterator = iter(Dataset.range(10).map(lambda x: made.append(x) or (x == 2 and are_ready.set()) or x).prefetch(2))
+    iterator = iter(
+        Dataset.range(10)
+        .map(lambda x: made.append(x) or (x == 2 and are_ready.set()) or x)
+        .prefetch(2)
+    )
     assert next(iterator) == 0
     assert are_ready.wait(SECONDS)
     for thread in input_threads():
@@ -216,7 +234,8 @@ def test_the_turns_are_those_without_threads(threads):
 
     for cycle, block in itertools.product((1, 2, 3, 20), (1, 3)):
         plain, threaded = (
-            Dataset.range(9).interleave(dataset, cycle, block, num_parallel_calls=number) for number in (None, threads)
+            Dataset.range(9).interleave(dataset, cycle, block, num_parallel_calls=number)
+            for number in (None, threads)
         )
         assert attempts(threaded) == attempts(plain)
 
@@ -229,7 +248,9 @@ ENDED = {
     "prefetch": lambda f: Dataset.range(100).map(f).prefetch(3),
     "both": lambda f: Dataset.range(100).map(f, num_parallel_calls=2).batch(2).prefetch(3),
     "interleave": lambda f: Dataset.range(100).interleave(
-        lambda x: Dataset.from_generator(lambda: map(f, range(5)), np.int64), 4, num_parallel_calls=3
+        lambda x: Dataset.from_generator(lambda: map(f, range(5)), np.int64),
+        4,
+        num_parallel_calls=3,
     ),
 }
 

@@ -15,7 +15,12 @@ def in_a_call():
 @pytest.mark.parametrize("number", [0, 1, 12])
 def test_every_form_of_a_device(kind, number):
     canonical = f"/job:localhost/replica:0/task:0/device:{kind.upper()}:{number}"
-    for form in ("{}:{}", "/{}:{}", "/device:{}:{}", "/job:localhost/replica:0/task:0/device:{}:{}"):
+    for form in (
+        "{}:{}",
+        "/{}:{}",
+        "/device:{}:{}",
+        "/job:localhost/replica:0/task:0/device:{}:{}",
+    ):
         device = device_names.parse(form.format(kind, number))
         assert str(device) == canonical
         assert device == device_names.Device(kind.upper(), number)
@@ -24,8 +29,27 @@ def test_every_form_of_a_device(kind, number):
 @pytest.mark.parametrize(
     "wrong",
     [
-        *("", "CPU", "CPU:", ":0", "GPU:-1", "GPU:x", "GPU:0.5", "TPU:0", "GPU 0", " GPU:0", "GPU:0 ", "GPU:0\n"),
-        *("//GPU:0", "device:GPU:0/", "/device:GPU:0:1", "/job:worker/device:GPU:0", "/job:localhost/replica:1/GPU:0"),
+        *(
+            "",
+            "CPU",
+            "CPU:",
+            ":0",
+            "GPU:-1",
+            "GPU:x",
+            "GPU:0.5",
+            "TPU:0",
+            "GPU 0",
+            " GPU:0",
+            "GPU:0 ",
+            "GPU:0\n",
+        ),
+        *(
+            "//GPU:0",
+            "device:GPU:0/",
+            "/device:GPU:0:1",
+            "/job:worker/device:GPU:0",
+            "/job:localhost/replica:1/GPU:0",
+        ),
         *(None, 0, b"GPU:0", ["GPU:0"], ("GPU", 0)),
     ],
     ids=repr,
@@ -38,9 +62,13 @@ def test_what_is_no_device(wrong):
 def test_devices_that_are_named():
     assert device_names.named(None, 3) is None
     assert device_names.named(["CPU:0", "/gpu:1"], 2) == [device_names.CPU, gpu(1)]
-    with pytest.raises(ValueError, match="call: 1 compute devices were named and 2 ranks run; .*`mpirun -n 1`"):
+    with pytest.raises(
+        ValueError, match="call: 1 compute devices were named and 2 ranks run; .*`mpirun -n 1`"
+    ):
         device_names.named(["CPU:0"], 2)
-    with pytest.raises(TypeError, match=r"call: compute_devices is the string 'CPU:0'; pass a list .*\['CPU:0'\]"):
+    with pytest.raises(
+        TypeError, match=r"call: compute_devices is the string 'CPU:0'; pass a list .*\['CPU:0'\]"
+    ):
         device_names.named("CPU:0", 5)
     with pytest.raises(ValueError, match="'X:0' is not a device"):
         device_names.named(["CPU:0", "X:0"], 2)
@@ -57,7 +85,10 @@ def test_each_rank_gets_a_gpu_of_the_host():
     assert device_names.place(None, [[]] * 3, False) == [device_names.CPU] * 3
     assert device_names.place(None, [NODE] * 4, False) == [gpu(0), gpu(1), gpu(2), gpu(3)]
     assert device_names.place(None, [NODE] * 2, False) == [gpu(0), gpu(1)]
-    assert device_names.place([gpu(3), device_names.CPU], [NODE] * 2, False) == [gpu(3), device_names.CPU]
+    assert device_names.place([gpu(3), device_names.CPU], [NODE] * 2, False) == [
+        gpu(3),
+        device_names.CPU,
+    ]
 
 
 def test_a_launcher_may_show_each_rank_one_gpu():
@@ -70,10 +101,13 @@ def test_a_launcher_may_show_each_rank_one_gpu():
 
 def test_more_ranks_than_gpus():
     with pytest.raises(
-        RuntimeError, match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*run --share-gpu -n 3"
+        RuntimeError,
+        match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*run --share-gpu -n 3",
     ):
         device_names.place(None, [["a", "b"]] * 3, False)
-    with pytest.raises(RuntimeError, match=r"^call: 2 ranks run on a host with 1 GPU, .*start 1 rank, or"):
+    with pytest.raises(
+        RuntimeError, match=r"^call: 2 ranks run on a host with 1 GPU, .*start 1 rank, or"
+    ):
         device_names.place(None, [["a"]] * 2, False)
     assert device_names.place(None, [["a", "b"]] * 3, True) == [gpu(0), gpu(1), gpu(0)]
 
@@ -81,7 +115,9 @@ def test_more_ranks_than_gpus():
 def test_two_ranks_on_one_gpu():
     device_names.check_shared(["a", "b", ""], False)
     device_names.check_shared(["a", "b", "a"], True)
-    with pytest.raises(RuntimeError, match="^call: ranks 0, 2 would compute on one GPU, 2 for 3 ranks; .*share-gpu"):
+    with pytest.raises(
+        RuntimeError, match="^call: ranks 0, 2 would compute on one GPU, 2 for 3 ranks; .*share-gpu"
+    ):
         device_names.check_shared(["a", "b", "a"], False)
 
 
@@ -101,7 +137,10 @@ def test_a_gpu_without_cupy():
 
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(RuntimeError, match="^call: there is no GPU:1; this process sees 1 GPU. CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        RuntimeError,
+        match="^call: there is no GPU:1; this process sees 1 GPU. CUDA_VISIBLE_DEVICES",
+    ):
         device_names.ordinal(gpu(1), 0, [["a"]])
     with pytest.raises(RuntimeError, match="^call: there is no GPU:0; this process sees no GPUs"):
         device_names.ordinal(gpu(0), 0, [[]])

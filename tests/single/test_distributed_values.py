@@ -12,15 +12,41 @@ import pytest
 import hpcstrat as hs
 
 BINARY = [
-    *(operator.add, operator.sub, operator.mul, operator.matmul, operator.truediv, operator.floordiv, operator.mod),
-    *(divmod, operator.pow, operator.lshift, operator.rshift, operator.and_, operator.xor, operator.or_),
+    *(
+        operator.add,
+        operator.sub,
+        operator.mul,
+        operator.matmul,
+        operator.truediv,
+        operator.floordiv,
+        operator.mod,
+    ),
+    *(
+        divmod,
+        operator.pow,
+        operator.lshift,
+        operator.rshift,
+        operator.and_,
+        operator.xor,
+        operator.or_,
+    ),
     *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
 ]
 IN_PLACE = [operator.iadd, operator.isub, operator.imul, operator.itruediv]
 ARRAY_FUNCTIONS = {
     **{
         f"np.{fn.__name__}": fn
-        for fn in (np.asarray, np.array, np.sin, np.mean, np.sum, np.shape, np.isnan, np.size, np.argmax)
+        for fn in (
+            np.asarray,
+            np.array,
+            np.sin,
+            np.mean,
+            np.sum,
+            np.shape,
+            np.isnan,
+            np.size,
+            np.argmax,
+        )
     },
     "np.add": lambda x: np.add(np.ones(2), x),
     "np.where": lambda x: np.where(x, 1, 2),
@@ -60,7 +86,21 @@ UNARY = {
     "a list's index": [1, 2].__getitem__,
     **ARRAY_FUNCTIONS,
 }
-OTHERS = [None, True, 2, 2.5, 1j, "text", [1], (1,), np.float32(3), np.int64(2), np.ones(3), np.array(1.0), np.ones(0)]
+OTHERS = [
+    None,
+    True,
+    2,
+    2.5,
+    1j,
+    "text",
+    [1],
+    (1,),
+    np.float32(3),
+    np.int64(2),
+    np.ones(3),
+    np.array(1.0),
+    np.ones(0),
+]
 
 
 @pytest.fixture(params=[hs.PerReplica, hs.Mirrored])
@@ -120,7 +160,13 @@ def test_cupy_asks_for_its_array(value):
 
 def test_it_is_shown_as_one_of_many(value):
     name = type(value).__name__
-    assert repr(value) == str(value) == f"{value}" == "%s" % value == f"{name}(replica 1 of 4: {np.float64(0.5)!r})"  # noqa: UP031
+    assert (
+        repr(value)
+        == str(value)
+        == f"{value}"
+        == "%s" % value  # noqa: UP031
+        == f"{name}(replica 1 of 4: {np.float64(0.5)!r})"
+    )
     assert f"{value!s:>60}" == repr(value).rjust(60)
 
 
@@ -151,7 +197,9 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_that_take_arrays_name_themselves(value, call):
-    with pytest.raises(TypeError, match=rf"^{call}: this is one value a replica; reduce it first: "):
+    with pytest.raises(
+        TypeError, match=rf"^{call}: this is one value a replica; reduce it first: "
+    ):
         CALLS[call](value)
 
 

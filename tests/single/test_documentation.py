@@ -20,8 +20,16 @@ import hpcstrat as hs
 
 ROOT = pathlib.Path(__file__).parents[2]
 REFERENCE = sorted((ROOT / "docs" / "api").glob("*.md"))
-NAMES = [name for page in REFERENCE for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
-MODULES = ["hpcstrat", *(name for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.") if "__main__" not in name)]
+NAMES = [
+    name
+    for page in REFERENCE
+    for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+]
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.")
+    if not name.endswith("__main__")
+]
 
 
 def documented_arguments(docstring):
@@ -37,7 +45,11 @@ def documented_arguments(docstring):
 def test_public_names_have_docstrings_and_the_arguments_that_these_name():
     """As ruff does, but for private files, whose names are exported, and for classes."""
     names = public_names()
-    assert {"hpcstrat.Strategy.run", "hpcstrat.optimizers.Adam", "hpcstrat.data.Dataset.shuffle"} <= names.keys()
+    assert {
+        "hpcstrat.Strategy.run",
+        "hpcstrat.optimizers.Adam",
+        "hpcstrat.data.Dataset.shuffle",
+    } <= names.keys()
     for name, thing in names.items():
         assert inspect.getdoc(thing), name
         arguments = documented_arguments(thing.__doc__ or "")
@@ -74,10 +86,16 @@ def test_the_reference_has_every_public_name_once():
 def test_every_class_has_an_example():
     """In its docstring or in a program of a page, but for what belongs to the inside of an optimizer."""
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
-    words = set(re.findall(r"\w+", "".join(re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL))))
+    words = set(
+        re.findall(
+            r"\w+", "".join(re.findall(r"^```python\n(.*?)^```$", pages, re.MULTILINE | re.DOTALL))
+        )
+    )
     classes = {name: thing for name in NAMES if inspect.isclass(thing := find(name))}
     without = {
-        name for name, thing in classes.items() if ">>>" not in (thing.__doc__ or "") and thing.__name__ not in words
+        name
+        for name, thing in classes.items()
+        if ">>>" not in (thing.__doc__ or "") and thing.__name__ not in words
     }
     assert without == {"hpcstrat.optimizers.CommonOptions", "hpcstrat.optimizers.UpdateRule"}
 
@@ -87,15 +105,24 @@ def test_every_name_has_one_stability():
     links = re.findall(r"\[`([\w.]+)`\]\((\w+\.md)#hpcstrat\.([\w.]+)\)", page)
     assert all(shown == name for shown, _, name in links)
     assert sorted(f"hpcstrat.{name}" for name, _, _ in links) == sorted(NAMES)
-    assert all(f"::: hpcstrat.{name}\n" in f"{(REFERENCE[0].parent / where).read_text()}\n" for name, where, _ in links)
-    deprecated = re.findall(r"^\| \[`(\w+)`\]", page.partition("\n## Deprecated\n")[2], re.MULTILINE)
+    assert all(
+        f"::: hpcstrat.{name}\n" in f"{(REFERENCE[0].parent / where).read_text()}\n"
+        for name, where, _ in links
+    )
+    deprecated = re.findall(
+        r"^\| \[`(\w+)`\]", page.partition("\n## Deprecated\n")[2], re.MULTILINE
+    )
     old = [name for name in NAMES if (inspect.getdoc(find(name)) or "").startswith("Deprecated: ")]
     assert sorted(f"hpcstrat.{name}" for name in deprecated) == sorted(old)
 
 
 def test_the_reference_has_what_modules_export():
     """Constants too, which `public_names` has not."""
-    exported = [f"{module.__name__}.{name}" for module in PUBLIC_MODULES for name in getattr(module, "__all__", ())]
+    exported = [
+        f"{module.__name__}.{name}"
+        for module in PUBLIC_MODULES
+        for name in getattr(module, "__all__", ())
+    ]
     assert "hpcstrat.data.AUTOTUNE" in exported
     described = [find(name) for name in NAMES]
     assert [
@@ -108,7 +135,12 @@ def test_the_reference_has_what_modules_export():
 def examples():
     """(name, example) of all docstrings that have examples."""
     finder = doctest.DocTestFinder(exclude_empty=True)
-    return {test.name: test for name in MODULES for test in finder.find(importlib.import_module(name)) if test.examples}
+    found = [test for name in MODULES for test in finder.find(importlib.import_module(name))]
+    # What is shown as the package's own is not found in the file that defines it.
+    for name, thing in public_names(with_methods=False).items():
+        namespace = dict(vars(importlib.import_module(name.rpartition(".")[0])))
+        found += finder.find(thing, name, module=False, globs=namespace)
+    return {test.name: test for test in found if test.examples}
 
 
 TESTS = examples()
@@ -144,16 +176,25 @@ def names_that_are_read(path):
     if "environ" not in text and "settings." not in text:
         return set()
     constants = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
-    return {name for name in constants if isinstance(name, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", name)}
+    return {
+        name
+        for name in constants
+        if isinstance(name, str) and re.fullmatch(r"[A-Z]+(_[A-Z]+)+", name)
+    }
 
 
 def test_the_environment_variables_that_are_read_are_on_the_page():
     page = names_of_variables(ROOT / "docs" / "environment.md")
     read = set().union(*(names_that_are_read(path) for path in (ROOT / "hpcstrat").rglob("*.py")))
     assert {"HPCSTRAT_OUTPUT", "OMP_NUM_THREADS", "PMI_RANK", "TF_CONFIG"} <= read
-    assert sorted(name for name in read if not any(fnmatch.fnmatch(name, known) for known in page)) == []
+    assert (
+        sorted(name for name in read if not any(fnmatch.fnmatch(name, known) for known in page))
+        == []
+    )
     for folder in "launch", "slurm", "tests", "benchmarks":
-        for path in (path for path in (ROOT / folder).iterdir() if path.is_file() and path.suffix != ".png"):
+        for path in (
+            path for path in (ROOT / folder).iterdir() if path.is_file() and path.suffix != ".png"
+        ):
             assert set(re.findall(r"\bHPCSTRAT_[A-Z_]*[A-Z]\b", path.read_text())) <= page, path
 
 
@@ -168,9 +209,16 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert "Formatting signatures requires" not in result.stderr  # else long ones stand in one line
-    pages = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
+    pages = {
+        path.relative_to(tmp_path / "site").as_posix(): path.read_text()
+        for path in tmp_path.rglob("*.html")
+    }
     reference = "".join(text for name, text in pages.items() if name.startswith("api/"))
     assert [name for name in NAMES if f'id="{name}"' not in reference] == []
-    assert "<blockquote>" not in reference  # what ">>>" becomes where it does not stand under "Examples:"
-    loads = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?https?:')  # from elsewhere, which needs a network
+    assert (
+        "<blockquote>" not in reference
+    )  # what ">>>" becomes where it does not stand under "Examples:"
+    loads = re.compile(
+        r'<(?:script|link|img)[^>]*(?:src|href)="?https?:'
+    )  # from elsewhere, which needs a network
     assert [name for name, text in pages.items() if loads.search(text)] == []

@@ -33,12 +33,16 @@ def numbers(count, dtype, seed):
 
 def check(optimizer, dtype, step=3):
     """Compares, bit for bit, with the formula on arrays of the dtype that is computed in."""
-    value, gradient, *slots = (numbers(37, dtype, seed) for seed in range(2 + len(optimizer.all_slots)))
+    value, gradient, *slots = (
+        numbers(37, dtype, seed) for seed in range(2 + len(optimizer.all_slots))
+    )
     before = [array.copy() for array in (value, gradient, *slots)]
     wide = np.float32 if np.dtype(dtype).itemsize == 2 else dtype
     given = {"learning_rate": 0.5, "step": step}
     names = [
-        each.name for each in inspect.signature(optimizer.formula).parameters.values() if each.kind is each.KEYWORD_ONLY
+        each.name
+        for each in inspect.signature(optimizer.formula).parameters.values()
+        if each.kind is each.KEYWORD_ONLY
     ]
     named = {name: given[name] if name in given else getattr(optimizer, name) for name in names}
     if optimizer.weight_decay is not None and "weight_decay" not in names:
@@ -46,7 +50,9 @@ def check(optimizer, dtype, step=3):
     with np.errstate(all="ignore"):
         optimizer.update_rule(0.5, step).apply(value, gradient, slots, np.empty_like(gradient))
         results = optimizer.formula(*[array.astype(wide) for array in before], **named)
-    for found, expected in zip((value, *slots), results if isinstance(results, tuple) else (results,), strict=True):
+    for found, expected in zip(
+        (value, *slots), results if isinstance(results, tuple) else (results,), strict=True
+    ):
         assert found.tobytes() == np.asarray(expected).astype(dtype).tobytes() or np.array_equal(
             found.astype(wide), np.asarray(expected).astype(dtype).astype(wide), equal_nan=True
         )
@@ -58,8 +64,14 @@ def test_the_packages_own(name):
 
 
 FORMULAS = {
-    "slots that change places": (lambda w, g, a, b, *, learning_rate: (w - learning_rate * g, b, a), "ab"),
-    "a slot that becomes the value": (lambda w, g, a, *, learning_rate: (w - learning_rate * g, w), "a"),
+    "slots that change places": (
+        lambda w, g, a, b, *, learning_rate: (w - learning_rate * g, b, a),
+        "ab",
+    ),
+    "a slot that becomes the value": (
+        lambda w, g, a, *, learning_rate: (w - learning_rate * g, w),
+        "a",
+    ),
     "slots in a circle": (lambda w, g, a, b: (a, b, w), "ab"),
     "one result for all": (lambda w, g, a: (w + g, w + g), "a"),
     "what was before stays in use": (lambda w, g, a: ((w + g) * w - a, a + g * w), "a"),
@@ -67,25 +79,43 @@ FORMULAS = {
     "the gradient itself": (lambda w, g: g, ""),
     "choices": (lambda w, g, a: (np.where(w < g, w - a, w + a), np.where(a >= 0, g, -g)), "a"),
     "a condition in use twice": (lambda w, g: np.where(w > 0, g, w) + np.where(w <= 0, g, w), ""),
-    "functions": (lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g), ""),
+    "functions": (
+        lambda w, g: np.sign(g) * np.sqrt(np.abs(w)) + np.maximum(w, 0.5) - np.minimum(g, w * g),
+        "",
+    ),
     "powers": (lambda w, g: w**2 - abs(g) ** 0.5 + np.square(g), ""),
     "reflected operators": (lambda w, g: 1 - 2 * w + 3 / (1 + g * g) - -w, ""),
-    "infinities": (lambda w, g: np.where(g < float("inf"), w - g, -np.inf) + np.where(w > -np.inf, g, np.inf), ""),
+    "infinities": (
+        lambda w, g: np.where(g < float("inf"), w - g, -np.inf) + np.where(w > -np.inf, g, np.inf),
+        "",
+    ),
     "not a number": (lambda w, g: np.where(g < 0, np.nan, w) + np.maximum(g, -float("nan")), ""),
     "NumPy's scalars": (
-        lambda w, g: np.float32(0.5) * g + w / np.float16(3) + np.where(g > np.float64("-inf"), w, 1),
+        lambda w, g: (
+            np.float32(0.5) * g + w / np.float16(3) + np.where(g > np.float64("-inf"), w, 1)
+        ),
         "",
     ),
     "numbers beyond float32": (lambda w, g: np.where(g < 1e300, w, g) * 1e-300, ""),
     "numbers of infinities": (
         lambda w, g, *, learning_rate: (
-            np.where(w > 0, np.maximum(learning_rate, float("nan")) * g, np.minimum(learning_rate, -np.inf) + g)
+            np.where(
+                w > 0,
+                np.maximum(learning_rate, float("nan")) * g,
+                np.minimum(learning_rate, -np.inf) + g,
+            )
             * np.where(learning_rate < np.inf, 1, 2)
         ),
         "",
     ),
-    "a power that is not real": (lambda w, g, *, learning_rate: w + g * (-learning_rate) ** np.float64(1.5), ""),
-    "numbers alone": (lambda w, g, *, learning_rate, step: w - g * (learning_rate**step + 2.0 / step), ""),
+    "a power that is not real": (
+        lambda w, g, *, learning_rate: w + g * (-learning_rate) ** np.float64(1.5),
+        "",
+    ),
+    "numbers alone": (
+        lambda w, g, *, learning_rate, step: w - g * (learning_rate**step + 2.0 / step),
+        "",
+    ),
 }
 
 
@@ -104,11 +134,17 @@ def test_numbers_and_options_are_attributes():
     for optimizer.upwards, optimizer.scale in itertools.product((False, True), (2.0, 3.0)):
         check(optimizer, np.float32)
         constants = optimizer.update_rule(0.25, 1).constants
-        assert constants == {"learning_rate": 0.25, "scale": optimizer.scale, "upwards": optimizer.upwards}
+        assert constants == {
+            "learning_rate": 0.25,
+            "scale": optimizer.scale,
+            "upwards": optimizer.upwards,
+        }
 
 
 def test_numbers_of_steps():
-    optimizer = optimizer_of(lambda w, g, *, learning_rate, step: w + learning_rate * np.sqrt(step) * g)
+    optimizer = optimizer_of(
+        lambda w, g, *, learning_rate, step: w + learning_rate * np.sqrt(step) * g
+    )
     for step in (1, 4, 9):
         value = np.zeros(2)
         optimizer.update_rule(0.5, step).apply(value, np.ones(2), (), np.empty(2))
@@ -141,12 +177,18 @@ REFUSED = {
     "a text": (lambda w, g: w - "1", "an operand is of type str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "one operand is a condition"),
     "a number as a condition": (lambda w, g: np.where(g, w, g), "one operand is an element"),
-    "a norm in a norm": (lambda w, g: w - g * np.linalg.norm(g * np.linalg.norm(w)), "that no other norm is in"),
+    "a norm in a norm": (
+        lambda w, g: w - g * np.linalg.norm(g * np.linalg.norm(w)),
+        "that no other norm is in",
+    ),
     "a norm of a number": (
         lambda w, g: w - g * np.linalg.norm(np.linalg.norm(w)),
         "numpy.linalg.norm takes an element",
     ),
-    "a norm of rows": (lambda w, g: w - np.linalg.norm(g, axis=0), "numpy.norm has no place in a formula"),
+    "a norm of rows": (
+        lambda w, g: w - np.linalg.norm(g, axis=0),
+        "numpy.norm has no place in a formula",
+    ),
     "parts of an element": (lambda w, g: w - sum(g), "an element is no sequence"),
 }
 
@@ -175,7 +217,9 @@ def test_what_is_returned_is_checked(what):
         optimizer_of(RETURNED[what], "a").update_rule(0.5, 1)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex128])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex128]
+)
 def test_norms(dtype):
     """Numbers that are made of norms are computed in float64, of terms in the dtype that is computed in."""
 
@@ -192,13 +236,18 @@ def test_norms(dtype):
     expected = w_ - (0.5 * norms[0] / norms[1]) * (g_ - a_)
     optimizer_of(formula, "a").update_rule(0.5, 1).apply(w, g, [a], np.empty_like(w))
     eps = ml_dtypes.finfo(dtype).eps
-    np.testing.assert_allclose(w.astype(np.complex128), expected.astype(np.complex128), rtol=4 * eps, atol=4 * eps)
+    np.testing.assert_allclose(
+        w.astype(np.complex128), expected.astype(np.complex128), rtol=4 * eps, atol=4 * eps
+    )
     assert (a == (2 * a_).astype(dtype)).all()
 
 
 def test_numbers_that_overflow_are_as_in_numpy():
     """An exception in the middle of an update would break it off."""
-    formulas = [lambda w, g: w + np.log(np.linalg.norm(g)), lambda w, g: w - np.exp(1e4 + np.linalg.norm(g))]
+    formulas = [
+        lambda w, g: w + np.log(np.linalg.norm(g)),
+        lambda w, g: w - np.exp(1e4 + np.linalg.norm(g)),
+    ]
     for formula in (*formulas, lambda w, g: w - (1e300 + np.linalg.norm(g)) ** 2):
         value = np.zeros(3)
         optimizer_of(formula).update_rule(0.5, 1).apply(value, np.zeros(3), (), np.empty(3))
@@ -206,7 +255,9 @@ def test_numbers_that_overflow_are_as_in_numpy():
 
 
 def test_a_norm_of_zeros_divides_as_numpy_does():
-    rule = optimizer_of(lambda w, g: w + np.where(1 / np.linalg.norm(g) > 1e300, 1, 2)).update_rule(0.5, 1)
+    rule = optimizer_of(lambda w, g: w + np.where(1 / np.linalg.norm(g) > 1e300, 1, 2)).update_rule(
+        0.5, 1
+    )
     value = np.zeros(3)
     rule.apply(value, np.zeros(3), (), np.empty(3))
     assert value.tolist() == [1, 1, 1]
@@ -215,7 +266,9 @@ def test_a_norm_of_zeros_divides_as_numpy_does():
 @pytest.mark.parametrize("number", ["learning_rate", "step", "weight_decay"])
 def test_a_number_taken_by_position_is_refused(number):
     formula = eval(f"lambda w, g, {number}: w - {number} * g")
-    with pytest.raises(TypeError, match=rf"Own\.formula takes {number} by position; numbers come after `\*`: def "):
+    with pytest.raises(
+        TypeError, match=rf"Own\.formula takes {number} by position; numbers come after `\*`: def "
+    ):
         optimizer_of(formula)
     optimizer_of(eval(f"lambda w, g, *, {number}: w"))
 
@@ -223,7 +276,9 @@ def test_a_number_taken_by_position_is_refused(number):
 @pytest.mark.parametrize("wrong", ["x", "0.5", b"1", [0.5], np.ones(2), 1j], ids=repr)
 def test_an_attribute_that_is_no_number_is_named(wrong):
     optimizer: Any = optimizer_of(lambda w, g, *, scale: w - scale * g, scale=wrong)
-    with pytest.raises(TypeError, match=rf"Own: scale is {re.escape(repr(wrong))}; it must be a number"):
+    with pytest.raises(
+        TypeError, match=rf"Own: scale is {re.escape(repr(wrong))}; it must be a number"
+    ):
         optimizer.update_rule(0.5, 1)
     optimizer.scale = np.float32(0.5)
     check(optimizer, np.float64)

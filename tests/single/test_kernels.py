@@ -34,7 +34,9 @@ class Kernel(ElementwiseKernel):
         if Kernel.wanted is None:
             super().__call__(*arguments, size=size)
         else:
-            Kernel.wanted.append((self, self.dtypes([getattr(argument, "dtype", None) for argument in arguments])))
+            Kernel.wanted.append(
+                (self, self.dtypes([getattr(argument, "dtype", None) for argument in arguments]))
+            )
 
 
 class OnHost(np.ndarray):
@@ -90,7 +92,9 @@ def cupy():
 def numbers(random, size, dtype):
     """Usual numbers, and the special ones in between."""
     found = random.standard_normal(size)
-    if dtype.kind == "c":  # what NumPy and C++ make of infinities in products of complex numbers is not the same
+    if (
+        dtype.kind == "c"
+    ):  # what NumPy and C++ make of infinities in products of complex numbers is not the same
         return (found + 1j * random.standard_normal(size)).astype(dtype)
     found[::7] = random.choice(SPECIAL, found[::7].size)
     with np.errstate(over="ignore"):
@@ -119,7 +123,10 @@ def update(optimizer, step, value, gradient, slots):
 
 def operations(optimizer, step, value, gradient, slots):
     """The same by operations on arrays, those of 16 bits rounded at the end, as a kernel does."""
-    changed, work = [array.astype(accumulator(array.dtype)) for array in (value, *slots)], np.empty_like
+    changed, work = (
+        [array.astype(accumulator(array.dtype)) for array in (value, *slots)],
+        np.empty_like,
+    )
     gradient = gradient.astype(changed[0].dtype)
     optimizer.update_rule(0.1, step).apply(changed[0], gradient, changed[1:], work(gradient))
     for array, new in zip((value, *slots), changed, strict=True):
@@ -134,7 +141,9 @@ def same(found, expected, scale, ulps):
     found, expected = found.astype(wide), expected.astype(wide)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(found[~finite], expected[~finite])
-    tiny = 1e4 * ml_dtypes.finfo(accumulator(kind)).tiny  # on the way to it something may be below the normal numbers
+    tiny = (
+        1e4 * ml_dtypes.finfo(accumulator(kind)).tiny
+    )  # on the way to it something may be below the normal numbers
     far = finite & (abs(found - expected) > tiny + ulps * eps * scale)
     assert not far.any(), list(zip(found[far], expected[far], scale[far], strict=True))[:5]
 
@@ -151,7 +160,9 @@ def test_an_update_is_what_the_operations_give(cupy, name, dtype):
             found, expected = ([array.copy() for array in (value, *slots)] for _ in range(2))
             update(optimizer, step, found[0], gradient, found[1:])
             operations(optimizer, step, expected[0], gradient, expected[1:])
-            into = [abs(array.astype(np.complex128)) for array in (value, gradient, *slots, *expected)]
+            into = [
+                abs(array.astype(np.complex128)) for array in (value, gradient, *slots, *expected)
+            ]
             scale = np.nan_to_num(np.sum([*into, into[1] ** 2], axis=0), nan=np.inf, posinf=np.inf)
             for one, other in zip(found, expected, strict=True):
                 same(one, other, scale, ulps=4)
@@ -172,7 +183,10 @@ SHAPES = {
 @pytest.mark.parametrize("alignment", [1, 256])
 @pytest.mark.parametrize(
     "dtype",
-    slow_but(["bool", "float32", "complex128"], ["bool", "float16", "float32", "int64", "complex64", "complex128"]),
+    slow_but(
+        ["bool", "float32", "complex128"],
+        ["bool", "float16", "float32", "int64", "complex64", "complex128"],
+    ),
 )
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
@@ -184,7 +198,9 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
         random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0].view(OnHost)
         for shape, dtype in forms
     ]
-    arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]  # of both orders in memory
+    arrays = [
+        array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)
+    ]  # of both orders in memory
     message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
     form.write(expected, arrays)
     for group in form.groups:
@@ -215,8 +231,12 @@ def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
         for row, found in zip(rows_found, combined, strict=True):
             first, *others = values[names == row].astype(wide)
             expected = functools.reduce(ufunc, others, first)
-            if combination is rows.PRODUCT and dtype.kind == "c":  # whose parts a compiler may round once less
-                np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(initial=0))
+            if (
+                combination is rows.PRODUCT and dtype.kind == "c"
+            ):  # whose parts a compiler may round once less
+                np.testing.assert_allclose(
+                    found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(initial=0)
+                )
                 continue
             np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
 
@@ -227,7 +247,9 @@ def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
 TOTALS = ["float32", "float64", "int64"]
 
 
-@pytest.mark.parametrize("count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"])
+@pytest.mark.parametrize(
+    "count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"]
+)
 @pytest.mark.parametrize("dtype", TOTALS)
 def test_a_total_and_a_count_are_added(cupy, dtype, count):
     sums = np.array([0.5, 1])

@@ -6,7 +6,14 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels_on_host import CompilationError, ElementwiseKernel, Fault, RawKernel, compile_together, is_available
+from kernels_on_host import (
+    CompilationError,
+    ElementwiseKernel,
+    Fault,
+    RawKernel,
+    compile_together,
+    is_available,
+)
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
@@ -14,11 +21,23 @@ pytestmark = [
 ]
 
 SHORT_FLOATS = [np.float16, ml_dtypes.bfloat16]
-DTYPES = [*SHORT_FLOATS, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint8, np.uint32, np.uint64]
+DTYPES = [
+    *SHORT_FLOATS,
+    np.float32,
+    np.float64,
+    np.int8,
+    np.int32,
+    np.int64,
+    np.uint8,
+    np.uint32,
+    np.uint64,
+]
 DTYPES += [np.complex64, np.complex128]
 TO_FLOAT = ElementwiseKernel("T x", "float32 y", "y = (float)x")
 FROM_FLOAT = ElementwiseKernel("float32 x", "T y", "y = (T)x")
-ADD = ElementwiseKernel("T x, float64 number", "T total, T last", "total += (T)(number) * x; last = x")
+ADD = ElementwiseKernel(
+    "T x, float64 number", "T total, T last", "total += (T)(number) * x; last = x"
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +45,10 @@ def compiled():
     """By one run of the compiler: one for each would take a third of a second."""
     wanted = [(ADD, ADD.dtypes([dtype, None, dtype, dtype])) for dtype in map(np.dtype, DTYPES)]
     for dtype in map(np.dtype, SHORT_FLOATS):
-        wanted += [(TO_FLOAT, TO_FLOAT.dtypes([dtype, None])), (FROM_FLOAT, FROM_FLOAT.dtypes([None, dtype]))]
+        wanted += [
+            (TO_FLOAT, TO_FLOAT.dtypes([dtype, None])),
+            (FROM_FLOAT, FROM_FLOAT.dtypes([None, dtype])),
+        ]
     compile_together(wanted)
 
 
@@ -38,7 +60,9 @@ def test_16_bit_floats_are_rounded_as_numpy_does(compiled, dtype):
     expected = all_of_them.astype(np.float32)
     assert np.array_equal(exact, expected, equal_nan=True)
     finite = expected[np.isfinite(expected)]
-    between = np.sort(finite)[:-1] + np.diff(np.sort(finite)) / 2  # ties, which go to the even neighbour
+    between = (
+        np.sort(finite)[:-1] + np.diff(np.sort(finite)) / 2
+    )  # ties, which go to the even neighbour
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
     wide = np.concatenate([finite, between, bits[np.isfinite(bits)]])
     short = np.zeros(wide.size, dtype)
@@ -54,7 +78,9 @@ def test_elementwise_kernels_take_every_dtype_and_layout(compiled, dtype):
     ADD(x.T, 2.0, total, last)
     assert np.array_equal(total.T, 2 * x + np.ones((), dtype)) and np.array_equal(last.T, x)
     ADD(x[0, 1], 1.0, total[::2], last[::2])
-    assert last[::2].tolist() == np.ones((2, 3), dtype).tolist() and np.array_equal(last[1::2], x.T[1::2])
+    assert last[::2].tolist() == np.ones((2, 3), dtype).tolist() and np.array_equal(
+        last[1::2], x.T[1::2]
+    )
 
 
 def test_raw_parameters_are_indexed_by_the_kernel():
@@ -74,10 +100,14 @@ def test_raw_kernels_run_every_thread():
     """
     kernel = RawKernel(code, "scale")
     x, y = np.arange(10, dtype=np.float32), np.zeros(10, np.float32)
-    numbers = np.array((2.0, 9), np.dtype([("factor", np.float64), ("count", np.int32)], align=True))
+    numbers = np.array(
+        (2.0, 9), np.dtype([("factor", np.float64), ("count", np.int32)], align=True)
+    )
     kernel((3,), (4,), (numbers, x, y, 100))
     assert y.tolist() == [103 + 2 * i for i in range(9)] + [0]
-    with pytest.raises(TypeError, match="have .16, 8, 8, 8. bytes, and it is called with .16, 8, 8, 4."):
+    with pytest.raises(
+        TypeError, match="have .16, 8, 8, 8. bytes, and it is called with .16, 8, 8, 4."
+    ):
         kernel((3,), (4,), (numbers, x, y, np.int32(100)))
 
 
@@ -106,7 +136,10 @@ THREADS = {
 @pytest.fixture(scope="module")
 def threads():
     """Those kernels, by one run of the compiler."""
-    made = {text: ElementwiseKernel("raw float64 z", "float64 x, raw float64 y", text) for text in THREADS}
+    made = {
+        text: ElementwiseKernel("raw float64 z", "float64 x, raw float64 y", text)
+        for text in THREADS
+    }
     compile_together([(one, (np.dtype(np.float64),) * 3) for one in made.values()])
     return made
 
@@ -115,7 +148,11 @@ def threads():
 def test_threads_meet_by_atomic_operations_only(threads, operation):
     y = np.zeros(8)
     expected = THREADS[operation]
-    with contextlib.nullcontext() if expected is None else pytest.raises(Fault, match=re.escape(expected)):
+    with (
+        contextlib.nullcontext()
+        if expected is None
+        else pytest.raises(Fault, match=re.escape(expected))
+    ):
         threads[operation](y, np.arange(8.0), y)
 
 
@@ -141,19 +178,28 @@ def test_raw_kernels_are_checked_too():
 
     call()
     assert y.tolist() == list(range(8))
-    with pytest.raises(Fault, match=f"copy: thread 1 writes word 0 of argument 1, which thread 0 writes: {CHANCE}"):
+    with pytest.raises(
+        Fault, match=f"copy: thread 1 writes word 0 of argument 1, which thread 0 writes: {CHANCE}"
+    ):
         call(apart=0)
-    with pytest.raises(Fault, match="copy: thread 0 writes 16 bytes at an address that is not a multiple of them"):
+    with pytest.raises(
+        Fault, match="copy: thread 0 writes 16 bytes at an address that is not a multiple of them"
+    ):
         call(np.zeros(10)[1:9])
-    with pytest.raises(Fault, match="copy: thread 2 writes 16 bytes at an address that is outside of what"):
+    with pytest.raises(
+        Fault, match="copy: thread 2 writes 16 bytes at an address that is outside of what"
+    ):
         call(np.zeros(4))
     table[2] = 1
-    with pytest.raises(Fault, match="copy: thread 1 reads 16 bytes at an address that is outside of what"):
+    with pytest.raises(
+        Fault, match="copy: thread 1 reads 16 bytes at an address that is outside of what"
+    ):
         call()
 
 
 @pytest.mark.parametrize(
-    ("operation", "reason"), [("y = undeclared", "undeclared"), ("__syncthreads(); y = x", "do not have __syncthreads")]
+    ("operation", "reason"),
+    [("y = undeclared", "undeclared"), ("__syncthreads(); y = x", "do not have __syncthreads")],
 )
 def test_what_does_not_compile_says_why(operation, reason):
     with pytest.raises(CompilationError, match=reason):

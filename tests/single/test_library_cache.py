@@ -43,7 +43,9 @@ def start():
     def start(seconds=LIMIT, before=""):
         command = [sys.executable, "-c", before + PROGRAM, str(seconds)]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = subprocess.Popen(
+            command, text=True, start_new_session=True, stdin=pipe, stdout=pipe, stderr=pipe
+        )
         processes.append(process)
         assert process.stdout and process.stdout.readline() == "ready\n"
         return process
@@ -100,7 +102,10 @@ exec {library_cache.compiler()} "$@"
 
 def is_running(process):
     try:
-        return pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+            not in "ZX"
+        )
     except OSError:
         return False
 
@@ -125,7 +130,9 @@ def foreign(path):
     """Makes a library at this path, whole, that answers 13."""
     command = [library_cache.compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", os.fspath(path)]
     subprocess.run(command, input=SOURCE.format(13), text=True, check=True)
-    path.write_bytes(path.read_bytes() + hashlib.blake2b(path.read_bytes(), digest_size=32).digest())
+    path.write_bytes(
+        path.read_bytes() + hashlib.blake2b(path.read_bytes(), digest_size=32).digest()
+    )
     path.chmod(0o600)
 
 
@@ -229,7 +236,9 @@ def test_a_library_is_written_to_the_disk_before_it_gets_its_name(home, monkeypa
     done = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, real=real, name=name: (done.append(name), real(*a))[1])
+        monkeypatch.setattr(
+            os, name, lambda *a, real=real, name=name: (done.append(name), real(*a))[1]
+        )
     umask = os.umask(0)
     try:
         assert library_cache.load_library(SOURCE.format(1)).answer() == 1
@@ -240,7 +249,9 @@ def test_a_library_is_written_to_the_disk_before_it_gets_its_name(home, monkeypa
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
-def test_a_compiler_that_hangs_ends_with_its_children_and_is_not_tried_again(home, compiler, monkeypatch):
+def test_a_compiler_that_hangs_ends_with_its_children_and_is_not_tried_again(
+    home, compiler, monkeypatch
+):
     monkeypatch.setattr(library_cache, "_SECONDS", 0.5)
     with pytest.raises(subprocess.TimeoutExpired):
         library_cache.load_library(SOURCE.format(1))
@@ -265,7 +276,9 @@ def test_others_take_what_one_process_compiles(home, compiler, start):
     assert len(compiler.processes()) == 2 and len(files(home)) == 1
 
 
-def test_a_process_that_is_stopped_while_it_compiles_does_not_stop_others(home, compiler, start, monkeypatch):
+def test_a_process_that_is_stopped_while_it_compiles_does_not_stop_others(
+    home, compiler, start, monkeypatch
+):
     first = begun(start())
     compiler.processes()
     first.send_signal(signal.SIGSTOP)
@@ -276,7 +289,9 @@ def test_a_process_that_is_stopped_while_it_compiles_does_not_stop_others(home, 
     with pytest.raises(OSError, match="does not try it again"):
         library_cache.load_library(SOURCE.format(1))
     monkeypatch.setattr(library_cache, "_hung", set())
-    assert library_cache.load_library(SOURCE.format(1)).answer() == 1  # another library has another lock
+    assert (
+        library_cache.load_library(SOURCE.format(1)).answer() == 1
+    )  # another library has another lock
 
 
 @pytest.mark.slow

@@ -23,7 +23,11 @@ RESOLVER = SimpleClusterResolver(ClusterSpec({"worker": ["a"]}))
 
 MISUSES = {
     "Strategy.run": (lambda: STRATEGY.run(WRONG), "5", r"run\(fn, args="),
-    "Strategy.reduce": (lambda: STRATEGY.reduce("MOST", np.ones(3), None), "'MOST'", "ReduceOp.MEAN"),
+    "Strategy.reduce": (
+        lambda: STRATEGY.reduce("MOST", np.ones(3), None),
+        "'MOST'",
+        "ReduceOp.MEAN",
+    ),
     "Strategy.gather": (lambda: STRATEGY.gather(np.ones((2, 3)), 4), "4.*(2, 3)", "axis"),
     "Strategy.experimental_distribute_dataset": (
         lambda: STRATEGY.experimental_distribute_dataset(WRONG),
@@ -40,7 +44,11 @@ MISUSES = {
     ),
     "Dataset.batch": (lambda: Dataset.range(4).batch(0), "batch_size is 0", "1"),
     "Checkpoint": (lambda: Checkpoint(v=WRONG), "v is 5", "Variable"),
-    "Checkpoint.restore": (lambda: Checkpoint(v=W).restore("/nowhere"), "/nowhere", "restore again"),
+    "Checkpoint.restore": (
+        lambda: Checkpoint(v=W).restore("/nowhere"),
+        "/nowhere",
+        "restore again",
+    ),
     "ClusterSpec": (lambda: RESOLVER.master("ps", 0), "'ps'", "'worker'"),
     "broadcast_object": (lambda: hs.broadcast_object(lambda: 0), "lambda", "pickle"),
 }
@@ -51,18 +59,26 @@ def test_a_message_names_the_call_what_came_and_the_way_out(call):
     misuse, came, way_out = MISUSES[call]
     with pytest.raises(Exception) as caught:
         misuse()
-    text = str(caught.value).partition("] ")[2] if isinstance(caught.value, OSError) else str(caught.value)
+    text = (
+        str(caught.value).partition("] ")[2]
+        if isinstance(caught.value, OSError)
+        else str(caught.value)
+    )
     assert begins_with_a_call(text)
     assert re.match(rf"{re.escape(call)}\b.*{came}.*({way_out})", text), text
 
 
-@pytest.mark.parametrize("text", ["Strategy.reduce: axis is 3", "Variable 'w' is old", "barrier: late"])
+@pytest.mark.parametrize(
+    "text", ["Strategy.reduce: axis is 3", "Variable 'w' is old", "barrier: late"]
+)
 def test_what_begins_with_a_call(text):
     assert begins_with_a_call(text)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "axis is 3", "Strategy.reduction: no", "rank 0 is late", "Strategy._merge: no"], ids=repr
+    "text",
+    ["", "axis is 3", "Strategy.reduction: no", "rank 0 is late", "Strategy._merge: no"],
+    ids=repr,
 )
 def test_what_does_not(text):
     assert not begins_with_a_call(text)

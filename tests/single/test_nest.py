@@ -69,7 +69,12 @@ def test_types_of_containers_are_kept():
         collections.deque([6]),
     ]
     found = nests.map_leaves(lambda x: x * 10, nest)
-    assert found == [collections.OrderedDict(z=10, a=20), Point(30, [40]), {"k": 50}, collections.deque([60])]
+    assert found == [
+        collections.OrderedDict(z=10, a=20),
+        Point(30, [40]),
+        {"k": 50},
+        collections.deque([60]),
+    ]
     assert [type(one) for one in found] == [type(one) for one in nest]
 
 
@@ -78,7 +83,11 @@ def test_dataclasses_are_nests_and_not_made_through_their_init():
     leaves, structure = nests.flatten(nest)
     assert leaves == [1, 2, 3, 4, 5]
     found = nests.unflatten(structure, ["a", "b", "c", "d", "e"])
-    assert (found["p"].first, found["p"].second[1], found["q"]) == ("a", Frozen("c"), Plain("d", ["e"]))
+    assert (found["p"].first, found["p"].second[1], found["q"]) == (
+        "a",
+        Frozen("c"),
+        Plain("d", ["e"]),
+    )
     assert type(found["p"]) is Pair
     assert nests.flatten(nest)[1] == structure
 
@@ -129,7 +138,8 @@ def test_a_dataclass_first_met_inside_another():
 
 def test_structures_differ():
     structures = [
-        nests.flatten(nest)[1] for nest in (1, [1], (1,), {"a": 1}, {"b": 1}, [1, 1], [[1]], Point(1, 2), [None])
+        nests.flatten(nest)[1]
+        for nest in (1, [1], (1,), {"a": 1}, {"b": 1}, [1, 1], [[1]], Point(1, 2), [None])
     ]
     assert len(set(structures)) == len(structures) - 1  # None is a leaf as another
     assert nests.flatten([None])[1] == nests.flatten([1])[1]
@@ -207,7 +217,9 @@ def test_subclasses_of_dict_are_nests(nest):
     assert leaves == ([1, 2] if in_order else [2, 1])
     marks = [object(), object()]
     (found,) = nests.unflatten(structure, marks)
-    assert type(found) is type(nest) and dict(found) == dict(zip("ba" if in_order else "ab", marks, strict=True))
+    assert type(found) is type(nest) and dict(found) == dict(
+        zip("ba" if in_order else "ab", marks, strict=True)
+    )
     assert list(found) == (["b", "a"] if in_order else ["a", "b"])
     assert nests.describe(nests.flatten(nest)[1]).startswith(f"{type(nest).__name__}({{")
     if isinstance(nest, Attributes):
@@ -215,10 +227,17 @@ def test_subclasses_of_dict_are_nests(nest):
 
 
 def test_structures_of_subclasses_of_dict():
-    assert nests.flatten(Keys(a=1, b=2))[1] == nests.flatten(Keys(b=3, a=4))[1] != nests.flatten(Keys(a=1, c=2))[1]
+    assert (
+        nests.flatten(Keys(a=1, b=2))[1]
+        == nests.flatten(Keys(b=3, a=4))[1]
+        != nests.flatten(Keys(a=1, c=2))[1]
+    )
     assert nests.flatten(Ordered(a=1, b=2))[1] != nests.flatten(Ordered(b=3, a=4))[1]
     assert nests.flatten(Keys(a=1))[1] != nests.flatten({"a": 1})[1]
-    assert nests.map_leaves(lambda x: x + 1, Keys({1: Keys(x=2), "a": [3]})) == {1: {"x": 3}, "a": [4]}
+    assert nests.map_leaves(lambda x: x + 1, Keys({1: Keys(x=2), "a": [3]})) == {
+        1: {"x": 3},
+        "a": [4],
+    }
 
 
 @pytest.mark.parametrize(
@@ -254,14 +273,24 @@ def test_deep_nests():
     itself = []
     itself.append(itself)
     for refused in ([nest], itself):
-        with pytest.raises(ValueError, match="the list is nested more than 1000 levels deep, or contains itself"):
+        with pytest.raises(
+            ValueError, match="the list is nested more than 1000 levels deep, or contains itself"
+        ):
             nests.flatten(refused)
 
 
 def test_no_two_structures_have_one_description():
     values = [
         *(1, [1], (1,), [[1]], {"a": 1}, {"a, NoneIsLeaf": 1}, {"a, NoneIsLeaf": 1, "b": 2}),
-        *({"a, NoneIsLeaf": 1, "c": 2}, {"'a": 1}, {"a'": 1}, {"a': *, 'b": 1}, {"a": 1, "b": 2}, {1: 2}, {"1": 2}),
+        *(
+            {"a, NoneIsLeaf": 1, "c": 2},
+            {"'a": 1},
+            {"a'": 1},
+            {"a': *, 'b": 1},
+            {"a": 1, "b": 2},
+            {1: 2},
+            {"1": 2},
+        ),
         *([1, 2], (1, 2), Point(1, 2), Keys(a=1), Ordered(a=1), collections.OrderedDict(a=1)),
     ]
     assert len({nests.describe(nests.flatten(nest)[1]) for nest in values}) == len(values)
@@ -279,7 +308,12 @@ class Key:
 
 def test_keys_of_one_repr_are_told_apart():
     """By a description that no other rank has: nobody knows which of its keys is which of this rank's."""
-    alike = [{Key(): 1, Key(): 2}, [{Key(): 1, Key(): 2}], {Key(): 1, Key(): 2}, Keys({Key(): 1, Key(): 2})]
+    alike = [
+        {Key(): 1, Key(): 2},
+        [{Key(): 1, Key(): 2}],
+        {Key(): 1, Key(): 2},
+        Keys({Key(): 1, Key(): 2}),
+    ]
     structures = [nests.flatten(nest)[1] for nest in alike]
     descriptions = [nests.describe(structure) for structure in structures]
     assert len(set(descriptions)) == len(descriptions)

@@ -13,7 +13,9 @@ def travelled(obj, room=0):
     return found
 
 
-@pytest.mark.parametrize("obj", [None, 0, "text", {"a": [1, (2.5, b"c")]}, {1, 2}, ValueError("v").args, []], ids=str)
+@pytest.mark.parametrize(
+    "obj", [None, 0, "text", {"a": [1, (2.5, b"c")]}, {1, 2}, ValueError("v").args, []], ids=str
+)
 def test_plain_objects(obj):
     assert travelled(obj) == obj
     assert travelled(obj, room=100) == obj
@@ -23,9 +25,17 @@ def test_plain_objects(obj):
 @pytest.mark.parametrize("shape", [(), (0,), (5,), (0, 3), (2, 3, 4)], ids=str)
 def test_arrays(dtype, shape):
     array = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype("i8").astype(dtype)
-    for given in (array, np.asfortranarray(array), array[..., ::-1] if array.ndim else array, array.T):
+    for given in (
+        array,
+        np.asfortranarray(array),
+        array[..., ::-1] if array.ndim else array,
+        array.T,
+    ):
         found = travelled({"x": given})["x"]
-        assert found.dtype.newbyteorder("=") == given.dtype.newbyteorder("=") and found.shape == given.shape
+        assert (
+            found.dtype.newbyteorder("=") == given.dtype.newbyteorder("=")
+            and found.shape == given.shape
+        )
         assert np.array_equal(found, given)
         assert found.flags.writeable
 

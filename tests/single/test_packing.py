@@ -9,7 +9,12 @@ def forms(*pairs):
 
 
 MIXED = forms(
-    ((3,), np.int8), ((), np.float64), ((2, 2), np.int8), ((0, 5), np.float32), ((5,), np.float64), ((1,), np.complex64)
+    ((3,), np.int8),
+    ((), np.float64),
+    ((2, 2), np.int8),
+    ((0, 5), np.float32),
+    ((5,), np.float64),
+    ((1,), np.complex64),
 )
 
 
@@ -59,8 +64,12 @@ def test_any_memory_order_is_written_row_by_row():
 def test_windows_of_a_message_hold_each_element_once(window):
     form = Layout(*MIXED)
     for group in form.groups:
-        found = [group.within(slice(start, start + window)) for start in range(0, form.nbytes, window)]
-        assert [i for here in found for i in range(here.start, here.stop)] == list(range(group.elements))
+        found = [
+            group.within(slice(start, start + window)) for start in range(0, form.nbytes, window)
+        ]
+        assert [i for here in found for i in range(here.start, here.stop)] == list(
+            range(group.elements)
+        )
 
 
 def test_nothing():

@@ -40,36 +40,53 @@ def test_different_arguments_have_different_signatures():
         *[(call,) for call in ("a", "b", "a ")],
         *[("a", op.name) for op in ReduceOp],
         *[("a", np.dtype(dtype)) for dtype in ("f2", "f4", "f8", "i4", "u4", "c8", "?")],
-        *[("a", shape) for shape in ((), (1,), (2,), (1, 2), (2, 1), (12,), ((1,), (2,)), ((1, 2), ()))],
+        *[
+            ("a", shape)
+            for shape in ((), (1,), (2,), (1, 2), (2, 1), (12,), ((1,), (2,)), ((1, 2), ()))
+        ],
     ]
     assert len({signature_of(*one).digest for one in calls}) == len(calls)
 
 
 def test_numbers_are_part_of_it():
     plain = signature_of("call", (3,))
-    found = [plain.with_numbers(numbers) for numbers in [(0.1,), (0.2,), (0.1, 0.0), (float(np.nextafter(0.1, 1)),)]]
+    found = [
+        plain.with_numbers(numbers)
+        for numbers in [(0.1,), (0.2,), (0.1, 0.0), (float(np.nextafter(0.1, 1)),)]
+    ]
     assert len({one.digest for one in [plain, *found]}) == 5
     assert found[0].digest == signature_of("call", (3,)).with_numbers((0.1,)).digest
     assert found[0].digest != signature_of("call", (4,)).with_numbers((0.1,)).digest
     assert str(found[2]) == "call((3,)) with 0.1, 0"
-    assert str(plain.with_numbers((0.1, 2.0), ("rate", "step"))) == "call((3,)) with rate=0.1, step=2"
+    assert (
+        str(plain.with_numbers((0.1, 2.0), ("rate", "step"))) == "call((3,)) with rate=0.1, step=2"
+    )
     assert isinstance(found[0], CallSignature) and found[0].numbers == (0.1,)
 
 
 def test_a_call_in_words():
-    v, w = (VariableId(f"'{name}'", number, 1, np.dtype("f4"), (2,)) for number, name in enumerate("vw", 1))
+    v, w = (
+        VariableId(f"'{name}'", number, 1, np.dtype("f4"), (2,))
+        for number, name in enumerate("vw", 1)
+    )
     in_words = "float32 of shape (2,), variable 1 of storage 1"
     for made, expected in [
         (signature_of("barrier"), "barrier()"),
         (signature_of("reduce", "SUM", "*"), "reduce(SUM)"),
-        (signature_of("reduce", "{'a': *}", (np.dtype("f8"), ())), "reduce({'a': *}) of float64 of shape ()"),
+        (
+            signature_of("reduce", "{'a': *}", (np.dtype("f8"), ())),
+            "reduce({'a': *}) of float64 of shape ()",
+        ),
         (signature_of("Variable.assign of 'v'", v), f"Variable.assign of 'v' ({in_words})"),
         (signature_of("apply", v), f"apply of 'v' ({in_words})"),
         (signature_of("save", Listed(("a", "b"))), "save of a, b"),
     ]:
         assert str(made) == expected
     assert signature_of("apply", v).digest != signature_of("apply", w).digest
-    assert signature_of("save", Listed(("a, b",))).digest != signature_of("save", Listed(("a", "b"))).digest
+    assert (
+        signature_of("save", Listed(("a, b",))).digest
+        != signature_of("save", Listed(("a", "b"))).digest
+    )
 
 
 def rank(*passed, place="p.py:1 in f", call="apply(SUM)", numbers=()):
@@ -112,7 +129,13 @@ class Mute(Exception):
         (Nameless("bad"), RuntimeError, "Nameless: bad"),
         (Mute(), RuntimeError, "Mute()"),
     ],
-    ids=["a text", "none", "one's own class, none", "one's own class, a text", "no text can be made"],
+    ids=[
+        "a text",
+        "none",
+        "one's own class, none",
+        "one's own class, a text",
+        "no text can be made",
+    ],
 )
 def test_what_other_ranks_raise_is_never_without_a_text(error, cls, text):
     with pytest.raises(cls) as caught:

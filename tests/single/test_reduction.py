@@ -95,12 +95,24 @@ def test_the_table_of_dtypes():
             if op.name in allowed.get(dtype, ()):
                 check_reducible(dtype, op)
                 continue
-            with call_named("some_call"), pytest.raises(TypeError, match="^some_call: .*cast first"):
+            with (
+                call_named("some_call"),
+                pytest.raises(TypeError, match="^some_call: .*cast first"),
+            ):
                 check_reducible(dtype, op)
 
 
 def test_what_is_a_number():
-    for dtype in (bool, np.int16, np.uint64, np.float16, np.longdouble, np.complex64, ">f4", ml_dtypes.bfloat16):
+    for dtype in (
+        bool,
+        np.int16,
+        np.uint64,
+        np.float16,
+        np.longdouble,
+        np.complex64,
+        ">f4",
+        ml_dtypes.bfloat16,
+    ):
         assert is_numeric(np.dtype(dtype))
     for dtype in (object, "U3", "S3", "M8[s]", "m8[s]", "V4", [("a", "f4")]):
         assert not is_numeric(np.dtype(dtype))
@@ -138,10 +150,14 @@ def test_an_operation_that_is_not_in_the_table_raises(use):
 
 def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
     product: Any = Other.PROD
-    monkeypatch.setitem(REDUCTIONS, product, Reduction(np.multiply, "NCCL_PROD", "prod", ("float64",)))
+    monkeypatch.setitem(
+        REDUCTIONS, product, Reduction(np.multiply, "NCCL_PROD", "prod", ("float64",))
+    )
     out = np.empty(2)
     reduce_chunk(out, [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])], product)
     assert out.tolist() == [10, 42]
     assert _Inner(product, np.array([2.0, 3.0, 4.0]), 0).total == 24
-    with pytest.raises(TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"):
+    with pytest.raises(
+        TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"
+    ):
         check_reducible(np.dtype(np.float32), product)

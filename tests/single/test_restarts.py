@@ -71,7 +71,9 @@ def failing(text, first=1, last=0, rank=0, state=State.FAILED):
 
 
 def run(starter, ranks=4, restarts_=3, min_ranks=None):
-    status = restarts.run(starter, policy.Policy(ranks, restarts_, min_ranks), lambda ranks: {"KEPT": str(ranks)})
+    status = restarts.run(
+        starter, policy.Policy(ranks, restarts_, min_ranks), lambda ranks: {"KEPT": str(ranks)}
+    )
     assert not starter.starts
     return status
 
@@ -93,11 +95,17 @@ def test_what_nobody_asked_to_end_is_restarted_whatever_the_status(status):
 
 def test_ranks_of_other_hosts_that_were_asked_to_end_are_known_by_their_status(capfd):
     assert run(Starter((steps(1, 5), 75))) == 75
-    assert capfd.readouterr().err.endswith("no restart: the ranks were asked to end, and have saved\n")
+    assert capfd.readouterr().err.endswith(
+        "no restart: the ranks were asked to end, and have saved\n"
+    )
 
 
 ASKED = {
-    "interrupted": ("KeyboardInterrupt, at x.py:3 in f", State.INTERRUPTED, "a rank was interrupted"),
+    "interrupted": (
+        "KeyboardInterrupt, at x.py:3 in f",
+        State.INTERRUPTED,
+        "a rank was interrupted",
+    ),
     "preempted": ("", State.PREEMPTED, "the ranks were asked to end, and have saved"),
 }
 
@@ -109,7 +117,9 @@ def test_a_rank_that_was_asked_to_end_is_not_restarted(capfd, text, state, reaso
     assert line.endswith(f"; no restart: {reason}")
 
 
-@pytest.mark.parametrize("text", ["preempted_node: gone, at x.py:3 in f", "KeyboardInterrupted: no, at x.py:3 in f"])
+@pytest.mark.parametrize(
+    "text", ["preempted_node: gone, at x.py:3 in f", "KeyboardInterrupted: no, at x.py:3 in f"]
+)
 def test_an_exception_with_such_a_name_is_a_failure(text):
     assert run(Starter((failing(text, 1, 5), 1), (steps(6, 9), 0))) == 0
 
@@ -140,7 +150,9 @@ def connected(*left):
 def test_a_rank_that_leaves_the_others_is_a_failure_whatever_the_status(capfd):
     assert run(Starter((connected(0), 0), (connected(0, 1), 0))) == 0
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.endswith("left after step 5 without the others, as by os._exit; restart 1 of 3, on 4 ranks")
+    assert line.endswith(
+        "left after step 5 without the others, as by os._exit; restart 1 of 3, on 4 ranks"
+    )
     assert run(Starter((connected(), 0)), restarts_=0) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith("left after step 5 without the others, as by os._exit; the status is 1")
@@ -176,7 +188,17 @@ def test_the_same_exception_at_the_same_step_ends_it(capfd):
 
 def test_another_exception_or_step_does_not():
     one, other = "ValueError: 3, at x.py:7 in step", "ValueError: 4, at x.py:7 in step"
-    assert run(Starter((failing(one, 1, 5), 1), (failing(other, 5, 5), 1), (failing(one, 5, 6), 1), (NOTHING, 0))) == 0
+    assert (
+        run(
+            Starter(
+                (failing(one, 1, 5), 1),
+                (failing(other, 5, 5), 1),
+                (failing(one, 5, 6), 1),
+                (NOTHING, 0),
+            )
+        )
+        == 0
+    )
 
 
 def test_the_same_exception_at_the_same_step_ends_it_before_a_step_too():
@@ -190,12 +212,22 @@ def test_an_exception_before_any_step_ends_it(capfd, starts):
     assert "no restart: it failed before it had done a step" in capfd.readouterr().err
 
 
-FAILS = failing("OutOfMemoryError: the driver still takes a killed context down, at x.py:1 in <module>")
+FAILS = failing(
+    "OutOfMemoryError: the driver still takes a killed context down, at x.py:1 in <module>"
+)
 
 
 @pytest.mark.parametrize("note", [FAILS, NOTHING], ids=["an exception", "a status"])
-def test_a_start_that_fails_after_others_did_steps_is_tried_again_after_a_pause(capfd, pauses, note):
-    assert run(Starter((steps(1, 5), KILLED), (note, 1), (note, 1), (note, 1), (steps(6, 9), 0)), restarts_=9) == 0
+def test_a_start_that_fails_after_others_did_steps_is_tried_again_after_a_pause(
+    capfd, pauses, note
+):
+    assert (
+        run(
+            Starter((steps(1, 5), KILLED), (note, 1), (note, 1), (note, 1), (steps(6, 9), 0)),
+            restarts_=9,
+        )
+        == 0
+    )
     assert pauses == [0, 2, 4, 8]
     said = re.findall(r"restart .*", capfd.readouterr().err)
     assert said == [
@@ -216,7 +248,16 @@ def test_it_ends_when_the_pauses_are_used_up(capfd, pauses, note):
 
 def test_pauses_begin_anew_after_steps_and_kills(pauses):
     fails = FAILS, 1
-    assert run(Starter((steps(1, 5), KILLED), fails, fails, (steps(6, 7), KILLED), fails, (NOTHING, 0)), 4, 9) == 0
+    assert (
+        run(
+            Starter(
+                (steps(1, 5), KILLED), fails, fails, (steps(6, 7), KILLED), fails, (NOTHING, 0)
+            ),
+            4,
+            9,
+        )
+        == 0
+    )
     assert run(Starter((steps(1, 5), 3), fails, (NOTHING, KILLED), fails, (NOTHING, 0)), 4, 9) == 0
     assert pauses == [0, 2, 4, 0, 2, 0, 2, 0, 2]
 
@@ -240,18 +281,25 @@ def test_a_signal_in_a_pause_ends_it(capfd, monkeypatch):
     monkeypatch.setattr(time, "sleep", lambda seconds: setattr(starter, "signal", 15))
     assert run(starter) == 1
     *_, pause, end = capfd.readouterr().err.splitlines()
-    assert "restart 2 of 3 in 600 s" in pause and "no restart: the launcher was sent SIGTERM; first, " in end
+    assert (
+        "restart 2 of 3 in 600 s" in pause
+        and "no restart: the launcher was sent SIGTERM; first, " in end
+    )
 
 
 def test_two_ends_before_a_step_end_it(capfd):
     assert run(Starter((NOTHING, 3), (NOTHING, 3))) == 3
     assert "no restart: it has ended twice before it had done a step" in capfd.readouterr().err
     assert run(Starter((NOTHING, 3), (NOTHING, 4), (steps(1, 2), 3), (NOTHING, 0))) == 0
-    assert run(Starter((NOTHING, KILLED), (NOTHING, KILLED), (NOTHING, KILLED), (steps(1, 1), 0))) == 0
+    assert (
+        run(Starter((NOTHING, KILLED), (NOTHING, KILLED), (NOTHING, KILLED), (steps(1, 1), 0))) == 0
+    )
 
 
 def test_fewer_ranks_are_tried_after_all(capfd, pauses):
-    starter = Starter(*[(NOTHING, KILLED)] * 5, (steps(1, 2), KILLED), (NOTHING, 3), (steps(3, 3), 0))
+    starter = Starter(
+        *[(NOTHING, KILLED)] * 5, (steps(1, 2), KILLED), (NOTHING, 3), (steps(3, 3), 0)
+    )
     assert run(starter, ranks=4, restarts_=9, min_ranks=2) == 0
     assert starter.ranks == [4, 4, 3, 2, 2, 2, 4, 3]
     assert "restart 3 of 9, on 2 ranks" in capfd.readouterr().err
@@ -275,7 +323,11 @@ def test_what_the_ranks_leave_is_ended(monkeypatch):
         def start(self, ranks, environment):
             if not left:
                 ignore = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
-                left.append(subprocess.Popen([sys.executable, "-c", ignore], env={**os.environ, **environment}))
+                left.append(
+                    subprocess.Popen(
+                        [sys.executable, "-c", ignore], env={**os.environ, **environment}
+                    )
+                )
             else:
                 assert left[0].wait(SECONDS) == -KILLED
             return super().start(ranks, environment)
@@ -336,7 +388,11 @@ def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
             if len(self.starts) == 2:
                 variables = {**os.environ, **environment}
                 first, second, third = children = [
-                    subprocess.Popen([sys.executable, "-c", program, f"{rank}"], stdin=subprocess.PIPE, env=variables)
+                    subprocess.Popen(
+                        [sys.executable, "-c", program, f"{rank}"],
+                        stdin=subprocess.PIPE,
+                        env=variables,
+                    )
                     for rank in range(3)
                 ]
                 assert all(seen.acquire(timeout=SECONDS) for _ in children)

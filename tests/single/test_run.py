@@ -54,7 +54,9 @@ def test_its_own(host, library, program):
     assert (found.words, found.vendor.name) == ((f"{folder}/mpiexec",), program)
 
 
-@pytest.mark.parametrize(("library", "other"), [("MPICH", "Open MPI"), ("Open MPI", "MPICH"), ("Open MPI", "unknown")])
+@pytest.mark.parametrize(
+    ("library", "other"), [("MPICH", "Open MPI"), ("Open MPI", "MPICH"), ("Open MPI", "unknown")]
+)
 def test_another_comes_first(host, library, other):
     folders = host(library, other, library)
     assert mpiexec.find().words == (f"{folders[1]}/mpiexec",)
@@ -69,19 +71,26 @@ def test_a_systems_name(host):
 def test_another_is_refused(host, library, other):
     (folder,) = host(library, other)
     for named in (None, f"{folder}/mpiexec", f"{folder}/mpiexec --option 3"):
-        with pytest.raises(LaunchError, match=rf"mpiexec.* belongs to {other}; but mpi4py loads {library} 5.0.1: each"):
+        with pytest.raises(
+            LaunchError,
+            match=rf"mpiexec.* belongs to {other}; but mpi4py loads {library} 5.0.1: each",
+        ):
             mpiexec.find(named)
 
 
 def test_an_unknown_one_is_refused(host):
     host("MPICH", "unknown")
-    with pytest.raises(LaunchError, match="belongs to an MPI that hpcstrat does not know; but mpi4py loads MPICH"):
+    with pytest.raises(
+        LaunchError, match="belongs to an MPI that hpcstrat does not know; but mpi4py loads MPICH"
+    ):
         mpiexec.find()
 
 
 def test_none(host):
     host("MPICH")
-    with pytest.raises(LaunchError, match="mpi4py loads MPICH 5.0.1, but there is no mpiexec .* --mpiexec PATH"):
+    with pytest.raises(
+        LaunchError, match="mpi4py loads MPICH 5.0.1, but there is no mpiexec .* --mpiexec PATH"
+    ):
         mpiexec.find()
     with pytest.raises(LaunchError, match="--mpiexec: there is no program 'mpiexec.here -x'"):
         mpiexec.find("mpiexec.here -x")
@@ -89,7 +98,10 @@ def test_none(host):
 
 @pytest.mark.parametrize(
     ("error", "missing"),
-    [(ModuleNotFoundError("mpi4py"), "mpi4py"), (RuntimeError("cannot load"), "an MPI library that mpi4py can load")],
+    [
+        (ModuleNotFoundError("mpi4py"), "mpi4py"),
+        (RuntimeError("cannot load"), "an MPI library that mpi4py can load"),
+    ],
     ids=["no mpi4py", "no library"],
 )
 def test_no_mpi(host, monkeypatch, error, missing):
@@ -99,7 +111,9 @@ def test_no_mpi(host, monkeypatch, error, missing):
         raise error
 
     monkeypatch.setattr(mpi, "load", load)
-    with pytest.raises(LaunchError, match=f"^{missing} is missing. `pip install .*The error was: {error}"):
+    with pytest.raises(
+        LaunchError, match=f"^{missing} is missing. `pip install .*The error was: {error}"
+    ):
         mpiexec.find()
 
 
@@ -119,7 +133,11 @@ def test_the_command_line_of_open_mpi(host, monkeypatch, user, ranks):
     monkeypatch.setattr(os, "geteuid", lambda: user)
     monkeypatch.setattr(mpiexec, "physical_cores", lambda: 2)
     words = [f"{folder}/mpiexec", "-n", str(ranks), "--bind-to", "none"]
-    words += ["--oversubscribe"] * (ranks == 3) + ["--allow-run-as-root"] * (user == 0) + ["-x", "OMP_NUM_THREADS"]
+    words += (
+        ["--oversubscribe"] * (ranks == 3)
+        + ["--allow-run-as-root"] * (user == 0)
+        + ["-x", "OMP_NUM_THREADS"]
+    )
     assert mpiexec.find().command(ranks, ["program"], ["OMP_NUM_THREADS"]) == [*words, "program"]
 
 
@@ -143,7 +161,9 @@ def test_what_a_rank_runs(tmp_path, monkeypatch):
     for option in ("-m", "-c"):
         assert mpiexec.python_command(["a.b", "-x"], option) == [python, option, "a.b", "-x"]
     for name in ("missing.py", "no-such-program"):
-        with pytest.raises(LaunchError, match=f"^there is no file '{name}', and no program of this name"):
+        with pytest.raises(
+            LaunchError, match=f"^there is no file '{name}', and no program of this name"
+        ):
             mpiexec.python_command([name], None)
 
 

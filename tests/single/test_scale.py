@@ -13,14 +13,20 @@ STEPS = ["flat", "unsharded", "sharded"]
 EVEN = [(ranks,) * hosts for hosts in (1, 2, 3, 4, 8) for ranks in (1, 2, 3, 4)]
 UNEVEN = [(1, 2), (3, 1), (1, 3, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1)]
 QUICK = [(1,), (3,), (1,) * 2, (4,) * 2, (1,) * 3, (3,) * 3, (2,) * 4, (1,) * 8, *UNEVEN]
-GROUPS = [pytest.param(groups, marks=() if groups in QUICK else pytest.mark.slow) for groups in (*EVEN, *UNEVEN)]
+GROUPS = [
+    pytest.param(groups, marks=() if groups in QUICK else pytest.mark.slow)
+    for groups in (*EVEN, *UNEVEN)
+]
 
 
 @pytest.fixture
 def modules(monkeypatch) -> Any:
     """`recorded_ranks`, `scale_formulas` and `scale_simulation`."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return [importlib.import_module(name) for name in ("recorded_ranks", "scale_formulas", "scale_simulation")]
+    return [
+        importlib.import_module(name)
+        for name in ("recorded_ranks", "scale_formulas", "scale_simulation")
+    ]
 
 
 def random_gradients(n, elements):
@@ -60,16 +66,26 @@ def test_the_library_sends_what_the_formula_says(modules, name, groups):
     else:
         expected = formulas.STEPS[name](groups, 4 * elements)
         assert found == expected
-        for links in formulas.Links(), formulas.Links(of_each_rank=True), formulas.Links(2e-5, 1.25e9):
+        for links in (
+            formulas.Links(),
+            formulas.Links(of_each_rank=True),
+            formulas.Links(2e-5, 1.25e9),
+        ):
             times = [simulation.seconds(call, hosts, links) for call in calls]
             assert times == [one.seconds(links) for one in expected]
-    of_hosts = [[gradients[rank] for rank in range(n) if hosts[rank] == host] for host in range(len(groups))]
-    total = sum_in_order(gradients if name == "flat" else [sum_in_order(parts) for parts in of_hosts])
+    of_hosts = [
+        [gradients[rank] for rank in range(n) if hosts[rank] == host] for host in range(len(groups))
+    ]
+    total = sum_in_order(
+        gradients if name == "flat" else [sum_in_order(parts) for parts in of_hosts]
+    )
     for value in values:
         assert value.tobytes() == stepped(total).tobytes()
 
 
-@pytest.mark.parametrize("hosts", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (1, 0, 0, 1, 1, 0)], ids=str)
+@pytest.mark.parametrize(
+    "hosts", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (1, 0, 0, 1, 1, 0)], ids=str
+)
 def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
     """All ranks of a host send as many bytes between hosts, wherever the ranks are."""
     _, formulas, simulation = modules
@@ -79,7 +95,9 @@ def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
     expected = formulas.rails((n // count,) * count, 4 * elements // n)
     found = [simulation.cost(call, hosts) for call in calls if call.name != "Allgather"]
     assert [one._replace(rounds=expected.rounds) for one in found] == [expected, expected]
-    total = stepped(sum_in_order(simulation.gradients_of(n, elements)))  # whole numbers: in any order
+    total = stepped(
+        sum_in_order(simulation.gradients_of(n, elements))
+    )  # whole numbers: in any order
     assert all(np.array_equal(value, total) for value in values)
 
 
@@ -94,13 +112,19 @@ def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
     gradients = simulation.gradients_of(n, elements)
     calls, values = simulation.step(name, hosts, gradients)
     assert {call.name for call in calls} == {"Allgather", "Isend"}
-    assert [simulation.cost(call, hosts) for call in calls] == formulas.STEPS[name](groups, 4 * elements)
+    assert [simulation.cost(call, hosts) for call in calls] == formulas.STEPS[name](
+        groups, 4 * elements
+    )
     for value in values:
-        assert np.array_equal(value, stepped(sum_in_order(gradients)))  # whole numbers: in any order
+        assert np.array_equal(
+            value, stepped(sum_in_order(gradients))
+        )  # whole numbers: in any order
 
 
 @pytest.mark.parametrize(
-    "groups", [(1, 1, 1), (3, 2), (2, 3, 1), pytest.param((4,) * 8, marks=pytest.mark.slow)], ids=str
+    "groups",
+    [(1, 1, 1), (3, 2), (2, 3, 1), pytest.param((4,) * 8, marks=pytest.mark.slow)],
+    ids=str,
 )
 def test_a_variable_leaves_its_host_once(modules, groups):
     """The first rank's value goes to all of them when it is made."""

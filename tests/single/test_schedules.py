@@ -26,13 +26,18 @@ DECAYS = {
 @pytest.mark.parametrize("steps", [0, -1])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_decay_steps_must_be_positive(decay, steps):
-    with pytest.raises(ValueError, match=rf"^{decay}: decay_steps is {steps}; it must be a positive number"):
+    with pytest.raises(
+        ValueError, match=rf"^{decay}: decay_steps is {steps}; it must be a positive number"
+    ):
         DECAYS[decay](steps)
 
 
 def test_exponential_decay():
     close(schedules.ExponentialDecay(0.1, 10, 0.5), lambda step: 0.1 * 0.5 ** (step / 10))
-    close(schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True), lambda step: 0.1 * 0.5 ** (step // 10))
+    close(
+        schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True),
+        lambda step: 0.1 * 0.5 ** (step // 10),
+    )
 
 
 def test_piecewise_constant_decay():
@@ -58,7 +63,10 @@ def test_polynomial_decay():
 
 def test_inverse_time_decay():
     close(schedules.InverseTimeDecay(0.1, 10, 0.5), lambda step: 0.1 / (1 + 0.5 * step / 10))
-    close(schedules.InverseTimeDecay(0.1, 10, 0.5, staircase=True), lambda step: 0.1 / (1 + 0.5 * (step // 10)))
+    close(
+        schedules.InverseTimeDecay(0.1, 10, 0.5, staircase=True),
+        lambda step: 0.1 / (1 + 0.5 * (step // 10)),
+    )
 
 
 def test_cosine_decay():

@@ -46,7 +46,9 @@ def test_nothing():
 
 def test_more_than_there_is():
     made = private_segment()
-    with pytest.raises(MemoryError, match="bytes are wanted beyond the|bytes are wanted and this host has"):
+    with pytest.raises(
+        MemoryError, match="bytes are wanted beyond the|bytes are wanted and this host has"
+    ):
         made.commit(made.size, made.size + 4096)
     with pytest.raises(MemoryError, match="are wanted and this host has"):
         made.commit(0, 1 << 50)
@@ -57,7 +59,9 @@ def test_what_the_host_has_left_is_asked_for_large_ones(monkeypatch):
     made = private_segment()
     monkeypatch.setattr(segment, "available_memory", lambda: 1000)
     made.commit(0, MIB)
-    with pytest.raises(MemoryError, match="67,108,864 bytes are wanted and this host has 1,000 left"):
+    with pytest.raises(
+        MemoryError, match="67,108,864 bytes are wanted and this host has 1,000 left"
+    ):
         made.commit(0, 64 * MIB)
 
 
@@ -92,7 +96,8 @@ def test_nothing_is_left_behind_where_the_file_cannot_grow(monkeypatch):
     monkeypatch.setattr(os, "unlink", lambda name: (names.append(name), unlink(name)))
     monkeypatch.setattr(os, "ftruncate", refuse)
     with pytest.raises(
-        RuntimeError, match=r"cannot share 67,108,864 bytes of memory: rank 0: \[Errno 27\] File too large"
+        RuntimeError,
+        match=r"cannot share 67,108,864 bytes of memory: rank 0: \[Errno 27\] File too large",
     ):
         segment.shared_segment(Alone(), 64 * MIB)
     (name,) = names
@@ -105,7 +110,9 @@ def limits(monkeypatch):
 
     def set_limits(**given):
         found = {getattr(resource, f"RLIMIT_{name}"): value for name, value in given.items()}
-        monkeypatch.setattr(resource, "getrlimit", lambda one: (found.get(one, resource.RLIM_INFINITY), 0))
+        monkeypatch.setattr(
+            resource, "getrlimit", lambda one: (found.get(one, resource.RLIM_INFINITY), 0)
+        )
 
     return set_limits
 
@@ -118,7 +125,9 @@ def test_a_part_of_the_addresses_that_are_left(limits, part):
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits(AS=used + 8192 * MIB)
     found, limit = segment.reservable(1 << 50, part)
-    assert abs(found - 8192 * MIB // part) < 64 * MIB  # what other threads have taken in the meantime
+    assert (
+        abs(found - 8192 * MIB // part) < 64 * MIB
+    )  # what other threads have taken in the meantime
     assert limit == f"`ulimit -v` ({used + 8192 * MIB:,} bytes)"
     assert segment.reservable(MIB, part) == (MIB, "")
     limits(AS=used // 2)
@@ -130,14 +139,20 @@ def test_limits_make_it_smaller(limits):
     made = private_segment()
     assert made.size == 100 * MIB
     with pytest.raises(
-        MemoryError, match=r"make variables smaller; `ulimit -f` \(104,857,601 bytes\) leaves no more: "
+        MemoryError,
+        match=r"make variables smaller; `ulimit -f` \(104,857,601 bytes\) leaves no more: ",
     ):
         made.commit(0, made.size + 1)
     heap = RangeAllocator(0, made.size, made.hint)
-    with pytest.raises(MemoryError, match=r"fewer ranks on a host; `ulimit -f` \(104,857,601 bytes\) leaves no more: "):
+    with pytest.raises(
+        MemoryError,
+        match=r"fewer ranks on a host; `ulimit -f` \(104,857,601 bytes\) leaves no more: ",
+    ):
         heap.allocate(101 * MIB, 8)
     limits(AS=1000)
-    with pytest.raises(RuntimeError, match=r"`ulimit -v` \(1,000 bytes\) leaves 0 bytes .* raise it"):
+    with pytest.raises(
+        RuntimeError, match=r"`ulimit -v` \(1,000 bytes\) leaves 0 bytes .* raise it"
+    ):
         private_segment()
     limits()
     assert private_segment().hint == ""
@@ -148,7 +163,9 @@ def system(tmp_path):
     """A folder that stands for the system's: `system(path=text, ...)` writes files to it; 1,000 MiB are free."""
 
     def write(**files):
-        for path, text in ({"proc/meminfo": f"MemTotal: 4096000 kB\nMemAvailable: {1000 * 1024} kB\n"} | files).items():
+        for path, text in (
+            {"proc/meminfo": f"MemTotal: 4096000 kB\nMemAvailable: {1000 * 1024} kB\n"} | files
+        ).items():
             (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / path).write_text(text)
         return tmp_path
@@ -158,15 +175,26 @@ def system(tmp_path):
 
 def group(folder, limit, used, cached, v1=False):
     """The files of a control group, in MiB."""
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    names = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if v1
+        else ("memory.max", "memory.current")
+    )
     total = "total_" * v1
     stat = f"anon 1\n{total}inactive_file {cached * MIB}\n{total}active_file {MIB}\n"
     limit = limit if isinstance(limit, str) else str(limit * MIB)
-    return {f"{folder}/{names[0]}": limit, f"{folder}/{names[1]}": str(used * MIB), f"{folder}/memory.stat": stat}
+    return {
+        f"{folder}/{names[0]}": limit,
+        f"{folder}/{names[1]}": str(used * MIB),
+        f"{folder}/memory.stat": stat,
+    }
 
 
 V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
-JOB_V1, JOB_V2 = {"proc/self/cgroup": "5:cpu:/x\n4:memory:/job/step\n"}, {"proc/self/cgroup": "0::/job/step\n"}
+JOB_V1, JOB_V2 = (
+    {"proc/self/cgroup": "5:cpu:/x\n4:memory:/job/step\n"},
+    {"proc/self/cgroup": "0::/job/step\n"},
+)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +203,40 @@ JOB_V1, JOB_V2 = {"proc/self/cgroup": "5:cpu:/x\n4:memory:/job/step\n"}, {"proc/
         ({}, 1000),
         (JOB_V2, 1000),
         (JOB_V2 | group(f"{V2}/job/step", 500, 200, 9), 310),
-        (JOB_V2 | group(f"{V2}/job/step", "max", 200, 9) | group(f"{V2}/job", 400, 300, 0), 101),  # one further out
+        (
+            JOB_V2 | group(f"{V2}/job/step", "max", 200, 9) | group(f"{V2}/job", 400, 300, 0),
+            101,
+        ),  # one further out
         (JOB_V2 | group(V2, 100, 90, 0), 11),  # a container's, whose path is the host's
         ({"proc/self/cgroup": "0::/../../job\n"} | group(V2, 100, 90, 0), 11),
         (JOB_V2 | group(f"{V2}/job/step", 5000, 200, 0), 1000),
         (JOB_V2 | group(f"{V2}/job/step", 500, 600, 0), 0),
         (JOB_V2 | group(f"{V2}/unified/job", 500, 400, 0), 101),
         (JOB_V1 | group(f"{V1}/job/step", 500, 200, 9, v1=True), 310),
-        (JOB_V1 | group(f"{V1}/job/step", 1 << 43, 200, 9, v1=True) | group(V1, 300, 200, 0, v1=True), 101),
+        (
+            JOB_V1
+            | group(f"{V1}/job/step", 1 << 43, 200, 9, v1=True)
+            | group(V1, 300, 200, 0, v1=True),
+            101,
+        ),
         (JOB_V1 | {f"{V1}/job/step/memory.limit_in_bytes": "nonsense"}, 1000),
     ],
     ids=[
-        *("no groups", "no files", "the job's", "one further out", "a container's", "a container's, by dots"),
-        *("more than the host's", "more used than allowed", "both versions", "version 1", "version 1, further out"),
+        *(
+            "no groups",
+            "no files",
+            "the job's",
+            "one further out",
+            "a container's",
+            "a container's, by dots",
+        ),
+        *(
+            "more than the host's",
+            "more used than allowed",
+            "both versions",
+            "version 1",
+            "version 1, further out",
+        ),
         "nonsense",
     ],
 )

@@ -38,10 +38,17 @@ class Device:
 
 def network(memory, sizes, slots=0):
     """Blocks of a network's matrices and vectors, and of the slots of each."""
-    shapes = [shape for rows, columns in itertools.pairwise(sizes) for shape in ((rows, columns), (columns,))]
-    made = [memory.new_block(shape, np.dtype(np.float32), number) for number, shape in enumerate(shapes)]
+    shapes = [
+        shape
+        for rows, columns in itertools.pairwise(sizes)
+        for shape in ((rows, columns), (columns,))
+    ]
+    made = [
+        memory.new_block(shape, np.dtype(np.float32), number) for number, shape in enumerate(shapes)
+    ]
     kinds = [
-        [memory.new_block(block.array.shape, block.array.dtype, block.number) for block in made] for _ in range(slots)
+        [memory.new_block(block.array.shape, block.array.dtype, block.number) for block in made]
+        for _ in range(slots)
     ]
     return made, [tuple(kind[i] for kind in kinds) for i in range(len(made))]
 
@@ -50,7 +57,9 @@ def ranges(memory, variables, slots):
     return len(Plan(memory, variables, slots, chunk=sys.maxsize, alignment=ALIGNMENT).chunks)
 
 
-@pytest.mark.parametrize("sizes", [(1024, 2048, 2048, 1024), (4096, 4096, 4096), (30_000, 4000, 4000, 100)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1024, 2048, 2048, 1024), (4096, 4096, 4096), (30_000, 4000, 4000, 100)], ids=str
+)
 def test_a_network_lies_in_few_ranges(sizes):
     memory = SlabAllocator(Device(1 << 40).allocate)
     variables, slots = network(memory, sizes, slots=2)

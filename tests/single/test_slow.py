@@ -37,9 +37,22 @@ def pytest_collection_modifyitems(items):
 def test_any_two_values_meet(tmp_path):
     (tmp_path / "test_it.py").write_text(PRODUCT)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow", "-c", "/dev/null", tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-m",
+        "not slow",
+        "-c",
+        "/dev/null",
+        tmp_path,
+    ]
     tests = pathlib.Path(__file__).parents[1]
-    result = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tests)}, check=True)
+    result = subprocess.run(
+        command, capture_output=True, text=True, env={"PYTHONPATH": str(tests)}, check=True
+    )
     found = {}
     for line in result.stdout.splitlines():
         if "::" in line:

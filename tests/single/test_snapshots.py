@@ -7,7 +7,17 @@ import sys
 
 import numpy as np
 import pytest
-from internals import PART, CheckpointFile, Checksum, Contents, Entry, SnapshotMemory, State, host_parts, job_files
+from internals import (
+    PART,
+    CheckpointFile,
+    Checksum,
+    Contents,
+    Entry,
+    SnapshotMemory,
+    State,
+    host_parts,
+    job_files,
+)
 
 MIB = 1 << 20
 
@@ -19,7 +29,12 @@ def memory():
 
 def contents(value, size=100_000):
     array = np.arange(size, dtype=np.float64) + value
-    return Contents({"x": Entry("float64", 8, array.shape)}, {"o": {"kind": "SGD"}}, lambda _: host_parts(array), value)
+    return Contents(
+        {"x": Entry("float64", 8, array.shape)},
+        {"o": {"kind": "SGD"}},
+        lambda _: host_parts(array),
+        value,
+    )
 
 
 def value_of(snapshot):
@@ -134,7 +149,13 @@ def test_the_checksum_sees_what_is_old_or_in_another_place():
             checksum.add(piece.reshape(-1).view(np.uint8))
         return checksum.value
 
-    others = [pieces[[1, 0, 2, 3]], pieces[..., ::-1].copy(), pieces.copy(), pieces.copy(), pieces * 0]
+    others = [
+        pieces[[1, 0, 2, 3]],
+        pieces[..., ::-1].copy(),
+        pieces.copy(),
+        pieces.copy(),
+        pieces * 0,
+    ]
     others[2][3] = pieces[2]  # an old piece
     others[3][3, 1] = pieces[2, 1]  # and a part of one
     assert len({value(words) for words in [pieces, *others]}) == 6
@@ -190,7 +211,11 @@ def test_what_ranks_note_is_read(memory, monkeypatch):
 
 def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
     rank = found(memory.environment)
-    for state, after in [(None, State.LEFT), (State.FAILED, State.FAILED), (State.PREEMPTED, State.PREEMPTED)]:
+    for state, after in [
+        (None, State.LEFT),
+        (State.FAILED, State.FAILED),
+        (State.PREEMPTED, State.PREEMPTED),
+    ]:
         rank.note_rank(1)
         rank.note_left(1)
         assert memory.note_of(1).state == State.STARTED
@@ -203,7 +228,9 @@ def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
 
 def test_memory_without_snapshots():
     memory = job_files.create(2, 0)
-    assert found(memory.environment).files == () and not job_files.expects_snapshots(memory.environment)
+    assert found(memory.environment).files == () and not job_files.expects_snapshots(
+        memory.environment
+    )
 
 
 def test_the_memory_goes_with_its_process(tmp_path):
@@ -224,7 +251,9 @@ def test_the_memory_goes_with_its_process(tmp_path):
     # What it maps and has open has no name that could stay behind.
     maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
     files = [os.readlink(file) for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
-    assert sum("memfd:" in file for file in files) >= 3 and not any("/dev/shm" in text for text in [maps, *files])
+    assert sum("memfd:" in file for file in files) >= 3 and not any(
+        "/dev/shm" in text for text in [maps, *files]
+    )
     process.kill()
     process.communicate()
     assert job_files.find({"_HPCSTRAT_JOB": place}) is None

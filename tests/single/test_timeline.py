@@ -96,7 +96,15 @@ def note(to, *spans):
 
 def test_what_is_recorded_can_be_read(tmp_path):
     path, to = make(tmp_path)
-    note(to, (RUN, 'run "f"', None, [(COMMUNICATION, "sum", 12, [(WAITING, "the other ranks", None, [])])]))
+    note(
+        to,
+        (
+            RUN,
+            'run "f"',
+            None,
+            [(COMMUNICATION, "sum", 12, [(WAITING, "the other ranks", None, [])])],
+        ),
+    )
     to.close()
     join_parts(path, [])
     events = json.loads(pathlib.Path(path).read_text())
@@ -182,7 +190,10 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     join_parts(path, parts[1:])
     assert json.loads(pathlib.Path(path).read_text())[-1]["name"] == "end"
     assert read(path) == before
-    assert [spans[0][0].name for _, spans in sorted(before.tracks.items())] == ["run on host 0", "run on host 1"]
+    assert [spans[0][0].name for _, spans in sorted(before.tracks.items())] == [
+        "run on host 0",
+        "run on host 1",
+    ]
     assert not (tmp_path / "trace.host1.json").exists()
 
 
@@ -212,7 +223,8 @@ def test_what_is_no_timeline_is_not_overwritten(tmp_path):
     path = tmp_path / "README.md"
     path.write_text("# Mine\n")
     with pytest.raises(
-        OSError, match=r"HPCSTRAT_TIMELINE=.*README\.md: that file exists and is not a timeline; name another"
+        OSError,
+        match=r"HPCSTRAT_TIMELINE=.*README\.md: that file exists and is not a timeline; name another",
     ):
         start._open(str(path), is_first=True)
     assert path.read_text() == "# Mine\n"
@@ -255,12 +267,16 @@ def steps(count, *inner, name="run f"):
     spans = []
     for i in range(count):
         spans.append((10.0 * i, 10.0 * i + 6, "run", name))
-        spans += [(10.0 * i + begin, 10.0 * i + end, category, category) for begin, end, category in inner]
+        spans += [
+            (10.0 * i + begin, 10.0 * i + end, category, category) for begin, end, category in inner
+        ]
     return spans
 
 
 def test_shares_are_of_the_innermost_span_and_sum_up_to_one():
-    spans = steps(4, (1, 4, "update"), (1, 2, "communication"), (1.5, 2, "waiting"), (7, 9, "input"))
+    spans = steps(
+        4, (1, 4, "update"), (1, 2, "communication"), (1.5, 2, "waiting"), (7, 9, "input")
+    )
     (rank,) = share_out(make_timeline(spans))
     assert rank.steps == 2
     assert [rank.step, rank.mean] == pytest.approx([10, 10])
@@ -278,7 +294,10 @@ def test_shares_are_of_the_innermost_span_and_sum_up_to_one():
 
 
 def test_the_bytes_of_a_step_are_those_of_its_communication():
-    spans = [(*span, 100) if span[2] == "communication" else span for span in steps(5, (1, 2, "communication"))]
+    spans = [
+        (*span, 100) if span[2] == "communication" else span
+        for span in steps(5, (1, 2, "communication"))
+    ]
     (rank,) = share_out(make_timeline(spans))
     assert rank.nbytes == pytest.approx(100)
 
@@ -289,7 +308,10 @@ def test_steps_are_of_the_function_that_runs_most_often():
 
 
 def test_two_runs_are_too_few():
-    with pytest.raises(ValueError, match=r"rank 0 ran at most 2 steps, and three are .* call Strategy\.run more often"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0 ran at most 2 steps, and three are .* call Strategy\.run more often",
+    ):
         share_out(make_timeline(steps(2)))
 
 
@@ -311,8 +333,16 @@ def test_gpus_wait_until_all_have_begun():
     early = [(0.0, 6.0, "run", "run f"), (1.0, 5.0, "communication", "reduce", 4)]
     late = [(0.0, 6.0, "run", "run f"), (4.0, 5.0, "communication", "reduce", 4)]
     moved = move_waiting(make_timeline({0: [], 1000: early}, {0: [], 1000: late}))
-    kinds = [[(one.begin, one.end, one.kind) for one in stretches(tracks)] for tracks in moved.tracks.values()]
-    assert kinds[0] == [(0, 1, "computing"), (1, 4, "waiting"), (4, 5, "communication"), (5, 6, "computing")]
+    kinds = [
+        [(one.begin, one.end, one.kind) for one in stretches(tracks)]
+        for tracks in moved.tracks.values()
+    ]
+    assert kinds[0] == [
+        (0, 1, "computing"),
+        (1, 4, "waiting"),
+        (4, 5, "communication"),
+        (5, 6, "computing"),
+    ]
     assert kinds[1] == [(0, 4, "computing"), (4, 5, "communication"), (5, 6, "computing")]
 
 
@@ -321,14 +351,23 @@ def test_gpus_wait_until_all_have_begun():
 
 def rank_with(number, nbytes=0.0, mean=1.0, **shares):
     return Rank(
-        number, 10, 1.0, mean, dict.fromkeys(KINDS, 0.0) | {"computing": 1 - sum(shares.values())} | shares, nbytes
+        number,
+        10,
+        1.0,
+        mean,
+        dict.fromkeys(KINDS, 0.0) | {"computing": 1 - sum(shares.values())} | shares,
+        nbytes,
     )
 
 
 @pytest.mark.parametrize(
     ("ranks", "cores", "says"),
     [
-        ([rank_with(0, waiting=0.1), rank_with(1, update=0.19)], [8, 8], ["Nothing dominates: 86% of a step is"]),
+        (
+            [rank_with(0, waiting=0.1), rank_with(1, update=0.19)],
+            [8, 8],
+            ["Nothing dominates: 86% of a step is"],
+        ),
         (
             [rank_with(0, waiting=0.6), rank_with(1, waiting=0.02), rank_with(2, waiting=0.5)],
             [8, 8, 8],
@@ -339,7 +378,11 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
             [2, 2, 2, 2],
             ["all ranks wait about equally, and 4 ranks share 2 cores"],
         ),
-        ([rank_with(rank, waiting=0.5) for rank in range(2)], [8, 8], ["their work varies from step to step"]),
+        (
+            [rank_with(rank, waiting=0.5) for rank in range(2)],
+            [8, 8],
+            ["their work varies from step to step"],
+        ),
         (
             [rank_with(0, communication=0.4, input=0.3, nbytes=2.5e6)],
             [8],
@@ -358,7 +401,14 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
         ([rank_with(0, update=0.3)], [8], ["use larger batches, or an optimizer with fewer slots"]),
     ],
     ids=[
-        *("nothing", "one rank", "too few cores", "work that varies", "communication and input", "a few long steps"),
+        *(
+            "nothing",
+            "one rank",
+            "too few cores",
+            "work that varies",
+            "communication and input",
+            "a few long steps",
+        ),
         *("checkpoints", "the program", "updates"),
     ],
 )
@@ -402,11 +452,17 @@ def test_the_command_names_a_file_with_crafted_events(tmp_path, capsys, what):
     path.write_text("".join(json.dumps(line) + ",\n" for line in lines))
     status = command(str(path), None, 4, as_json=False)
     error = capsys.readouterr().err
-    assert status == 1 and error.startswith(f"python -m hpcstrat timeline {path}: ") and error.count("\n") == 1
+    assert (
+        status == 1
+        and error.startswith(f"python -m hpcstrat timeline {path}: ")
+        and error.count("\n") == 1
+    )
     assert "is damaged" in error and "\x1b" not in error
 
 
-@pytest.mark.parametrize("spans, says", [(0, "nothing is recorded"), (4, "the steps of rank 0 took no time")])
+@pytest.mark.parametrize(
+    "spans, says", [(0, "nothing is recorded"), (4, "the steps of rank 0 took no time")]
+)
 def test_the_command_names_a_file_of_no_time(tmp_path, capsys, spans, says):
     path = tmp_path / "trace.json"
     named = {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "rank 0"}}
@@ -432,5 +488,6 @@ def test_the_command_refuses_what_is_no_timeline(tmp_path, capsys):
     assert command(str(path), None, 4, as_json=False) == 1
     error = capsys.readouterr().err
     assert (
-        "is not a timeline; pass the file that HPCSTRAT_TIMELINE named" in error and "HPCSTRAT_TIMELINE=" not in error
+        "is not a timeline; pass the file that HPCSTRAT_TIMELINE named" in error
+        and "HPCSTRAT_TIMELINE=" not in error
     )

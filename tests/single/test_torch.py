@@ -25,5 +25,7 @@ CALLS = {"seed": (0,), "load": (__file__,), "save": ({}, "unused")}
 @pytest.mark.parametrize("call", CALLS)
 def test_without_pytorch(monkeypatch, call):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=rf"^{call} needs PyTorch, which cannot be imported .*; install it"):
+    with pytest.raises(
+        ImportError, match=rf"^{call} needs PyTorch, which cannot be imported .*; install it"
+    ):
         getattr(hs.torch, call)(*CALLS[call])

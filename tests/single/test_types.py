@@ -17,13 +17,18 @@ def test_operations_by_name(op):
     ids=["empty", "ADD", "None", "0", "bytes", "another enumeration"],
 )
 def test_what_is_no_operation(wrong):
-    with pytest.raises(ValueError, match=r"^some_call: reduce_op is .*; it must be one of ReduceOp.SUM, ReduceOp.MEAN"):
+    with pytest.raises(
+        ValueError,
+        match=r"^some_call: reduce_op is .*; it must be one of ReduceOp.SUM, ReduceOp.MEAN",
+    ):
         hs.ReduceOp.parse(wrong, "some_call")
 
 
 def test_choices_name_their_argument():
     assert hs.Variable(1.0, aggregation="mean").aggregation is hs.VariableAggregation.MEAN
-    with pytest.raises(ValueError, match=r"aggregation is 'MIN'; .*VariableAggregation\.ONLY_FIRST_REPLICA"):
+    with pytest.raises(
+        ValueError, match=r"aggregation is 'MIN'; .*VariableAggregation\.ONLY_FIRST_REPLICA"
+    ):
         hs.Variable(1.0, aggregation="MIN")
 
 
@@ -39,7 +44,10 @@ def test_array_specifications():
         hs.TensorSpec((None, 3), np.int64, "x"),
         hs.TensorSpec((None, 3)),
     ]
-    assert all(spec != other for other in [*others, hs.PerReplicaSpec((None, 3), np.int32, "x"), "spec", None])
+    assert all(
+        spec != other
+        for other in [*others, hs.PerReplicaSpec((None, 3), np.int32, "x"), "spec", None]
+    )
 
 
 def test_slices():

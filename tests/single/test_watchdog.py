@@ -34,8 +34,15 @@ from internals import channels as tcp
 
 
 def status(number, waits, **others):
-    fields = {"call": "Strategy.reduce(SUM)", "location": "train.py:7 in main", "progress": 0, "extra_seconds": 0.0}
-    return RankStatus(**({"number": number, "waits": waits, "gone": False, "process": 4711} | fields | others))
+    fields = {
+        "call": "Strategy.reduce(SUM)",
+        "location": "train.py:7 in main",
+        "progress": 0,
+        "extra_seconds": 0.0,
+    }
+    return RankStatus(
+        **({"number": number, "waits": waits, "gone": False, "process": 4711} | fields | others)
+    )
 
 
 def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
@@ -43,7 +50,10 @@ def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
     detector = detector or StallDetector(60, 600)
     said = {}
     for tenth in range(int(10 * seconds) + 1):
-        beating = [one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth)) for one in statuses]
+        beating = [
+            one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth))
+            for one in statuses
+        ]
         diagnosis = detector.diagnose(beating, dead, start + tenth / 10)
         if diagnosis is not None:
             said[tenth / 10] = diagnosis
@@ -52,7 +62,11 @@ def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
     return said
 
 
-LATE = [status(8, True), status(7, False, call="Strategy.run", location="train.py:9 in load"), status(8, True)]
+LATE = [
+    status(8, True),
+    status(7, False, call="Strategy.run", location="train.py:9 in load"),
+    status(8, True),
+]
 
 
 def test_a_rank_that_does_not_come():
@@ -65,8 +79,13 @@ def test_a_rank_that_does_not_come():
     assert "waiting for each other for 60 s" in report and "ends in 540 s" in report
     assert "waiting for each other for 600 s" in end
     for text in (report, end):
-        assert "\n  ranks 0, 2: waiting in call 8, Strategy.reduce(SUM), at train.py:7 in main" in text
-        assert "\n  rank 1: has not arrived; last in call 7, Strategy.run; now at train.py:9 in load" in text
+        assert (
+            "\n  ranks 0, 2: waiting in call 8, Strategy.reduce(SUM), at train.py:7 in main" in text
+        )
+        assert (
+            "\n  rank 1: has not arrived; last in call 7, Strategy.run; now at train.py:9 in load"
+            in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,10 @@ def test_any_progress_begins_anew(change):
 def test_waiting_begins_when_the_first_rank_waits():
     detector = StallDetector(60, 600)
     assert diagnoses([status(7, False), status(7, False)], 1000, detector) == {}
-    assert list(diagnoses([status(7, False), status(7, True)], 700, detector, start=1000.0)) == [60, 600]
+    assert list(diagnoses([status(7, False), status(7, True)], 700, detector, start=1000.0)) == [
+        60,
+        600,
+    ]
 
 
 def test_any_rank_may_extend_the_timeout():
@@ -143,10 +165,17 @@ def test_while_the_job_is_suspended_no_time_counts():
 
 
 def test_a_process_that_does_not_end():
-    statuses = [status(9, False, gone=True), status(9, False, gone=True, beat=-1), status(9, False, gone=True)]
+    statuses = [
+        status(9, False, gone=True),
+        status(9, False, gone=True, beat=-1),
+        status(9, False, gone=True),
+    ]
     said = diagnoses(statuses, 700, dead=[2])
     assert list(said) == [60, 600]
-    assert "\n  rank 0: has finished, but its process does not end; now at train.py:7" in said[600].text
+    assert (
+        "\n  rank 0: has finished, but its process does not end; now at train.py:7"
+        in said[600].text
+    )
     assert "\n  ranks 1, 2: has finished" in said[600].text
     assert diagnoses([one._replace(beat=0) for one in statuses], 700) == {}
 
@@ -183,7 +212,11 @@ def test_a_note_of_any_text_fits(text):
     channels = [SharedMemoryChannel(rank, slots, [0, 0]) for rank in range(2)]
     channels[0].publish(status(3, True, call=text, location=text, extra_seconds=float("inf")))
     seen = channels[1].publish(status(4, False))[0]
-    assert seen is not None and (seen.number, seen.waits, seen.extra_seconds) == (3, True, float("inf"))
+    assert seen is not None and (seen.number, seen.waits, seen.extra_seconds) == (
+        3,
+        True,
+        float("inf"),
+    )
     assert seen.call[:40] == text[:40].encode(errors="replace").decode()
     assert len(seen.pack()) <= LIMIT
 
@@ -248,7 +281,9 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     assert "the watchdog goes on after an error of its own, OSError: Stale file handle" in said[0]
 
 
-@pytest.mark.parametrize("seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]], ids=str)
+@pytest.mark.parametrize(
+    "seconds", [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]], ids=str
+)
 def test_an_extension_ends_with_its_block(watch, monkeypatch, seconds):
     one = watch(Alone())
     monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watchdog=one))
@@ -273,7 +308,9 @@ def test_no_working_folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("seconds", [-1, -math.inf, math.nan, "long", None, [3], 1j], ids=str)
 def test_a_wrong_extension_of_the_timeout(seconds):
-    with pytest.raises(ValueError, match=r"extend_timeout: seconds is .*; it must be a number from 0 up"):
+    with pytest.raises(
+        ValueError, match=r"extend_timeout: seconds is .*; it must be a number from 0 up"
+    ):
         _program.extend_timeout(seconds)
 
 
@@ -287,14 +324,19 @@ def connect(listener, *said):
 def test_strangers_that_connect_keep_no_rank_out():
     token, size, accepted, is_over = b"t" * 16, 4, {}, threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        strangers = [connect(listener, *said) for said in ([], [b"GET / HTTP/1.1\r\n" * 9], [token[:5]], [b"x" * 20])]
+        strangers = [
+            connect(listener, *said)
+            for said in ([], [b"GET / HTTP/1.1\r\n" * 9], [token[:5]], [b"x" * 20])
+        ]
         for one in strangers:
             stack.enter_context(one)
         reset = connect(listener)
         reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reset.close()
         connect(listener, token).close()
-        thread = threading.Thread(target=tcp._accept, args=(listener, token, size, accepted, is_over))
+        thread = threading.Thread(
+            target=tcp._accept, args=(listener, token, size, accepted, is_over)
+        )
         thread.start()
         for rank in range(1, size):
             hello = token + struct.pack("<I", rank)
@@ -309,7 +351,9 @@ def test_strangers_that_connect_keep_no_rank_out():
 def test_ranks_that_do_not_connect_are_not_waited_for():
     accepted, is_over = {}, threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener, connect(listener):
-        thread = threading.Thread(target=tcp._accept, args=(listener, b"t" * 16, 2, accepted, is_over))
+        thread = threading.Thread(
+            target=tcp._accept, args=(listener, b"t" * 16, 2, accepted, is_over)
+        )
         thread.start()
         is_over.set()
         thread.join(20)

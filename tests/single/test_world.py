@@ -35,7 +35,13 @@ def test_a_world_is_started_once():
     world = worlds.start()
     assert worlds.start() is world
     assert worlds.started() is world
-    assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (0, 1, 0, 1, (0,))
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (
+        0,
+        1,
+        0,
+        1,
+        (0,),
+    )
     assert 0 <= world.seed < 1 << 64
 
 
@@ -49,13 +55,17 @@ def test_the_users_setting_of_open_mpi_stays(monkeypatch):
 
 def test_another_mpis_launcher_is_refused(fake, monkeypatch):
     launched(monkeypatch, 4)
-    with pytest.raises(RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"):
+    with pytest.raises(
+        RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"
+    ):
         worlds._connect()
 
 
 def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monkeypatch):
     launched(monkeypatch, None, rank=1, name="a PMIx launcher")
-    with pytest.raises(RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"):
+    with pytest.raises(
+        RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"
+    ):
         worlds._connect()
 
 
@@ -74,14 +84,22 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monk
         ("a PMI launcher", 2, "Open MPI", False),
     ],
 )
-def test_another_mpis_launcher_is_known_before_mpi_starts(fake, monkeypatch, launcher, size, vendor, refused):
+def test_another_mpis_launcher_is_known_before_mpi_starts(
+    fake, monkeypatch, launcher, size, vendor, refused
+):
     started = []
     fake.Is_initialized = lambda: False
-    fake.THREAD_MULTIPLE, fake.Init_thread, fake.get_vendor = 3, started.append, lambda: (vendor, (5, 0))
+    fake.THREAD_MULTIPLE, fake.Init_thread, fake.get_vendor = (
+        3,
+        started.append,
+        lambda: (vendor, (5, 0)),
+    )
     monkeypatch.setattr(mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
     launched(monkeypatch, size, name=launcher)
     if refused:
-        with pytest.raises(RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"):
+        with pytest.raises(
+            RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"
+        ):
             mpi.start(fake)
     else:
         mpi.start(fake)
@@ -89,7 +107,11 @@ def test_another_mpis_launcher_is_known_before_mpi_starts(fake, monkeypatch, lau
 
 
 def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
-    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, lambda level: None
+    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (
+        (lambda: False),
+        3,
+        lambda level: None,
+    )
     launched(monkeypatch, 2)
     monkeypatch.setattr(mpi, "_speaks_pmix", lambda: True)
     mpi.start(fake)
@@ -108,7 +130,8 @@ def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, ref
     monkeypatch.setattr(launchers, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
     if refused:
         with pytest.raises(
-            RuntimeError, match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size"
+            RuntimeError,
+            match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size",
         ):
             mpi.start(fake)
     else:
@@ -152,7 +175,10 @@ def test_mpi_finalised_already(fake, monkeypatch):
     ("error", "missing"),
     [
         (ModuleNotFoundError("No module named 'mpi4py'"), "mpi4py is missing"),
-        (ImportError("libmpi.so.12: cannot open shared object file"), "an MPI library that mpi4py can load is missing"),
+        (
+            ImportError("libmpi.so.12: cannot open shared object file"),
+            "an MPI library that mpi4py can load is missing",
+        ),
         (RuntimeError("cannot load MPI library"), "an MPI library that mpi4py can load is missing"),
     ],
     ids=["no mpi4py", "no library", "another library"],
@@ -198,7 +224,9 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
     maps = tmp_path / "maps"
     real = builtins.open
     monkeypatch.setattr(
-        builtins, "open", lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest)
+        builtins,
+        "open",
+        lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest),
     )
     for line in (
         f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
@@ -214,7 +242,9 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize("prefix", ["mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_"])
+@pytest.mark.parametrize(
+    "prefix", ["mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_"]
+)
 def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     import mmap
 

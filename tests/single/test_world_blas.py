@@ -34,7 +34,9 @@ def no_variables(monkeypatch):
 
 def blas_threads():
     assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # BLAS is there
-    return [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    return [
+        library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"
+    ]
 
 
 def test_limit_lowers_only(no_variables):

@@ -16,7 +16,13 @@ OPEN_MPI = {
     "PMIX_RANK": "3",
     "PRTE_LAUNCHED": "1",
 }
-HYDRA = {"PMI_RANK": "2", "PMI_SIZE": "3", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1", "PMI_FD": "9"}
+HYDRA = {
+    "PMI_RANK": "2",
+    "PMI_SIZE": "3",
+    "MPI_LOCALRANKID": "0",
+    "MPI_LOCALNRANKS": "1",
+    "PMI_FD": "9",
+}
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_ID": "0",
@@ -55,16 +61,38 @@ def environment(monkeypatch):
         (STEP | {"SLURM_NODEID": "3"}, Launcher("srun", 5, 8, 1, 1)),
         (STEP | {"SLURM_NODEID": "9"}, Launcher("srun", 5, 8, 1, None)),
         (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}, Launcher("srun", 5, 8, 1, 2)),
-        (STEP | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.7.0"}, Launcher("srun", 5, 8, 1, 2)),
-        ({"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"}, Launcher("a PMI launcher", 1, 2, 0, None)),
+        (
+            STEP | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
+            Launcher("srun", 5, 8, 1, 2),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "PMI_LOCAL_RANK": "0"},
+            Launcher("a PMI launcher", 1, 2, 0, None),
+        ),
         ({"PMIX_RANK": "1", "PRTE_LAUNCHED": "1"}, Launcher("prterun (PMIx)", 1, None, None, None)),
         ({"PMIX_RANK": "1"}, Launcher("a PMIx launcher", 1, None, None, None)),
         ({"PMI_SIZE": "2"}, Launcher("a PMI launcher", 0, 2, None, None)),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, Launcher("mpirun of Open MPI", 0, 2, None, None)),
     ],
     ids=[
-        *("none", "Open MPI", "MPICH", "MPICH, Intel MPI installed", "Intel MPI", "srun", "srun, a node of one"),
-        *("srun, no such node", "srun, PMI", "srun, PMIx", "PMI", "prterun", "PMIx", "PMI, the size alone"),
+        *(
+            "none",
+            "Open MPI",
+            "MPICH",
+            "MPICH, Intel MPI installed",
+            "Intel MPI",
+            "srun",
+            "srun, a node of one",
+        ),
+        *(
+            "srun, no such node",
+            "srun, PMI",
+            "srun, PMIx",
+            "PMI",
+            "prterun",
+            "PMIx",
+            "PMI, the size alone",
+        ),
         "Open MPI, the size alone",
     ],
 )
@@ -93,8 +121,15 @@ def test_what_is_no_launch(environment, variables):
     [
         *((OPEN_MPI, name, "x") for name in OPEN_MPI if name.startswith("OMPI")),
         *((HYDRA, name, "-1") for name in HYDRA if name != "PMI_FD"),
-        *((STEP, name, "9" * 5000) for name in STEP if name not in ("SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE")),
-        *((STEP, "SLURM_STEP_TASKS_PER_NODE", tasks) for tasks in ("x", "1(x99999999999)", "99999999(x9)", "9" * 5000)),
+        *(
+            (STEP, name, "9" * 5000)
+            for name in STEP
+            if name not in ("SLURM_JOB_ID", "SLURM_STEP_TASKS_PER_NODE")
+        ),
+        *(
+            (STEP, "SLURM_STEP_TASKS_PER_NODE", tasks)
+            for tasks in ("x", "1(x99999999999)", "99999999(x9)", "9" * 5000)
+        ),
         *(({"PMI_SIZE": "2"}, "PMI_RANK", rank) for rank in ("x", "2", "\u0661")),
         *((OPEN_MPI, "OMPI_COMM_WORLD_RANK", rank) for rank in ("4", "1e400", " 1")),
         ({"PMIX_RANK": "1"}, "PMIX_RANK", "all"),
@@ -139,7 +174,10 @@ def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment
     monkeypatch.setattr(worlds, "_world", None)
     context: Any = hs.get_replica_context()
     environment(OPEN_MPI)
-    with pytest.raises(RuntimeError, match=r"^ReplicaContext.all_reduce .* outside of Strategy.run, .* the 4 ranks is"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"^ReplicaContext.all_reduce .* outside of Strategy.run, .* the 4 ranks is",
+    ):
         context.all_reduce("SUM", 1.5)
     assert hs.get_strategy().run(lambda: context.all_reduce("SUM", 1.5)) == 1.5
     for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}):

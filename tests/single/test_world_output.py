@@ -147,7 +147,9 @@ def test_no_launcher_no_gate(monkeypatch):
 def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
     stream = as_rank(1)
     main = threading.current_thread()
-    monkeypatch.setattr(output, "replica_context", lambda: context if threading.current_thread() is main else None)
+    monkeypatch.setattr(
+        output, "replica_context", lambda: context if threading.current_thread() is main else None
+    )
 
     def grandchild():
         print("grandchild")
@@ -160,7 +162,9 @@ def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
 
     thread = threading.Thread(target=child)
     thread.start()
-    monkeypatch.setattr(output, "replica_context", lambda: None)  # the creator goes on; what it was counts
+    monkeypatch.setattr(
+        output, "replica_context", lambda: None
+    )  # the creator goes on; what it was counts
     thread.join()
     assert shown(stream) == ("child\ngrandchild\n" if context else "")
 
@@ -168,7 +172,9 @@ def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
 def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
     stream = as_rank(1)
     monkeypatch.setattr(
-        output, "replica_context", lambda: True if threading.current_thread().name == "replica" else None
+        output,
+        "replica_context",
+        lambda: True if threading.current_thread().name == "replica" else None,
     )
     thread = threading.Thread(target=print, args=("shown",), name="replica")
     thread.start()

@@ -73,15 +73,47 @@ def tf_config(text):
 
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
     # the program
-    "extend_timeout: negative": (lambda _: hs.extend_timeout(-1), ValueError, "extend_timeout: seconds is -1; it must"),
-    "extend_timeout: nan": (lambda _: hs.extend_timeout(np.nan), ValueError, "extend_timeout: seconds is nan"),
-    "any_rank: text": (lambda _: hs.any_rank("no"), TypeError, "any_rank: flag is 'no'; it must be True or False"),
+    "extend_timeout: negative": (
+        lambda _: hs.extend_timeout(-1),
+        ValueError,
+        "extend_timeout: seconds is -1; it must",
+    ),
+    "extend_timeout: nan": (
+        lambda _: hs.extend_timeout(np.nan),
+        ValueError,
+        "extend_timeout: seconds is nan",
+    ),
+    "any_rank: text": (
+        lambda _: hs.any_rank("no"),
+        TypeError,
+        "any_rank: flag is 'no'; it must be True or False",
+    ),
     "any_rank: None": (lambda _: hs.any_rank(None), TypeError, "any_rank: flag is None"),
-    "any_rank: a count": (lambda _: hs.any_rank(3), TypeError, "any_rank: flag is 3; .* `count > 0`"),
-    "any_rank: a function": (lambda _: hs.any_rank(hs.is_lead), TypeError, "any_rank: flag is <function is_lead"),
-    "any_rank: an array": (lambda _: hs.any_rank(np.ones(1)), TypeError, r"any_rank: flag is array\(\[1\.\]\)"),
-    "function of a number": (lambda _: A_FUNCTION(5), TypeError, "function: fn is 5; pass a function"),
-    "progress of a number": (lambda _: hs.progress(A_NUMBER), TypeError, "progress: iterable is 5; pass .* range"),
+    "any_rank: a count": (
+        lambda _: hs.any_rank(3),
+        TypeError,
+        "any_rank: flag is 3; .* `count > 0`",
+    ),
+    "any_rank: a function": (
+        lambda _: hs.any_rank(hs.is_lead),
+        TypeError,
+        "any_rank: flag is <function is_lead",
+    ),
+    "any_rank: an array": (
+        lambda _: hs.any_rank(np.ones(1)),
+        TypeError,
+        r"any_rank: flag is array\(\[1\.\]\)",
+    ),
+    "function of a number": (
+        lambda _: A_FUNCTION(5),
+        TypeError,
+        "function: fn is 5; pass a function",
+    ),
+    "progress of a number": (
+        lambda _: hs.progress(A_NUMBER),
+        TypeError,
+        "progress: iterable is 5; pass .* range",
+    ),
     "Variable: name": (
         lambda _: hs.Variable(1.0, name=A_NUMBER),
         TypeError,
@@ -142,10 +174,22 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         "scale_regularization_loss was called in the cross-replica context",
     ),
     # optimizers
-    "SGD: momentum": (lambda _: hs.optimizers.SGD(0.1, momentum=2), ValueError, "SGD: momentum is 2"),
-    "RMSprop: rho": (lambda _: hs.optimizers.RMSprop(0.1, rho=-1), ValueError, "RMSprop: rho is -1"),
+    "SGD: momentum": (
+        lambda _: hs.optimizers.SGD(0.1, momentum=2),
+        ValueError,
+        "SGD: momentum is 2",
+    ),
+    "RMSprop: rho": (
+        lambda _: hs.optimizers.RMSprop(0.1, rho=-1),
+        ValueError,
+        "RMSprop: rho is -1",
+    ),
     "Adam: beta_1": (lambda _: hs.optimizers.Adam(0.1, beta_1=1), ValueError, "Adam: beta_1 is 1"),
-    "AdamW: beta_2": (lambda _: hs.optimizers.AdamW(0.1, beta_2=-1, name="mine"), ValueError, "AdamW: beta_2 is -1"),
+    "AdamW: beta_2": (
+        lambda _: hs.optimizers.AdamW(0.1, beta_2=-1, name="mine"),
+        ValueError,
+        "AdamW: beta_2 is -1",
+    ),
     "Adagrad: accumulator": (
         lambda _: hs.optimizers.Adagrad(0.1, initial_accumulator_value=-1),
         ValueError,
@@ -158,7 +202,10 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
             f"{kind}: {name} is '0.5'; it must be a number",
         )
         for kind, name in (
-            *(("SGD", name) for name in ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum")),
+            *(
+                ("SGD", name)
+                for name in ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum")
+            ),
             *(("RMSprop", "rho"), ("Adam", "beta_1"), ("Adadelta", "rho"), ("Lion", "beta_2")),
             ("Adagrad", "initial_accumulator_value"),
         )
@@ -183,9 +230,21 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "Adam: learning_rate is -1; it must be a number of at least 0, or a callable",
     ),
-    "learning rate: nan": (lambda _: hs.optimizers.SGD(np.nan), ValueError, "SGD: learning_rate is nan"),
-    "learning rate: inf": (lambda _: hs.optimizers.SGD(np.inf), ValueError, "SGD: learning_rate is inf"),
-    "learning rate: text": (lambda _: sgd("0.1"), TypeError, "SGD: learning_rate is '0.1'; it must be a number"),
+    "learning rate: nan": (
+        lambda _: hs.optimizers.SGD(np.nan),
+        ValueError,
+        "SGD: learning_rate is nan",
+    ),
+    "learning rate: inf": (
+        lambda _: hs.optimizers.SGD(np.inf),
+        ValueError,
+        "SGD: learning_rate is inf",
+    ),
+    "learning rate: text": (
+        lambda _: sgd("0.1"),
+        TypeError,
+        "SGD: learning_rate is '0.1'; it must be a number",
+    ),
     "learning rate: None": (lambda _: sgd(None), TypeError, "SGD: learning_rate is None"),
     "learning rate: set": (
         lambda _: setattr(hs.optimizers.SGD(0.1), "learning_rate", -0.1),
@@ -197,34 +256,62 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         TypeError,
         "SGD: learning_rate is 'fast'",
     ),
-    "RMSprop: epsilon": (lambda _: hs.optimizers.RMSprop(epsilon=-1), ValueError, "RMSprop: epsilon is -1"),
+    "RMSprop: epsilon": (
+        lambda _: hs.optimizers.RMSprop(epsilon=-1),
+        ValueError,
+        "RMSprop: epsilon is -1",
+    ),
     "AdamW: weight_decay": (
         lambda _: hs.optimizers.AdamW(weight_decay=-0.1),
         ValueError,
         r"AdamW: weight_decay is -0\.1; it must be a number of at least 0$",
     ),
-    "a gradient and a variable": (lambda _: applied([1.0], skipping=[VARIABLE]), ValueError, f"one is float; {PAIRS}"),
+    "a gradient and a variable": (
+        lambda _: applied([1.0], skipping=[VARIABLE]),
+        ValueError,
+        f"one is float; {PAIRS}",
+    ),
     "gradients and variables": (
         lambda _: applied([np.ones(3), np.ones(3)]),
         ValueError,
         f"SGD.apply_gradients: it takes .* one is ndarray; {PAIRS}",
     ),
-    "two gradients": (lambda _: applied([(np.ones(3), 1.0)]), ValueError, rf"one is \(ndarray, float\); {PAIRS}"),
+    "two gradients": (
+        lambda _: applied([(np.ones(3), 1.0)]),
+        ValueError,
+        rf"one is \(ndarray, float\); {PAIRS}",
+    ),
     "the variable first": (
         lambda _: applied([(VARIABLE, np.ones(3))]),
         ValueError,
         "in one 'w' comes first; pass the variable second",
     ),
-    "no gradient of any": (lambda _: applied([(None, VARIABLE)]), ValueError, "none of the 1 variables has a gradient"),
+    "no gradient of any": (
+        lambda _: applied([(None, VARIABLE)]),
+        ValueError,
+        "none of the 1 variables has a gradient",
+    ),
     "buffers of nothing": (
         lambda _: hs.optimizers.SGD().gradient_buffers([]),
         ValueError,
         r"SGD.gradient_buffers: it takes variables, at least one, and got \[\]",
     ),
     # datasets
-    "slices of None": (lambda _: Dataset.from_tensor_slices(None), TypeError, "Dataset: a leaf of an element is None"),
-    "unbatch of numbers": (lambda _: list(Dataset.range(4).unbatch()), ValueError, "Dataset: .*first dimension"),
-    "len without end": (lambda _: len(Dataset.range(4).repeat()), TypeError, r"Dataset: len\(\) .* infinite"),
+    "slices of None": (
+        lambda _: Dataset.from_tensor_slices(None),
+        TypeError,
+        "Dataset: a leaf of an element is None",
+    ),
+    "unbatch of numbers": (
+        lambda _: list(Dataset.range(4).unbatch()),
+        ValueError,
+        "Dataset: .*first dimension",
+    ),
+    "len without end": (
+        lambda _: len(Dataset.range(4).repeat()),
+        TypeError,
+        r"Dataset: len\(\) .* infinite",
+    ),
     # checkpoints
     "a handler in a thread": (
         lambda _: in_a_thread(lambda: PreemptionHandler(Checkpoint(), "x")),
@@ -263,14 +350,20 @@ def test_two_resolvers_with_one_task():
     with pytest.raises(KeyError) as caught:
         union.master("worker", 1)
     (text,) = caught.value.args  # which Python shows in quotes
-    assert text == "UnionResolver: two resolvers give task 1 of job 'worker'; give them different numbers"
+    assert (
+        text
+        == "UnionResolver: two resolvers give task 1 of job 'worker'; give them different numbers"
+    )
 
 
 def test_the_end_of_the_data_is_pythons():
     iterator = v1_iterator()
     iterator.initialize()
     strategy = V1.MirroredStrategy()
-    assert [strategy.experimental_run(lambda x: x.sum(), iterator) for _ in range(2)] == [0 + 1, 2 + 3]
+    assert [strategy.experimental_run(lambda x: x.sum(), iterator) for _ in range(2)] == [
+        0 + 1,
+        2 + 3,
+    ]
     with pytest.raises(StopIteration):
         iterator.get_next()
     with pytest.raises(StopIteration):

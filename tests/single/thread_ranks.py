@@ -64,7 +64,9 @@ def on_ranks(size, program) -> list[Any]:
     for thread in threads:
         thread.join()
     if errors:
-        assert sorted(rank for rank, _ in errors) == list(range(size)), errors  # all raised, or it is the test's fault
+        assert sorted(rank for rank, _ in errors) == list(range(size)), (
+            errors
+        )  # all raised, or it is the test's fault
         raise min(errors, key=lambda entry: entry[0])[1]
     return results
 

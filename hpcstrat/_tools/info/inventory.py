@@ -68,7 +68,9 @@ def own_inventory() -> RankInventory:
         "gpus": gpus,
         "hidden_gpus": not gpus and not driver_error and bool(glob.glob("/dev/nvidia[0-9]*")),
         "driver_error": driver_error,
-        "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0) if gpus else "",
+        "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0)
+        if gpus
+        else "",
         "shared_memory": _shared_memory(),
         "unknown": settings.unknown(),
         "updates": _updates(),
@@ -88,7 +90,10 @@ def _versions() -> dict[str, str]:
     found = {
         "Python": platform.python_version(),
         "hpcstrat": hpcstrat.__version__,
-        **{name: _installed(name.lower()) for name in ("NumPy", "mpi4py", "optree", "threadpoolctl", "tqdm")},
+        **{
+            name: _installed(name.lower())
+            for name in ("NumPy", "mpi4py", "optree", "threadpoolctl", "tqdm")
+        },
         "MPI": _mpi_version(),
         "CuPy": "not installed",
     }

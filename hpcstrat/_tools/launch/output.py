@@ -27,7 +27,9 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
         path = os.path.join(folder, f"rank-{rank}.log")
         try:
             os.makedirs(folder, exist_ok=True)
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC), 0o666)
+            log = os.open(
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC), 0o666
+            )
         except OSError as error:
             sys.exit(f"hpcstrat run: --tee: {error}")
         os.environ["_HPCSTRAT_LOG"] = path  # for what the rank hides
@@ -55,7 +57,9 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
         os.close(write)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _copy(process, {pipes[0][0]: 1, pipes[1][0]: 2}, log, f"[rank {rank}] ".encode() if marks else b"")
+    _copy(
+        process, {pipes[0][0]: 1, pipes[1][0]: 2}, log, f"[rank {rank}] ".encode() if marks else b""
+    )
 
 
 def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) -> None:
@@ -83,7 +87,10 @@ def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) ->
                 selector.unregister(key.fd)
             if log is not None and (problem := _write(log, data)):
                 path = os.environ["_HPCSTRAT_LOG"]
-                _write(2, f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to it\n".encode())
+                _write(
+                    2,
+                    f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to it\n".encode(),
+                )
                 log = None
             _write(outputs[key.fd], streams[key.fd].add(data) if tag else data)
     for read, stream in streams.items():

@@ -10,11 +10,24 @@ from typing import NamedTuple
 
 from hpcstrat._process.job_files import Failure, State
 
-_PAUSES_SECONDS = (2, 4, 8)  # before the restarts after failures before a step, which follow each other
-_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+_PAUSES_SECONDS = (
+    2,
+    4,
+    8,
+)  # before the restarts after failures before a step, which follow each other
+_SIGNALS = (
+    signal.SIGKILL,
+    signal.SIGSEGV,
+    signal.SIGABRT,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+)
 # Launchers make a status of a signal's number in two ways. MPICH's combines the bits of all ranks, where it has killed
 # the others, so that an abort may look like 15.
-_KILLED = {base + (one | other) for base in (0, 128) for one in _SIGNALS for other in (0, signal.SIGKILL)}
+_KILLED = {
+    base + (one | other) for base in (0, 128) for one in _SIGNALS for other in (0, signal.SIGKILL)
+}
 
 
 class Ended(NamedTuple):
@@ -75,10 +88,14 @@ class Ended(NamedTuple):
         """What happened, in a sentence."""
         who = "a rank" if self.dead is None else f"rank {self.dead}"
         if self.failure is not None and self.failure.text:
-            return f"rank {self.failure.rank} failed after step {self.step} with {self.failure.text}"
+            return (
+                f"rank {self.failure.rank} failed after step {self.step} with {self.failure.text}"
+            )
         if self.is_incomplete:
             return f"{who} left after step {self.step} without the others, as by os._exit"
-        if not self.is_killed or self.failure is not None:  # the watch has ended the job, or a rank left by os._exit
+        if (
+            not self.is_killed or self.failure is not None
+        ):  # the watch has ended the job, or a rank left by os._exit
             return f"the ranks ended after step {self.step} with status {self.status}"
         unknown = f"a signal (status {self.status})"
         name = next((one.name for one in _SIGNALS if self.status in (one, 128 + one)), unknown)
@@ -123,8 +140,12 @@ class Policy:
         if ended.fails_early:
             if any(one.did_steps for one in before):
                 # A GPU, or MPS, whose ranks were killed is not free at once.
-                times = len(list(itertools.takewhile(lambda one: one.fails_early, reversed(self._ends))))
-                if times > len(_PAUSES_SECONDS) and (ended.failure is not None or ended.ranks <= self.min_ranks):
+                times = len(
+                    list(itertools.takewhile(lambda one: one.fails_early, reversed(self._ends)))
+                )
+                if times > len(_PAUSES_SECONDS) and (
+                    ended.failure is not None or ended.ranks <= self.min_ranks
+                ):
                     return f"it has ended {times} times in a row before it had done a step"
                 self.pause = _PAUSES_SECONDS[min(times, len(_PAUSES_SECONDS)) - 1]
             elif ended.failure is not None:

@@ -57,10 +57,14 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
     """
     begin = time.time()
     try:
-        memory = job_files.create(policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0)
+        memory = job_files.create(
+            policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0
+        )
     except OSError as error:
         if policy.restarts:
-            raise LaunchError(f"--restarts: there is no memory that outlives the ranks: {error}") from None
+            raise LaunchError(
+                f"--restarts: there is no memory that outlives the ranks: {error}"
+            ) from None
         return starter.start(policy.ranks, dict(variables(policy.ranks)))
     while True:
         ended = _start(starter, policy, memory, variables(policy.ranks))
@@ -97,13 +101,15 @@ def _pause(starter: Starter, seconds: float) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _start(starter: Starter, policy: Policy, memory: JobMemory, environment: Mapping[str, str]) -> Ended:
+def _start(
+    starter: Starter, policy: Policy, memory: JobMemory, environment: Mapping[str, str]
+) -> Ended:
     ranks = policy.ranks
     memory.begin()
     # Another process that has taken a dead rank's number does not have the job's variable.
-    starter.processes = lambda: {note.process for note in memory.notes(ranks).values()}.intersection(
-        leftovers.processes_of(memory)
-    )
+    starter.processes = lambda: {
+        note.process for note in memory.notes(ranks).values()
+    }.intersection(leftovers.processes_of(memory))
     with _watching(memory, ranks) if policy.restarts else contextlib.nullcontext({}) as deaths:
         status = starter.start(ranks, {**environment, **memory.environment})
     step, done = memory.steps()
@@ -175,7 +181,11 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
                 poll.unregister(file)
                 os.close(file)
             # One that has died closes its connections, by which the others are ended, a little before it is gone.
-            alive |= {rank: now for rank, process in files.values() if not (ended and _has_closed_files(process))}
+            alive |= {
+                rank: now
+                for rank, process in files.values()
+                if not (ended and _has_closed_files(process))
+            }
             if seen and not files and not is_starting:
                 break
         for file in files:

@@ -10,7 +10,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat._tools.timeline.shares import KINDS, Rank, Timeline, move_waiting, read, share_out, steps_of, stretches
+from hpcstrat._tools.timeline.shares import (
+    KINDS,
+    Rank,
+    Timeline,
+    move_waiting,
+    read,
+    share_out,
+    steps_of,
+    stretches,
+)
 
 _DOMINATES = 0.2
 """The share of a step above which a kind of time deserves advice."""
@@ -52,7 +61,9 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
         print(f"python -m hpcstrat timeline {path}: {error}", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps({"ranks": [rank._asdict() for rank in ranks], "advice": sentences}, indent=2))
+        print(
+            json.dumps({"ranks": [rank._asdict() for rank in ranks], "advice": sentences}, indent=2)
+        )
     else:
         _show(ranks, sentences)
     return 0
@@ -83,8 +94,13 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
             "and do not convert the results of run at every step"
         ),
     }
-    found = sorted((kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind])
-    advice = [f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}." for kind in found]
+    found = sorted(
+        (kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind]
+    )
+    advice = [
+        f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}."
+        for kind in found
+    ]
     advice = advice or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
         advice.append(
@@ -118,7 +134,9 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     begin, end = _typical(timeline, ranks[0].rank, steps)
     for row, rank in enumerate(ranks):
         rows.broken_barh([(0, (end - begin) * 1e3)], (row - 0.4, 0.8), color=_COLORS["other"])
-        shown = [s for s in stretches(timeline.tracks[rank.rank]) if s.begin < end and s.end > begin]
+        shown = [
+            s for s in stretches(timeline.tracks[rank.rank]) if s.begin < end and s.end > begin
+        ]
         for kind in KINDS:
             spans = [
                 ((max(s.begin, begin) - begin) * 1e3, (min(s.end, end) - max(s.begin, begin)) * 1e3)
@@ -138,7 +156,12 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, of typical length")
     bars.set_xlim(0, 100)
     bars.set_xlabel("% of all steps")
-    figure.legend(*bars.get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS), frameon=False)
+    figure.legend(
+        *bars.get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=len(KINDS),
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
 
 
@@ -149,7 +172,9 @@ def _show_ends(found: Timeline) -> None:
         for spans in tracks.values():
             inner = [span for span in spans if span.is_open][-1:]
             for span in inner:
-                console.print(f"rank {rank} ended within {span.name!r} ({span.category})", highlight=False)
+                console.print(
+                    f"rank {rank} ended within {span.name!r} ({span.category})", highlight=False
+                )
 
 
 def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:

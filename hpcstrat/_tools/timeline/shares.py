@@ -96,7 +96,9 @@ def read(path: str) -> Timeline:
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; record it again") from error
     if not timeline.names:
-        raise ValueError(f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran")
+        raise ValueError(
+            f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran"
+        )
     return timeline
 
 
@@ -157,7 +159,9 @@ def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
 
     Of nested spans the innermost counts. While a GPU works, its work counts and not the host's, which only enqueues.
     """
-    on_gpu = [_flat(spans) for track, spans in tracks.items() if track >= GPU_TRACKS and _is_main(spans)]
+    on_gpu = [
+        _flat(spans) for track, spans in tracks.items() if track >= GPU_TRACKS and _is_main(spans)
+    ]
     on_host = _flat(tracks.get(PROGRAM, []))
     return on_host if not on_gpu else _laid_over(on_host, on_gpu[0])
 
@@ -173,7 +177,9 @@ def move_waiting(timeline: Timeline) -> Timeline:
     for number in numbers:
         each = {
             rank: [
-                i for i, span in enumerate(tracks.get(number, [])) if span.category == "communication" and span.nbytes
+                i
+                for i, span in enumerate(tracks.get(number, []))
+                if span.category == "communication" and span.nbytes
             ]
             for rank, tracks in moved.items()
         }
@@ -181,10 +187,14 @@ def move_waiting(timeline: Timeline) -> Timeline:
         if len({len(indices) for indices in each.values()}) > 1:
             continue
         for indices in zip(*each.values(), strict=True):
-            last_begin = max(moved[rank][number][i].begin for rank, i in zip(each, indices, strict=True))
+            last_begin = max(
+                moved[rank][number][i].begin for rank, i in zip(each, indices, strict=True)
+            )
             for rank, i in zip(each, indices, strict=True):
                 span = moved[rank][number][i]
-                wait = TraceSpan(span.begin, min(last_begin, span.end), "waiting", "the other ranks")
+                wait = TraceSpan(
+                    span.begin, min(last_begin, span.end), "waiting", "the other ranks"
+                )
                 if wait.end > wait.begin:
                     moved[rank][number] = [*moved[rank][number], wait]
     for tracks in moved.values():
@@ -195,11 +205,20 @@ def move_waiting(timeline: Timeline) -> Timeline:
 
 def _add(timeline: Timeline, event: dict[str, Any], end: float, is_open: bool = False) -> None:
     span = TraceSpan(
-        event["ts"] / 1e6, end, event["cat"], event["name"], event.get("args", {}).get("bytes", 0), is_open
+        event["ts"] / 1e6,
+        end,
+        event["cat"],
+        event["name"],
+        event.get("args", {}).get("bytes", 0),
+        is_open,
     )
     numbers = event["pid"], event["tid"], span.nbytes
     has_known_kind = type(span.name) is str and span.category in ("run", *KINDS)
-    if not (has_known_kind and all(type(one) is int for one in numbers) and -math.inf < span.begin <= end < math.inf):
+    if not (
+        has_known_kind
+        and all(type(one) is int for one in numbers)
+        and -math.inf < span.begin <= end < math.inf
+    ):
         raise ValueError(f"an event is {reprlib.repr(event)}")
     timeline.tracks.setdefault(event["pid"], {}).setdefault(event["tid"], []).append(span)
 
@@ -231,7 +250,11 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
     for stretch in stretches(tracks):
         spent[stretch.kind] += max(0.0, min(stretch.end, end) - max(stretch.begin, begin))
     spent[OTHER] += (end - begin) - sum(spent.values())
-    sent = [span.nbytes for span in tracks[PROGRAM] if span.category == "communication" and begin <= span.begin < end]
+    sent = [
+        span.nbytes
+        for span in tracks[PROGRAM]
+        if span.category == "communication" and begin <= span.begin < end
+    ]
     return Rank(
         rank,
         len(begins) - 1,

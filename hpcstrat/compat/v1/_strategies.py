@@ -86,15 +86,23 @@ class _V1Methods(Strategy):
 
         return DistributedInputIterator(self.distribute_datasets_from_function(dataset_fn))
 
-    def experimental_run(self, fn: Callable[..., Any], input_iterator: DistributedInputIterator | None = None) -> Any:
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: DistributedInputIterator | None = None
+    ) -> Any:
         """`Strategy.run` of `fn` on the next element of the iterator, or without an argument.
 
         Raises:
             StopIteration: the iterator has no further element.
         """
-        return self.run(fn) if input_iterator is None else self.run(fn, args=(input_iterator.get_next(),))
+        return (
+            self.run(fn)
+            if input_iterator is None
+            else self.run(fn, args=(input_iterator.get_next(),))
+        )
 
-    def reduce(self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None) -> Any:
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+    ) -> Any:
         """`Strategy.reduce`, elementwise over the replicas unless told. Collective."""
         return super().reduce(reduce_op, value, axis)
 

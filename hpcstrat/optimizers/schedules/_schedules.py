@@ -30,7 +30,9 @@ class ExponentialDecay:
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
         exponent = step / self.decay_steps
-        return self.initial_learning_rate * self.decay_rate ** (math.floor(exponent) if self.staircase else exponent)
+        return self.initial_learning_rate * self.decay_rate ** (
+            math.floor(exponent) if self.staircase else exponent
+        )
 
 
 @nests.leaf
@@ -70,7 +72,9 @@ class PolynomialDecay:
         """The learning rate after `step` steps."""
         last = self.decay_steps * (max(1, math.ceil(step / self.decay_steps)) if self.cycle else 1)
         share = (1 - min(step, last) / last) ** self.power
-        return (self.initial_learning_rate - self.end_learning_rate) * share + self.end_learning_rate
+        return (
+            self.initial_learning_rate - self.end_learning_rate
+        ) * share + self.end_learning_rate
 
 
 @nests.leaf
@@ -93,7 +97,9 @@ class InverseTimeDecay:
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
         steps = step / self.decay_steps
-        return self.initial_learning_rate / (1 + self.decay_rate * (math.floor(steps) if self.staircase else steps))
+        return self.initial_learning_rate / (
+            1 + self.decay_rate * (math.floor(steps) if self.staircase else steps)
+        )
 
 
 @nests.leaf

@@ -13,9 +13,7 @@ is_simulated = True
 """Whether this is the simulation. Of the simulation, not of CuPy."""
 
 inf, nan, pi, e, newaxis = _np.inf, _np.nan, _np.pi, _np.e, None
-for _name in (
-    "bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 intp float16 float32 float64 complex64 complex128".split()
-):
+for _name in "bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 intp float16 float32 float64 complex64 complex128".split():
     globals()[_name] = getattr(_np, _name)
 dtype, iinfo, finfo, issubdtype = _np.dtype, _np.iinfo, _np.finfo, _np.issubdtype
 integer, floating, number = _np.integer, _np.floating, _np.number

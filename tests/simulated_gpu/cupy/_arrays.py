@@ -4,9 +4,7 @@ import numpy as np
 
 from . import _checker, _memory, _streams, _transfers
 
-_REFUSED = (
-    "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly."
-)
+_REFUSED = "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly."
 _KINDS = "?bhilqBHILQefdFD"
 
 
@@ -61,7 +59,11 @@ class ndarray:
         """Of the simulation: another array on the same memory."""
         made = ndarray.__new__(ndarray)
         made.host = host
-        offset = host.__array_interface__["data"][0] - self.data.mem.ptr if host.size else self.data.offset
+        offset = (
+            host.__array_interface__["data"][0] - self.data.mem.ptr
+            if host.size
+            else self.data.offset
+        )
         made.data = _memory.MemoryPointer(self.data.mem, offset)
         made.base = self if self.base is None else self.base
         made._range = None
@@ -88,7 +90,9 @@ class ndarray:
 
     # ---- facts
 
-    shape = property(lambda self: self.host.shape, lambda self, shape: setattr(self.host, "shape", shape))
+    shape = property(
+        lambda self: self.host.shape, lambda self, shape: setattr(self.host, "shape", shape)
+    )
     dtype = property(lambda self: self.host.dtype)
     ndim = property(lambda self: self.host.ndim)
     size = property(lambda self: self.host.size)
@@ -117,7 +121,9 @@ class ndarray:
 
     def view(self, dtype=None):
         """CuPy's."""
-        return self.view_of(self.host.view() if dtype is None else self.host.view(check_dtype(dtype)))
+        return self.view_of(
+            self.host.view() if dtype is None else self.host.view(check_dtype(dtype))
+        )
 
     def reshape(self, *shape, order="C"):
         """CuPy's: a view where it can be one."""
@@ -157,9 +163,13 @@ class ndarray:
             if self.dtype != out.dtype:
                 raise TypeError(f"{self.dtype} array cannot be obtained to {out.dtype} array")
             if self.shape != out.shape:
-                raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}")
+                raise ValueError(
+                    f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}"
+                )
             if not out.flags.c_contiguous and not out.flags.f_contiguous:
-                raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
+                raise RuntimeError(
+                    "`out` cannot be specified when copying to non-contiguous ndarray"
+                )
             order = "C" if out.flags.c_contiguous else "F"
         source, order = self, order.upper()
         order = ("F" if self.flags.f_contiguous else "C") if order == "A" else order
@@ -253,7 +263,9 @@ class ndarray:
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         if dl_device not in (None, self.__dlpack_device__()) or copy:
-            raise BufferError("the simulated GPU exports its arrays on their own device, without a copy")
+            raise BufferError(
+                "the simulated GPU exports its arrays on their own device, without a copy"
+            )
         own, consumer = _streams.current_queue(), None
         if stream in (None, 1):
             consumer = _streams.null_queue(own.device)

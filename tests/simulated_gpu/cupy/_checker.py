@@ -131,7 +131,11 @@ def host():
 def _pass_clocks_on():
     """A thread knows what its starter knew; a pool's, who gave it its work; who takes a result, who made it."""
     start, submit = threading.Thread.start, futures.ThreadPoolExecutor.submit
-    result, set_result, set_exception = futures.Future.result, futures.Future.set_result, futures.Future.set_exception
+    result, set_result, set_exception = (
+        futures.Future.result,
+        futures.Future.set_result,
+        futures.Future.set_exception,
+    )
 
     def start_with_clock(thread):
         thread.simulated_clock = dict(host().clock)
@@ -234,12 +238,16 @@ class History:
                 self._compare(lane, start, stop, writes)
                 break
         if len(self._latest) > _MANY:
-            self._latest = {stream: time for stream, time in self._latest.items() if stream not in retired}
+            self._latest = {
+                stream: time for stream, time in self._latest.items() if stream not in retired
+            }
         self._latest[lane.number] = lane.time
         self._accesses[start, stop, writes, lane.number] = (lane.time, place(), lane.name)
         if len(self._accesses) > _MOST_ACCESSES:
             known = host().clock
-            self._accesses = {key: one for key, one in self._accesses.items() if known.get(key[3], 0) < one[0]}
+            self._accesses = {
+                key: one for key, one in self._accesses.items() if known.get(key[3], 0) < one[0]
+            }
 
     def _compare(self, lane, start, stop, writes):
         for (first, last, wrote, stream), (time, where, name) in self._accesses.items():

@@ -58,7 +58,9 @@ def lose_context():
 
 def check_context():
     """Raises what CUDA does where the context is lost."""
-    if threading.current_thread() is threading.main_thread():  # others wait whenever they come to it
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # others wait whenever they come to it
         counted["waits"] += 1
     if value("context", "waits") is not None:
         lose_context()

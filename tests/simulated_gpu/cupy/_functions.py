@@ -5,7 +5,16 @@ import functools
 import numpy as np
 
 from ._arrays import ndarray
-from ._launch import from_dlpack, from_host, imported, is_exported, launch, launch_and_wait, operand, to_current_device
+from ._launch import (
+    from_dlpack,
+    from_host,
+    imported,
+    is_exported,
+    launch,
+    launch_and_wait,
+    operand,
+    to_current_device,
+)
 from ._streams import current_queue, state
 
 __all__ = ["from_dlpack"]
@@ -87,20 +96,29 @@ class _Add(ufunc):
 
 
 ufuncs = {name: ufunc(name) for name in _ONE + _TWO} | {"add": _Add("add")}
-ufuncs |= {"abs": ufuncs["absolute"], "mod": ufuncs["remainder"], "conj": ufuncs["conjugate"], "pow": ufuncs["power"]}
+ufuncs |= {
+    "abs": ufuncs["absolute"],
+    "mod": ufuncs["remainder"],
+    "conj": ufuncs["conjugate"],
+    "pow": ufuncs["power"],
+}
 
 
 def _typed(argument, value):
     """What Cython raises for an argument of a typed function."""
     if not isinstance(value, ndarray):
         expected = "cupy._core.core._ndarray_base"
-        raise TypeError(f"Argument '{argument}' has incorrect type (expected {expected}, got {type(value).__name__})")
+        raise TypeError(
+            f"Argument '{argument}' has incorrect type (expected {expected}, got {type(value).__name__})"
+        )
     return value
 
 
 def _check_no_capture():
     if current_queue().captured is not None:
-        raise NotImplementedError("calling cuBLAS API during stream capture is currently unsupported")
+        raise NotImplementedError(
+            "calling cuBLAS API during stream capture is currently unsupported"
+        )
 
 
 def matmul(a, b, out=None, **refused):
@@ -148,7 +166,9 @@ def _reduction(name, *options):
         out = taken.pop("out", None)
         if out is not None:
             _typed("out", out)
-        return launch(lambda host, **given: numpys(host, axis=axis, **taken, **given), self, out=out)
+        return launch(
+            lambda host, **given: numpys(host, axis=axis, **taken, **given), self, out=out
+        )
 
     def function(a, axis=None, *args, **kwargs):
         return getattr(a, name)(axis, *args, **kwargs)
@@ -265,7 +285,10 @@ def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocki
 
 
 def _has_arrays(sequence):
-    return any(_has_arrays(one) if isinstance(one, (list, tuple)) else isinstance(one, ndarray) for one in sequence)
+    return any(
+        _has_arrays(one) if isinstance(one, (list, tuple)) else isinstance(one, ndarray)
+        for one in sequence
+    )
 
 
 def asarray(a, dtype=None, order=None, *, blocking=False):
@@ -287,7 +310,11 @@ def asfortranarray(a, dtype=None):
 
 def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
     """CuPy's."""
-    return a.get(stream, order, out, blocking) if isinstance(a, ndarray) else np.asarray(a, order=order)
+    return (
+        a.get(stream, order, out, blocking)
+        if isinstance(a, ndarray)
+        else np.asarray(a, order=order)
+    )
 
 
 def copyto(dst, src, casting="same_kind"):
@@ -301,7 +328,9 @@ def copyto(dst, src, casting="same_kind"):
 def broadcast_to(array, shape, subok=False):
     """CuPy's."""
     array = array if isinstance(array, ndarray) else asarray(array)
-    return array.view_of(np.lib.stride_tricks.as_strided(array.host, *_broadcast(array.host, shape)))
+    return array.view_of(
+        np.lib.stride_tricks.as_strided(array.host, *_broadcast(array.host, shape))
+    )
 
 
 def _broadcast(host, shape):
@@ -377,7 +406,11 @@ def roll(a, shift, axis=None):
 
 def diff(a, n=1, axis=-1, prepend=None, append=None):
     """CuPy's."""
-    ends = {name: value for name, value in (("prepend", prepend), ("append", append)) if value is not None}
+    ends = {
+        name: value
+        for name, value in (("prepend", prepend), ("append", append))
+        if value is not None
+    }
     return launch(lambda host: np.diff(host, n, axis, **ends), a)
 
 
@@ -390,7 +423,9 @@ def where(condition, x=None, y=None):
 
     def compute(*hosts):
         given = iter(hosts)
-        return np.where(*[next(given) if one else arg for one, arg in zip(is_array, args, strict=True)])
+        return np.where(
+            *[next(given) if one else arg for one, arg in zip(is_array, args, strict=True)]
+        )
 
     return launch(compute, *[one for one in args if isinstance(one, ndarray)])
 
@@ -429,7 +464,9 @@ def sort(a, axis=-1, kind=None):
 
 def take(a, indices, axis=None, out=None, mode=None):
     """CuPy's."""
-    return launch(lambda host, places: np.take(host, places, axis), _typed("a", a), asarray(indices))
+    return launch(
+        lambda host, places: np.take(host, places, axis), _typed("a", a), asarray(indices)
+    )
 
 
 def may_share_memory(a, b, max_work=None):
@@ -444,12 +481,16 @@ def shares_memory(a, b, max_work=None):
 
 def array_equal(a1, a2, equal_nan=False):
     """CuPy's."""
-    return launch(lambda x, y: np.array_equal(x, y, equal_nan=equal_nan), _typed("a1", a1), _typed("a2", a2))
+    return launch(
+        lambda x, y: np.array_equal(x, y, equal_nan=equal_nan), _typed("a1", a1), _typed("a2", a2)
+    )
 
 
 def allclose(a, b, rtol=1e-05, atol=1e-08, equal_nan=False):
     """CuPy's."""
-    return launch(lambda x, y: np.allclose(x, y, rtol, atol, equal_nan), _typed("a", a), _typed("b", b))
+    return launch(
+        lambda x, y: np.allclose(x, y, rtol, atol, equal_nan), _typed("a", a), _typed("b", b)
+    )
 
 
 def get_array_module(*args):
@@ -565,9 +606,25 @@ def _is_above(other):
 
 def _operators():
     names = {
-        **{"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "true_divide", "pow": "power"},
-        **{"floordiv": "floor_divide", "mod": "remainder", "and": "bitwise_and", "or": "bitwise_or"},
-        **{"xor": "bitwise_xor", "lshift": "left_shift", "rshift": "right_shift", "divmod": "divmod"},
+        **{
+            "add": "add",
+            "sub": "subtract",
+            "mul": "multiply",
+            "truediv": "true_divide",
+            "pow": "power",
+        },
+        **{
+            "floordiv": "floor_divide",
+            "mod": "remainder",
+            "and": "bitwise_and",
+            "or": "bitwise_or",
+        },
+        **{
+            "xor": "bitwise_xor",
+            "lshift": "left_shift",
+            "rshift": "right_shift",
+            "divmod": "divmod",
+        },
         **{"lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal"},
         **{"eq": "equal", "ne": "not_equal"},
     }
@@ -594,7 +651,12 @@ def _operators():
     forward, reflected, _ = make(np.matmul)  # NumPy's, which comes back by `__array_ufunc__`
     ndarray.__matmul__ = forward
     ndarray.__rmatmul__ = reflected
-    for name, meant in {"neg": "negative", "pos": "positive", "abs": "absolute", "invert": "invert"}.items():
+    for name, meant in {
+        "neg": "negative",
+        "pos": "positive",
+        "abs": "absolute",
+        "invert": "invert",
+    }.items():
         setattr(ndarray, f"__{name}__", _one(ufuncs[meant]))
 
 
@@ -638,9 +700,13 @@ def dispatched_ufunc(numpys, method, inputs, kwargs):
     try:
         function = getattr(cupy, numpys.__name__)
     except AttributeError:
-        raise AttributeError(f"the simulated GPU does not have numpy.{numpys.__name__} of its arrays") from None
+        raise AttributeError(
+            f"the simulated GPU does not have numpy.{numpys.__name__} of its arrays"
+        ) from None
     for one in inputs:
-        if not isinstance(one, (ndarray, np.ndarray, bool, int, float, complex, np.generic)) and not is_exported(one):
+        if not isinstance(
+            one, (ndarray, np.ndarray, bool, int, float, complex, np.generic)
+        ) and not is_exported(one):
             return NotImplemented
     if method == "__call__":
         return function(*inputs, **kwargs)

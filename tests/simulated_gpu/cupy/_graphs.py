@@ -21,7 +21,9 @@ class Graph:
         """CuPy's."""
         queue = (_streams.get_current_stream() if stream is None else stream).queue
         if queue is not self._queue:
-            raise AttributeError("the simulated GPU does not have Graph.launch on another stream than the captured one")
+            raise AttributeError(
+                "the simulated GPU does not have Graph.launch on another stream than the captured one"
+            )
         for put in self._captured:
             queue.begin()
             put()

@@ -47,7 +47,9 @@ class RawKernel:
                 argument.touch(queue, writes=False)
                 if parameter.is_written:
                     argument.touch(queue, writes=True)
-                passed.append(np.atleast_1d(argument.host))  # one without dimensions would be passed by value
+                passed.append(
+                    np.atleast_1d(argument.host)
+                )  # one without dimensions would be passed by value
             else:
                 passed.append(argument.copy() if isinstance(argument, np.ndarray) else argument)
         kept = [_touch_address(queue, where, *one) for one in kernel.reads(passed)]
@@ -67,7 +69,9 @@ def _faults_of(where):
     try:
         yield
     except kernels_on_host.Fault as fault:
-        _checker.report_later(f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, {fault}")
+        _checker.report_later(
+            f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, {fault}"
+        )
 
 
 def _touch_address(queue, where, address, nbytes):
@@ -90,19 +94,32 @@ def _touch_address(queue, where, address, nbytes):
 class ElementwiseKernel:
     """CuPy's."""
 
-    def __init__(self, in_params, out_params, operation, name="kernel", reduce_dims=True, preamble="", **options):
+    def __init__(
+        self,
+        in_params,
+        out_params,
+        operation,
+        name="kernel",
+        reduce_dims=True,
+        preamble="",
+        **options,
+    ):
         if unknown := options.keys() - {"no_return", "return_tuple", "options"}:
             raise TypeError(f"the simulated GPU: ElementwiseKernel does not take {sorted(unknown)}")
         self.name, self.operation = name, operation
         self._returns = not options.get("no_return", False)
-        self._kernel = kernels_on_host.ElementwiseKernel(in_params, out_params, operation, name, preamble)
+        self._kernel = kernels_on_host.ElementwiseKernel(
+            in_params, out_params, operation, name, preamble
+        )
         self._seen = set()
 
     def __call__(self, *args, size=None):
         kernel = self._kernel
         nin, nout = len(kernel.inputs), len(kernel.outputs)
         if len(args) not in (nin, nin + nout):
-            raise TypeError(f"Wrong number of arguments for {self.name}. It must be {nin} or {nin + nout}")
+            raise TypeError(
+                f"Wrong number of arguments for {self.name}. It must be {nin} or {nin + nout}"
+            )
         args = [operand(one) for one in args]
         if any(not isinstance(one, ndarray) for one in args[nin:]):
             raise TypeError(f"{self.name}: output arguments must be cupy.ndarray")
@@ -113,7 +130,9 @@ class ElementwiseKernel:
             self._seen.add(dtypes)
         if len(args) == nin:
             pairs = zip(kernel.inputs, args, strict=True)
-            shapes = [one.shape for (raw, _, _), one in pairs if isinstance(one, ndarray) and not raw]
+            shapes = [
+                one.shape for (raw, _, _), one in pairs if isinstance(one, ndarray) and not raw
+            ]
             shape = np.broadcast_shapes(*shapes) if size is None else (size,)
             args += [ndarray(shape, dtype) for dtype in dtypes[nin:]]
         numbers = [None if isinstance(one, ndarray) else one for one in args]

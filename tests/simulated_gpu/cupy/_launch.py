@@ -56,7 +56,9 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
         return _stored(queue, _quietly(function, *hosts))
     made = _stored(queue, formed, copies=False)
     several = isinstance(made, tuple)
-    targets = [one.host for one in (made if several else [made])]  # the pool may have the arrays' memory back before
+    targets = [
+        one.host for one in (made if several else [made])
+    ]  # the pool may have the arrays' memory back before
 
     def work():
         results = _quietly(function, *hosts)
@@ -96,7 +98,11 @@ def _stored(queue, results, copies=True):
         return tuple(_stored(queue, one, copies) for one in results)
     results = np.asarray(results)
     flags = results.flags
-    made = ndarray(results.shape, results.dtype, order="F" if flags.f_contiguous and not flags.c_contiguous else "C")
+    made = ndarray(
+        results.shape,
+        results.dtype,
+        order="F" if flags.f_contiguous and not flags.c_contiguous else "C",
+    )
     made.touch(queue, writes=True)
     if copies:
         queue.put(lambda: np.copyto(made.host, results))
@@ -110,7 +116,11 @@ def from_host(value, dtype=None, order="K"):
     """
     queue = _streams.current_queue()
     queue.refuse_capture()
-    if isinstance(value, np.ndarray) and value.ndim and _transfers.is_pinned(same := np.asarray(value, dtype)):
+    if (
+        isinstance(value, np.ndarray)
+        and value.ndim
+        and _transfers.is_pinned(same := np.asarray(value, dtype))
+    ):
         wanted = order if order in "CF" else "F" if value.flags.fnc else "C"
         if same.flags[wanted]:
             made = ndarray(same.shape, same.dtype, order=wanted)
@@ -139,7 +149,11 @@ def to_current_device(source, order="K"):
     queue = _streams.current_queue()
     queue.begin()
     source.data.mem.block.history.access(queue, 0, source.data.mem.block.size, writes=False)
-    made = ndarray(source.shape, source.dtype, order="F" if order in "KAF" and source.flags.f_contiguous else "C")
+    made = ndarray(
+        source.shape,
+        source.dtype,
+        order="F" if order in "KAF" and source.flags.f_contiguous else "C",
+    )
     made.touch(queue, writes=True)
     host = source.host
     queue.put(lambda: np.copyto(made.host, host))
@@ -161,12 +175,24 @@ def imported(value):
 def from_interface(value):
     """The array that an object with `__cuda_array_interface__` describes, on its memory."""
     described = value.__cuda_array_interface__
-    address, shape, dtype = described["data"][0], described["shape"], check_dtype(described["typestr"])
+    address, shape, dtype = (
+        described["data"][0],
+        described["shape"],
+        check_dtype(described["typestr"]),
+    )
     strides = described.get("strides")
-    spans = [] if strides is None else [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    spans = (
+        [] if strides is None else [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
+    )
     contiguous = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     before = -sum(span for span in spans if span < 0)
-    nbytes = 0 if contiguous == 0 else contiguous if strides is None else sum(map(abs, spans)) + dtype.itemsize
+    nbytes = (
+        0
+        if contiguous == 0
+        else contiguous
+        if strides is None
+        else sum(map(abs, spans)) + dtype.itemsize
+    )
     memory = _memory.UnownedMemory(address - before, nbytes, value)
     pointer = _memory.MemoryPointer(memory, before)
     if (stream := described.get("stream")) is not None:
@@ -191,4 +217,6 @@ def from_dlpack(value, *, device=None, copy=None):
         return array.view()
     low, high = np.lib.array_utils.byte_bounds(array.host)
     memory = _memory.UnownedMemory(low, high - low, capsule)  # which keeps the array itself
-    return ndarray(array.shape, array.dtype, _memory.MemoryPointer(memory, array.data.ptr - low), array.strides)
+    return ndarray(
+        array.shape, array.dtype, _memory.MemoryPointer(memory, array.data.ptr - low), array.strides
+    )

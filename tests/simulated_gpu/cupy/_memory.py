@@ -63,7 +63,9 @@ def used(device):
 
 
 def _allocated(size, device):
-    is_full = size > CAPACITY >> 8 and size > CAPACITY - used(device)  # small ones are not counted, which takes time
+    is_full = size > CAPACITY >> 8 and size > CAPACITY - used(
+        device
+    )  # small ones are not counted, which takes time
     if is_full or _faults.value("out-of-memory", "allocations", lasts=True) is not None:
         from .cuda.runtime import CUDARuntimeError
 
@@ -223,7 +225,9 @@ class MemoryPool:
         try:
             return _allocated(need, device)
         except CUDARuntimeError as error:
-            raise OutOfMemoryError(f"Out of memory allocating {need:,} bytes (allocated so far: unknown).") from error
+            raise OutOfMemoryError(
+                f"Out of memory allocating {need:,} bytes (allocated so far: unknown)."
+            ) from error
 
     def free_all_blocks(self, stream=None):
         """CuPy's."""

@@ -47,7 +47,9 @@ class Ring:
         rows = self._table[: 8 * size].reshape(size, 8)
         self.facts = rows[:, 2].tolist()
         self._boxes = [
-            self._own if other == rank else _Outbox(os.open(f"/proc/{rows[other, 0]}/fd/{rows[other, 1]}", os.O_RDWR))
+            self._own
+            if other == rank
+            else _Outbox(os.open(f"/proc/{rows[other, 0]}/fd/{rows[other, 1]}", os.O_RDWR))
             for other in range(size)
         ]
         row[4] = 1
@@ -58,7 +60,9 @@ class Ring:
         done = min(int(box.head[1]) for box in self._boxes)
         if int(self._own.head[0]) - done >= _POSTS:
             return None
-        return self._own.post(pickle.dumps(message, protocol=5), is_empty=int(self._own.head[0]) == done)
+        return self._own.post(
+            pickle.dumps(message, protocol=5), is_empty=int(self._own.head[0]) == done
+        )
 
     def everyones(self, number):
         """All ranks' messages of this number; None while one is missing."""

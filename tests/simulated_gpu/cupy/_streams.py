@@ -27,7 +27,11 @@ def count():
     """How many GPUs this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = int(os.environ.get("SIMULATED_GPUS", "4"))
-    return installed if visible is None else min(installed, len([one for one in visible.split(",") if one.strip()]))
+    return (
+        installed
+        if visible is None
+        else min(installed, len([one for one in visible.split(",") if one.strip()]))
+    )
 
 
 # ---- work
@@ -345,7 +349,11 @@ class Stream:
         if not null:
             self.device_id = state().device
             kind = "a non-blocking stream" if non_blocking else "a blocking stream"
-            self._queue = Queue(self.device_id, f"{kind} made at {_checker.shown(_checker.place())}", not non_blocking)
+            self._queue = Queue(
+                self.device_id,
+                f"{kind} made at {_checker.shown(_checker.place())}",
+                not non_blocking,
+            )
             self.ptr = self._queue.address
             with lock:
                 _queues[id(self._queue)] = self._queue
@@ -418,7 +426,9 @@ class Stream:
     def begin_capture(self, mode=None):
         """CuPy's."""
         if self.queue.is_blocking:
-            raise AttributeError("the simulated GPU does not have captures of the null stream or of blocking ones")
+            raise AttributeError(
+                "the simulated GPU does not have captures of the null stream or of blocking ones"
+            )
         self.queue.captured = _graphs.Captured()
 
     def end_capture(self):

@@ -92,7 +92,9 @@ def to_device(target, source, queue, is_async, keeps=False):
         return
     queue.put(lambda: np.copyto(view, source))
     kept = source if keeps else None
-    _under_way.append(_Transfer(queue, memory, source, forbids_reading=False, target=target, kept=kept))
+    _under_way.append(
+        _Transfer(queue, memory, source, forbids_reading=False, target=target, kept=kept)
+    )
 
 
 def to_host(source, target, queue, is_async):
@@ -164,7 +166,9 @@ def _hear(thread):
     if not _under_way:
         return
     with _streams.lock:  # what another thread finishes is finished before this one goes on
-        for transfer in [one for one in _under_way if _checker.is_known(thread.clock, one.stream, one.time)]:
+        for transfer in [
+            one for one in _under_way if _checker.is_known(thread.clock, one.stream, one.time)
+        ]:
             _under_way.remove(transfer)
             transfer.finish()
 
@@ -193,7 +197,9 @@ def hash_of(source):
 def _library():
     library = _compiled()
     tell = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
-    library.guard_install(tell, signal.SIGURG)  # again, because what was installed since may stand in its way
+    library.guard_install(
+        tell, signal.SIGURG
+    )  # again, because what was installed since may stand in its way
     return library
 
 

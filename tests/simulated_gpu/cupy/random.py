@@ -29,7 +29,9 @@ class Generator:
 def default_rng(seed=None):
     """CuPy's, which takes a number."""
     if seed is not None and not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"the simulated GPU: cupy.random.default_rng takes a number, not {type(seed).__name__}")
+        raise TypeError(
+            f"the simulated GPU: cupy.random.default_rng takes a number, not {type(seed).__name__}"
+        )
     return Generator(seed)
 
 

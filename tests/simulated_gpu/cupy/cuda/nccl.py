@@ -27,9 +27,15 @@ _COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather", "reduceScatter"
 _OPERATIONS = ["SUM", "PROD", "MAX", "MIN", "AVG"]
 # CuPy's table ends here: NCCL's results 7 (in progress) and 8 (time-out) are not in it.
 _RESULTS = {
-    1: ("NCCL_ERROR_UNHANDLED_CUDA_ERROR", "unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    1: (
+        "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
+        "unhandled cuda error (run with NCCL_DEBUG=INFO for details)",
+    ),
     2: ("NCCL_ERROR_SYSTEM_ERROR", "unhandled system error (run with NCCL_DEBUG=INFO for details)"),
-    3: ("NCCL_ERROR_INTERNAL_ERROR", "internal error - please report this issue to the NCCL developers"),
+    3: (
+        "NCCL_ERROR_INTERNAL_ERROR",
+        "internal error - please report this issue to the NCCL developers",
+    ),
     4: ("NCCL_ERROR_INVALID_ARGUMENT", "invalid argument (run with NCCL_DEBUG=WARN for details)"),
     5: ("NCCL_ERROR_INVALID_USAGE", "invalid usage (run with NCCL_DEBUG=WARN for details)"),
     6: ("NCCL_ERROR_REMOTE_ERROR", "remote process exited or there was a network error"),
@@ -76,7 +82,9 @@ def groupEnd():
         communicators = {communicator for communicator, *_ in calls}
         streams = {stream for _, stream, _ in calls}
         if len(communicators) > 1 or len(streams) > 1:
-            raise _checker.report("the simulated GPU: one group of NCCL calls has several communicators or streams")
+            raise _checker.report(
+                "the simulated GPU: one group of NCCL calls has several communicators or streams"
+            )
         communicators.pop()._put(streams.pop(), [call for *_, call in calls])
     elif _latest and _latest[0]._is_open:
         # A rank without messages to or from others. NCCL moves theirs without it; here all ranks come together.
@@ -96,7 +104,10 @@ class NcclCommunicator:
             raise TypeError(f"commId must be bytes, not {type(commId).__name__}")
         self._device = _streams.state().device
         self._ring = _ring.Ring(ndev, commId, rank, self._device)
-        if len(set(self._ring.facts)) < ndev and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+        if (
+            len(set(self._ring.facts)) < ndev
+            and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+        ):
             raise NcclError(5)
         self._rank, self._size = rank, ndev
         self._is_open, self._is_aborted = True, False
@@ -120,19 +131,47 @@ class NcclCommunicator:
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
         """CuPy's."""
-        self._call(stream, "reduce", sendbuf, recvbuf if root == self._rank else 0, count, datatype, op=op, root=root)
+        self._call(
+            stream,
+            "reduce",
+            sendbuf,
+            recvbuf if root == self._rank else 0,
+            count,
+            datatype,
+            op=op,
+            root=root,
+        )
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
         """CuPy's."""
-        self._call(stream, "broadcast", sendbuff if root == self._rank else 0, recvbuff, count, datatype, root=root)
+        self._call(
+            stream,
+            "broadcast",
+            sendbuff if root == self._rank else 0,
+            recvbuff,
+            count,
+            datatype,
+            root=root,
+        )
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
         """CuPy's."""
-        self._call(stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size)
+        self._call(
+            stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size
+        )
 
     def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
         """CuPy's."""
-        self._call(stream, "reduceScatter", sendbuf, recvbuf, recvcount, datatype, sent=recvcount * self._size, op=op)
+        self._call(
+            stream,
+            "reduceScatter",
+            sendbuf,
+            recvbuf,
+            recvcount,
+            datatype,
+            sent=recvcount * self._size,
+            op=op,
+        )
 
     def send(self, sendbuf, count, datatype, peer, stream):
         """CuPy's."""
@@ -179,7 +218,9 @@ class NcclCommunicator:
                 "destroyed or aborted, which crashes"
             )
 
-    def _call(self, stream, verb, source, target, count, datatype, sent=None, received=None, **facts):
+    def _call(
+        self, stream, verb, source, target, count, datatype, sent=None, received=None, **facts
+    ):
         self._check_open()
         _faults.counted["nccl calls"] += 1
         if (status := _faults.value("nccl-fails", "nccl calls")) is not None:
@@ -202,7 +243,12 @@ class NcclCommunicator:
     def _memory(self, address, count, dtype):
         """(its block, the bytes, an array of the elements) at an address."""
         block, nbytes = _memory.block_at(address), count * dtype.itemsize
-        if block is None or block.is_free or block.device != self._device or address + nbytes > block.ptr + block.size:
+        if (
+            block is None
+            or block.is_free
+            or block.device != self._device
+            or address + nbytes > block.ptr + block.size
+        ):
             raise _checker.report(
                 f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with {nbytes:,} bytes that "
                 f"are not, or no longer, memory of GPU {self._device}"
@@ -220,7 +266,9 @@ class NcclCommunicator:
         queue = next((one for one in _streams.queues() if one.address == stream), None)
         queue = _streams.null_queue(self._device) if not stream else queue
         if queue is None:
-            raise _checker.report("the simulated GPU: NCCL is called with a stream that is not there any more")
+            raise _checker.report(
+                "the simulated GPU: NCCL is called with a stream that is not there any more"
+            )
         if queue.captured is not None:
             queue.captured.append(functools.partial(self._put, stream, calls))
             self._graphs.add(queue.captured)
@@ -251,8 +299,12 @@ class NcclCommunicator:
             for other_start, _, other_writes, other in itertools.islice(found, i + 1, None):
                 if other_start >= stop:
                     break
-                if (writes or other_writes) and (one != other or not calls[one].is_in_place(self._rank)):
-                    first, second = (f"{calls[k].verb} at {_checker.shown(calls[k].where)}" for k in (one, other))
+                if (writes or other_writes) and (
+                    one != other or not calls[one].is_in_place(self._rank)
+                ):
+                    first, second = (
+                        f"{calls[k].verb} at {_checker.shown(calls[k].where)}" for k in (one, other)
+                    )
                     raise _checker.report(
                         f"the simulated GPU: the memory that NCCL's {first} reads or writes overlaps "
                         f"{'itself' if one == other else f'that of {second}, in one group'}, and one of the two writes "
@@ -261,7 +313,9 @@ class NcclCommunicator:
 
     def _connect(self, queue, calls):
         """In the first call of a kind, or with a peer, the host waits for the others: NCCL connects them only then."""
-        kinds = {(call.verb, peer) for call in calls if (peer := call.facts.get("peer")) != self._rank}
+        kinds = {
+            (call.verb, peer) for call in calls if (peer := call.facts.get("peer")) != self._rank
+        }
         if not kinds <= self._connected:
             self._connected |= kinds
             _faults.counted["nccl connects"] += 1
@@ -311,7 +365,11 @@ class _Work:
         if self._number is None:
             self._number = ring.post(
                 [
-                    (call.described(), None if call.source is None else call.source[2].tobytes(), call.where)
+                    (
+                        call.described(),
+                        None if call.source is None else call.source[2].tobytes(),
+                        call.where,
+                    )
                     for call in self._calls
                 ]
             )
@@ -328,7 +386,9 @@ class _Work:
 
     def _fit(self, everyones):
         """Whether the ranks' groups go together; if not, it says so, because NCCL would just hang."""
-        collectives = [[call for call, *_ in group if call[0] not in ("send", "recv")] for group in everyones]
+        collectives = [
+            [call for call, *_ in group if call[0] not in ("send", "recv")] for group in everyones
+        ]
         is_paired = all(
             _between(everyones, a, b, "send", "peer") == _between(everyones, b, a, "recv", "peer")
             for a in range(len(everyones))
@@ -352,7 +412,9 @@ class _Work:
             target = call.target[2]
             if call.verb == "recv":
                 peer = call.facts["peer"]
-                mine = [one for one in self._calls if one.verb == "recv" and one.facts["peer"] == peer]
+                mine = [
+                    one for one in self._calls if one.verb == "recv" and one.facts["peer"] == peer
+                ]
                 sent = [
                     data
                     for (verb, _, _, facts), data, _ in everyones[peer]
@@ -371,15 +433,21 @@ class _Work:
             elif call.verb == "allGather":
                 target[...] = np.frombuffer(b"".join(parts), call.dtype)
             elif call.verb == "reduceScatter":
-                whole = _reduced([np.frombuffer(part, call.dtype) for part in parts], call.facts["op"])
+                whole = _reduced(
+                    [np.frombuffer(part, call.dtype) for part in parts], call.facts["op"]
+                )
                 target[...] = whole[rank * call.count : (rank + 1) * call.count]
             else:
-                target[...] = _reduced([np.frombuffer(part, call.dtype) for part in parts], call.facts["op"])
+                target[...] = _reduced(
+                    [np.frombuffer(part, call.dtype) for part in parts], call.facts["op"]
+                )
 
 
 def _between(everyones, rank, peer, verb, fact):
     """(dtype, count) of each message of a kind that a rank has with a peer."""
-    return [call[1:3] for call, *_ in everyones[rank] if call[0] == verb and call[3] == ((fact, peer),)]
+    return [
+        call[1:3] for call, *_ in everyones[rank] if call[0] == verb and call[3] == ((fact, peer),)
+    ]
 
 
 def _shown(call):
