@@ -1,7 +1,7 @@
 """A step of SGD with momentum written by hand with mpi4py, in two ways, and one of Adam.
 
-Each takes the initial weights as arrays. `weights` are its current weights, updated in place; `step(gradients)` sums
-the gradients over the ranks and updates them.
+Each takes the initial weights as arrays. `weights` are its current weights, updated in place;
+`step(gradients)` sums the gradients over the ranks and updates them.
 """
 
 import numpy as np

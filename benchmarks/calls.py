@@ -2,13 +2,15 @@
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/calls.py
 
-Times are microseconds on the slowest rank: medians over rounds in which the alternatives take turns. Ranks that share a
+Times are microseconds on the slowest rank: medians over rounds in which the alternatives take
+turns. Ranks that share a
 core pay for each other's Python, so use no more ranks than cores.
 
-`apply_gradients` is compared with the same step written by hand in a shared window, with the library's own barrier. Its
-pieces (copying the gradients, the sum and the rule, two barriers) have their own rows; the rest is our own Python. The
-last lines count the calls of Python functions inside the package in a steady `run` and `apply_gradients`; unlike times,
-they are equal on every machine.
+`apply_gradients` is compared with the same step written by hand in a shared window, with the
+library's own barrier. Its pieces (copying the gradients, the sum and the rule, two barriers) have
+their own rows; the rest is our own Python. The last lines count the calls of Python functions
+inside the package in a steady `run` and `apply_gradients`; unlike times, they are equal on every
+machine.
 """
 
 import argparse

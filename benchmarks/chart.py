@@ -1,7 +1,7 @@
 """Draws the step times that host_step.py has measured: docs/steps-light.svg and docs/steps-dark.svg.
 
-    OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/host_step.py --tensorflow PYTHON --jax PYTHON --json FILE
-    python benchmarks/chart.py FILE
+    OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/host_step.py --tensorflow PYTHON --jax PYTHON
+    --json FILE python benchmarks/chart.py FILE
 
 benchmarks/steps.json has the figures of the latest picture.
 """

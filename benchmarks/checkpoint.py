@@ -2,8 +2,10 @@
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/checkpoint.py --folder /scratch
 
-Next to it is the disk itself: the same bytes, as zeros, written and synced by one process, and by all ranks to a file
-each. `without disk` leaves out what waits for the disk (`fsync`): what remains is the checksum and the page cache. The
+Next to it is the disk itself: the same bytes, as zeros, written and synced by one process, and by
+all ranks to a file
+each. `without disk` leaves out what waits for the disk (`fsync`): what remains is the checksum and
+the page cache. The
 last column is the time for which `save(blocking=False)` stops the program.
 """
 

@@ -1,11 +1,13 @@
 """Runs a command on emulated hosts: network namespaces of this machine, each with a link of limited bandwidth.
 
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python benchmarks/hosts_step.py
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python
+    benchmarks/hosts_step.py
 
-It is `mpirun -n RANKS COMMAND`, the ranks spread over the hosts in blocks. Linux, root, iproute2 and MPICH are needed.
-Each host has one link to a switch, limited by `tc` to `--gbit` in each direction, and no memory in common with the
-others as far as MPI knows: between hosts everything goes over TCP. Cores, disks and the real memory are shared, so what
-is measured is the network's part of a step. Latency is that of the kernel, some 10 us; a switch of Ethernet has 50.
+It is `mpirun -n RANKS COMMAND`, the ranks spread over the hosts in blocks. Linux, root, iproute2
+and MPICH are needed. Each host has one link to a switch, limited by `tc` to `--gbit` in each
+direction, and no memory in common with the others as far as MPI knows: between hosts everything
+goes over TCP. Cores, disks and the real memory are shared, so what is measured is the network's
+part of a step. Latency is that of the kernel, some 10 us; a switch of Ethernet has 50.
 """
 
 import argparse
@@ -110,8 +112,9 @@ def run(hosts, ranks, gbit, command):
             "-hosts",
             where,
         ]
-        # UCX would see that the hosts are one machine, and copy from process to process.
-        # It moves 8 KiB with each system call unless told otherwise, which takes cores from what is computed meanwhile.
+        # UCX would see that the hosts are one machine, and copy from process to process. It moves 8
+        # KiB with each system call unless told otherwise, which takes cores from what is computed
+        # meanwhile.
         segments = {f"UCX_TCP_{way}_SEG_SIZE": "128k" for way in ("TX", "RX")}
         environment = segments | {**os.environ, "UCX_TLS": "tcp,self", "GLOO_SOCKET_IFNAME": LINK}
         words = ["ip", "netns", "exec", addresses(hosts)[0], *mpirun, "-n", str(ranks), *command]

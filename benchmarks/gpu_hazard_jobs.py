@@ -18,7 +18,8 @@ LIMIT = "GPU_HAZARDS_SECONDS"
 class Job:
     """A command that has run: its `status`, None where its time was over, and the lines that it printed.
 
-    It ended after `seconds`, and after `gone` none of its processes was there, but for those that `stayed`.
+    It ended after `seconds`, and after `gone` none of its processes was there, but for those that
+    `stayed`.
     """
 
     def __init__(self, command, log, limit, **variables):

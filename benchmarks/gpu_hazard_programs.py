@@ -15,7 +15,8 @@ import time
 
 from gpu_hazard_jobs import LIMIT, Job, inside, mpirun, since
 
-# The functions below import the rest: one of them starts ranks, and in it neither MPI nor CUDA may start.
+# The functions below import the rest: one of them starts ranks, and in it neither MPI nor CUDA may
+# start.
 
 HAZARDS = {
     "hang": (1, 100, 5000),
@@ -70,7 +71,10 @@ class Spinner:
 
 
 def queue(most=20_000, released_after=1.0, ends_after=4.0):
-    """One thread fills a stream's queue, this one makes a call: for each call anew. A third thread ticks."""
+    """One thread fills a stream's queue, this one makes a call: for each call anew.
+
+    A third thread ticks.
+    """
     import cupy as cp
 
     spinner, device, stream = Spinner(), cp.cuda.Device(), cp.cuda.Stream(non_blocking=True)
@@ -234,7 +238,8 @@ def calls(name):
         for size, count in ("4 B", 1), ("4 MB", 1 << 20):
             (in_call, first), (_, second) = timed(call, count), timed(call, count)
             texts.append(
-                f"{size}: first {first:.2f} ms, {in_call:.2f} of it in the call, second {second:.2f} ms"
+                f"{size}: first {first:.2f} ms, {in_call:.2f} of it in the call, second "
+                f"{second:.2f} ms"
             )
         rows.append((f"{name}, {way}", "; ".join(texts), time.perf_counter() - begin))
     memory = f"{started - before:,.0f} MiB on rank 0's GPU, of all its ranks; {used() - before:,.0f} after the calls"
@@ -247,7 +252,8 @@ def calls(name):
 def train(hazard, folder, launches=0, reads=0):
     """Steps, and a hazard for one rank: the first time only, if `folder` is the same.
 
-    In a hang its GPU spins, and the others' next reduction waits for it; past the package's time limit it would go on.
+    In a hang its GPU spins, and the others' next reduction waits for it; past the package's time
+    limit it would go on.
     """
     import numpy as np
 

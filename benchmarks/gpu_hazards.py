@@ -9,9 +9,10 @@
     hangs    a rank whose GPU never comes to its next reduction: when the report comes, when the job ends, what stays
     kills    SIGKILL of a rank: when the others end, what driver and memory say then, whether ranks can be started again
 
-Each part runs in processes of its own under a time limit, so that one that freezes costs only itself. A table comes at
-the end, whatever happened; --log keeps what was printed, each line with its seconds. Ranks are started by `mpirun`, or
-what MPIRUN names (it may hold options), through launch/share-gpu where there are more ranks than GPUs.
+Each part runs in processes of its own under a time limit, so that one that freezes costs only
+itself. A table comes at the end, whatever happened; --log keeps what was printed, each line with
+its seconds. Ranks are started by `mpirun`, or what MPIRUN names (it may hold options), through
+launch/share-gpu where there are more ranks than GPUs.
 
 It has not run on a GPU yet. The tests run it on simulated ones, which have no kernels that spin.
 """

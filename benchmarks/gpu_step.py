@@ -3,15 +3,17 @@
     mpirun -n 4 python benchmarks/gpu_step.py                     # a GPU for each rank
     launch/share-gpu mpirun -n 4 python benchmarks/gpu_step.py    # one GPU for all
 
-Each network is a multilayer perceptron, trained by SGD with momentum 0.9 on half the squared error. The alternatives:
+Each network is a multilayer perceptron, trained by SGD with momentum 0.9 on half the squared error.
+The alternatives:
 
     ours       hpcstrat.CentralStorageStrategy: one reduction to the parameter rank, one update there, one broadcast
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, then a fused update on every rank
     DDP        torch.nn.parallel.DistributedDataParallel, where PyTorch is installed
 
-They take turns, round by round, so that all see the same state of the machine. The table has medians over rounds, and
-their ratios to ours. Ours and the hand-written step must end with the same weights. After the steps: what single
-calls cost, what it costs to feed a step with batches from the host, and the memory that Adam's slots take on the GPUs.
+They take turns, round by round, so that all see the same state of the machine. The table has
+medians over rounds, and their ratios to ours. Ours and the hand-written step must end with the same
+weights. After the steps: what single calls cost, what it costs to feed a step with batches from the
+host, and the memory that Adam's slots take on the GPUs.
 """
 
 import argparse
@@ -246,7 +248,8 @@ def time_input(strategy, rounds):
     show("8 MiB a replica", medians)
     staged, copied, alone = medians.values()
     print(
-        f"{'':42} hidden by staging: {100 * (copied - staged) / max(copied - alone, 1e-9):.0f} % of the copying"
+        f"{'':42} hidden by staging: {100 * (copied - staged) / max(copied - alone, 1e-9):.0f} % "
+        "of the copying"
     )
 
 
@@ -267,8 +270,8 @@ def memory_of_slots(strategy):
     strategy.run(apply)
     size = sum(weight.size for weight in weights) * 4 / 2**20
     print(
-        f"\nAdam, {size:.0f} MiB of parameters: the first step takes {used() - before:.0f} MiB over all ranks; the "
-        f"slots are {2 * size:.0f}, a message is {size:.0f} on each rank"
+        f"\nAdam, {size:.0f} MiB of parameters: the first step takes {used() - before:.0f} MiB "
+        f"over all ranks; the slots are {2 * size:.0f}, a message is {size:.0f} on each rank"
     )
 
 

@@ -3,11 +3,13 @@
     mpirun -n 2 python benchmarks/graph_probe.py                     # a GPU for each rank
     launch/share-gpu mpirun -n 2 python benchmarks/graph_probe.py    # one GPU for all
 
-A perceptron is trained by SGD on half the squared error, by hand: eagerly, and by one graph that is replayed. CuPy
-refuses matrix products while it captures, because cuBLAS would allocate its workspace inside the graph. So they go to
-cuBLAS by ctypes here, with a workspace of their own. The learning rate is in device memory, and halved midway without
-another capture. Both ways must end with the same weights, with the same bits on one or two ranks. Then the graph goes
-before the communicator: NCCL would wait for ever for what a graph still holds.
+A perceptron is trained by SGD on half the squared error, by hand: eagerly, and by one graph that is
+replayed. CuPy
+refuses matrix products while it captures, because cuBLAS would allocate its workspace inside the
+graph. So they go to cuBLAS by ctypes here, with a workspace of their own. The learning rate is in
+device memory, and halved midway without another capture. Both ways must end with the same weights,
+with the same bits on one or two ranks. Then the graph goes before the communicator: NCCL would wait
+for ever for what a graph still holds.
 
 It has not run on a GPU yet. The tests run it on simulated ones, without cuBLAS.
 """
@@ -48,7 +50,8 @@ class Products:
     def __call__(self, a, b, out):
         """Writes `a @ b` to `out`, which is C-contiguous; `a` and `b` are that, or the transpose of such an array."""
         (rows, inner), columns = a.shape, b.shape[1]
-        # cuBLAS stores columns: to it, a C-contiguous array is its transpose, and out.T is b.T @ a.T.
+        # cuBLAS stores columns: to it, a C-contiguous array is its transpose, and out.T is b.T @
+        # a.T.
         operands = []
         for one in (b, a):
             is_plain = one.flags.c_contiguous
@@ -145,7 +148,10 @@ class Network:
 
 
 def trained(network, step, steps, stream):
-    """Seconds of a step, and the weights; the rate is halved midway. From the weights and rate of before."""
+    """Seconds of a step, and the weights; the rate is halved midway.
+
+    From the weights and rate of before.
+    """
     start = network.flat.copy()
     stream.synchronize()
     COMM.Barrier()
@@ -165,8 +171,9 @@ def trained(network, step, steps, stream):
 def compare(eager, replayed, steps):
     """How the weights of the two ways agree, as the printed line says it.
 
-    The sum of two numbers has one order. With more ranks NCCL may choose another order in a graph, whose buffers it
-    registers (NCCL_GRAPH_REGISTER), and each step may then differ in the last place of the largest weight.
+    The sum of two numbers has one order. With more ranks NCCL may choose another order in a graph,
+    whose buffers it registers (NCCL_GRAPH_REGISTER), and each step may then differ in the last
+    place of the largest weight.
 
     Raises:
         AssertionError: they differ by more.
@@ -185,7 +192,8 @@ def probe(layers, batch, communicator, steps, rounds):
     with stream:
         network = Network(layers, batch, communicator, stream)
         start = network.flat.copy()
-        # A pool for what is captured and nothing else: its temporaries go back there, and every replay writes to them.
+        # A pool for what is captured and nothing else: its temporaries go back there, and every
+        # replay writes to them.
         with cp.cuda.using_allocator(pool.malloc):
             for _ in range(3):  # kernels are compiled, the pool fills, NCCL connects
                 network.step()
@@ -205,7 +213,8 @@ def probe(layers, batch, communicator, steps, rounds):
                 taken, trained_weights = trained(network, step, steps, stream)
                 seconds[name].append(taken)
                 weights[name].append(trained_weights)
-        # Each round begins with the same weights, so each way always ends with the same bits, on all ranks.
+        # Each round begins with the same weights, so each way always ends with the same bits, on
+        # all ranks.
         for first, *others in weights.values():
             for other in (*others, *COMM.allgather(first)):
                 np.testing.assert_array_equal(other, first)

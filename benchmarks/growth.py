@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/growth.py
 
-Start it without mpirun: it runs growth_step.py under mpirun for each number of ranks. That times SGD with momentum by
-`apply_gradients`, in turns with a hand-written Allreduce and an update on every rank. It prints a Markdown table, in
-microseconds, and plots it in growth.png.
+Start it without mpirun: it runs growth_step.py under mpirun for each number of ranks. That times
+SGD with momentum by
+`apply_gradients`, in turns with a hand-written Allreduce and an update on every rank. It prints a
+Markdown table, in microseconds, and plots it in growth.png.
 """
 
 import argparse

@@ -3,8 +3,10 @@
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python    # which has TensorFlow
 
-The networks of networks.py are trained by SGD with momentum 0.9, and the largest by Adam too: next to a window with
-the library's own compiled loop; and by MirroredStrategy, whose updates are sharded or not. The alternatives:
+The networks of networks.py are trained by SGD with momentum 0.9, and the largest by Adam too: next
+to a window with
+the library's own compiled loop; and by MirroredStrategy, whose updates are sharded or not. The
+alternatives:
 
     ours         hpcstrat.CentralStorageStrategy
     in buffers   the same, with gradients written to optimizer.gradient_buffers
@@ -16,15 +18,17 @@ the library's own compiled loop; and by MirroredStrategy, whose updates are shar
     TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
     JAX          shard_map, where --jax names a Python that has it
 
-The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive gradients themselves.
-They take turns, round by round, so that all see the same state of the machine, and all must end with the same weights.
-DDP and ZeRO come last, among themselves: gloo's thread wakes a hundred times a second until the process ends, and would
-slow the others where ranks outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours,
-and the goal for that ratio.
+The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive
+gradients themselves. They take turns, round by round, so that all see the same state of the
+machine, and all must end with the same weights. DDP and ZeRO come last, among themselves: gloo's
+thread wakes a hundred times a second until the process ends, and would slow the others where ranks
+outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours, and the
+goal for that ratio.
 
-TensorFlow and JAX are one process each for all replicas, started by rank 0. They may use all cores of the ranks, with
-their own choice of threads, and time themselves, so that their figures leave out the pipe. The ranks sleep in their
-turns, and they wait for a line of input in all others; a pause in between lets their threads stop polling for work.
+TensorFlow and JAX are one process each for all replicas, started by rank 0. They may use all cores
+of the ranks, with their own choice of threads, and time themselves, so that their figures leave out
+the pipe. The ranks sleep in their turns, and they wait for a line of input in all others; a pause
+in between lets their threads stop polling for work.
 
 With --json the figures are written to a file, of which chart.py draws a picture.
 """

@@ -1,7 +1,8 @@
 """Times a training step on CPU replicas of several hosts, and counts what it sends over their links.
 
     mpirun -n 4 python benchmarks/hosts_step.py --link eth0          # on real hosts, by a launcher that knows them
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python benchmarks/hosts_step.py
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python
+    benchmarks/hosts_step.py
 
 The largest network of networks.py, of 8.4 million parameters, is trained by Adam:
 
@@ -12,10 +13,12 @@ The largest network of networks.py, of 8.4 million parameters, is trained by Ada
     DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
     ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
 
-The first four take turns, round by round, and then the last two, in as many rounds: gloo's thread wakes a hundred times
-a second until the process ends, and makes the others' steps up to twice as long where ranks outnumber cores. Those that
-take turns must end with the same weights. The table has medians over rounds on the slowest rank, and the megabytes that
-the busiest link carries in a step, TCP's headers included.
+The first four take turns, round by round, and then the last two, in as many rounds: gloo's thread
+wakes a hundred times
+a second until the process ends, and makes the others' steps up to twice as long where ranks
+outnumber cores. Those that take turns must end with the same weights. The table has medians over
+rounds on the slowest rank, and the megabytes that the busiest link carries in a step, TCP's headers
+included.
 """
 
 import argparse
@@ -85,7 +88,8 @@ def main():
             found |= measure(pytorch_adams(LAYERS, options.batch), options.rounds, options.link)
     hosts = COMM.Split_type(MPI.COMM_TYPE_SHARED).rank == 0
     print(
-        f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, {options.rounds} rounds\n"
+        f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, "
+        f"{options.rounds} rounds\n"
     )
     header("way", "ms", "sharded / that", "MB over the busiest link")
     for name, (seconds, nbytes) in found.items():

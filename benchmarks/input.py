@@ -8,8 +8,9 @@ The alternatives for an epoch of 60,000 rows of 784 numbers and their labels, in
     by hand    plain NumPy: rows[indices] for this rank's share of each batch, in an order drawn beforehand
     drawing    by hand, and the epoch's order is drawn in its time, as ours is
 
-Times are milliseconds, medians over rounds on the slowest rank. Then it counts the rows that each rank touches in an
-epoch: its own and no others. For this every row is a page of memory, and the system knows which pages were read.
+Times are milliseconds, medians over rounds on the slowest rank. Then it counts the rows that each
+rank touches in an epoch: its own and no others. For this every row is a page of memory, and the
+system knows which pages were read.
 """
 
 import argparse
@@ -95,7 +96,8 @@ def pages_read(memory, rows):
 def touched(strategy, count, batch):
     """The number of rows that each rank reads in an epoch, and whether they are its own.
 
-    Before its first epoch a rank also reads the samples that the ranks compare, so this one is the second.
+    Before its first epoch a rank also reads the samples that the ranks compare, so this one is the
+    second.
     """
     mapping = mmap.mmap(-1, count * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)

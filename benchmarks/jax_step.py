@@ -2,8 +2,8 @@
 
     python benchmarks/jax_step.py REPLICAS
 
-One process, with a CPU device for each replica, the batch sharded over them by `shard_map`, gradients summed by `psum`,
-the whole step compiled. The commands are those of tensorflow_step.py.
+One process, with a CPU device for each replica, the batch sharded over them by `shard_map`,
+gradients summed by `psum`, the whole step compiled. The commands are those of tensorflow_step.py.
 """
 
 import json
@@ -33,7 +33,8 @@ def make_step(layers, batch):
         return ((hidden @ weights[-2] + weights[-1] - y) ** 2).sum() / (2 * batch)
 
     def replica_step(weights, velocities, x, y):
-        # Of what every replica has alike, the gradient is summed over the replicas: the `psum` is in it.
+        # Of what every replica has alike, the gradient is summed over the replicas: the `psum` is
+        # in it.
         found = jax.grad(loss)(weights, x, y)
         velocities = [
             networks.MOMENTUM * v - networks.RATE * g
@@ -60,7 +61,8 @@ def make_step(layers, batch):
     x, y = (jax.device_put(np.concatenate(part), NamedSharding(MESH, SPLIT)) for part in parts)
 
     def run():
-        # Steps that are not waited for can use up the threads of the CPU's devices, and then none of them can end.
+        # Steps that are not waited for can use up the threads of the CPU's devices, and then none
+        # of them can end.
         state[:] = jax.block_until_ready(step(*state, x, y))
 
     return run, lambda: state[0]

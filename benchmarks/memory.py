@@ -2,8 +2,10 @@
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/memory.py
 
-Proportional set size (Pss), summed over the ranks: a shared page counts once. Pages of files, such as libraries, are
-left out. Next to it is the expected size: the parameters and Adam's two slots once for all ranks, and a mailbox and the
+Proportional set size (Pss), summed over the ranks: a shared page counts once. Pages of files, such
+as libraries, are
+left out. Next to it is the expected size: the parameters and Adam's two slots once for all ranks,
+and a mailbox and the
 gradients on each rank.
 """
 
@@ -25,8 +27,8 @@ VARIABLES = 16
 def pss(processes):
     """MiB of all processes' memory.
 
-    Files' pages are left out: those of a library are shared with whatever other programs run, and a process seems to
-    grow when one of these ends.
+    Files' pages are left out: those of a library are shared with whatever other programs run, and a
+    process seems to grow when one of these ends.
     """
     total = 0
     for process in processes:

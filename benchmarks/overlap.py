@@ -1,18 +1,21 @@
 """Times how much of the exchange of gradients between hosts is hidden behind the backward pass.
 
     mpirun -n 2 python benchmarks/overlap.py          # on real hosts, by a launcher that knows them
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 2 python benchmarks/overlap.py
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 2 python
+    benchmarks/overlap.py
 
-The largest network of networks.py, of 8.4 million parameters, is trained by SGD on MultiWorkerMirroredStrategy:
+The largest network of networks.py, of 8.4 million parameters, is trained by SGD on
+MultiWorkerMirroredStrategy:
 
     computing    forward and backward alone
     exchange     apply_gradients alone, of gradients that are there
     without      a step that exchanges when all gradients are there
     with ready   the same, which marks each layer's gradients as soon as they are written
 
-They take turns, round by round, and the last two must end with the same bits. The share that is hidden is
-`(without - with ready) / exchange`. Give --batch a size at which computing takes about as long as the exchange. The
-first layer's gradients are there last, and can never be hidden: of this network's exchange a quarter.
+They take turns, round by round, and the last two must end with the same bits. The share that is
+hidden is `(without - with ready) / exchange`. Give --batch a size at which computing takes about as
+long as the exchange. The first layer's gradients are there last, and can never be hidden: of this
+network's exchange a quarter.
 """
 
 import argparse
@@ -100,7 +103,8 @@ def main():
     if COMM.rank == 0:
         hidden = (medians["without"] - medians["with ready"]) / medians["exchange"]
         print(
-            f"{COMM.size} ranks, batch {options.batch}, milliseconds, medians of {options.rounds} rounds\n"
+            f"{COMM.size} ranks, batch {options.batch}, milliseconds, medians of {options.rounds} "
+            "rounds\n"
         )
         header(*medians, "hidden")
         row(*[f"{1e3 * seconds:.1f}" for seconds in medians.values()], f"{100 * hidden:.0f} %")

@@ -1,7 +1,8 @@
 """Ranks that are threads of one process, with a stand-in for mpi4py's communicator that records every message.
 
-The library's own communicators run on it: bytes really move between the ranks, and each call of MPI is noted as the
-rounds of messages that MPI would send. Which rounds these are is an assumption, one function for each below.
+The library's own communicators run on it: bytes really move between the ranks, and each call of MPI
+is noted as the rounds of messages that MPI would send. Which rounds these are is an assumption, one
+function for each below.
 """
 
 import itertools
@@ -25,7 +26,8 @@ class Call(NamedTuple):
 
     Attributes:
         name: MPI's.
-        rounds: one after the other, the messages that are under way together: source, destination, bytes.
+        rounds: one after the other, the messages that are under way together: source, destination,
+            bytes.
     """
 
     name: str
@@ -36,7 +38,10 @@ class Call(NamedTuple):
 
 
 def bruck(n, nbytes):
-    """All-gather of small parts: Bruck's algorithm. Recursive doubling has as many rounds and bytes."""
+    """All-gather of small parts: Bruck's algorithm.
+
+    Recursive doubling has as many rounds and bytes.
+    """
     distance = 1
     while distance < n:
         yield [
@@ -53,7 +58,10 @@ def ring(sizes):
 
 
 def pairwise(sizes):
-    """All-to-all: in each turn a rank sends to one other. `sizes[source][destination]`; empty messages are not sent."""
+    """All-to-all: in each turn a rank sends to one other.
+
+    `sizes[source][destination]`; empty messages are not sent.
+    """
     n = len(sizes)
     for distance in range(1, n):
         yield [
@@ -121,7 +129,10 @@ class Job:
         return self._meetings[-1]
 
     def run(self, program):
-        """What `program(comm, host_comm)` returns on each rank. The first error of a rank ends all."""
+        """What `program(comm, host_comm)` returns on each rank.
+
+        The first error of a rank ends all.
+        """
         private_memory()  # one for all threads, so not made by several at once
         n = len(self.hosts)
         world, results, errors = self.meeting(range(n)), [None] * n, []
@@ -138,8 +149,8 @@ class Job:
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(n)]
         module = types.ModuleType("mpi4py")
         module.MPI = MPI
-        # The library's own barrier polls memory that other processes change. Threads that poll keep each other from
-        # running.
+        # The library's own barrier polls memory that other processes change. Threads that poll keep
+        # each other from running.
         barrier = mock.patch.object(shared_memory, "barrier", lambda _, comm: comm.Barrier)
         with barrier, mock.patch.dict(sys.modules, {"mpi4py": module}):
             for thread in threads:
@@ -169,7 +180,8 @@ class RecordingComm:
 
     def __init__(self, meeting, rank):
         self.rank, self.size = rank, len(meeting.ranks)
-        self.swaps = 0  # how many this rank has made, each until nothing that it sent or receives is on its way
+        # how many this rank has made, each until nothing that it sent or receives is on its way
+        self.swaps = 0
         self.on_their_way = 0  # requests
         self._meeting = meeting
 

@@ -20,11 +20,12 @@ def repeated(call):
 def interleaved(ways, rounds, calls=1, comm=None):
     """The median seconds per call of each alternative, on the slowest rank.
 
-    Each round has its own order, equal on all ranks, so that no alternative always runs after the same other one and
-    suffers from the state of the caches that it leaves behind.
+    Each round has its own order, equal on all ranks, so that no alternative always runs after the
+    same other one and suffers from the state of the caches that it leaves behind.
 
     Args:
-        ways: functions by name, such as `repeated` makes, which take a number of calls and return their seconds.
+        ways: functions by name, such as `repeated` makes, which take a number of calls and return
+            their seconds.
         rounds: the number of turns of each alternative, after one that warms up.
         calls: the number of calls in a turn.
         comm: the ranks, which begin each turn together.

@@ -1,8 +1,9 @@
 """What a step's messages between hosts take, in closed form: rounds, messages, and bytes through the busiest link.
 
-After Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", International
-Journal of High Performance Computing Applications 19(1), 2005. A call of MPI takes one latency for each of its rounds,
-and as long as its busiest link needs for its bytes. `tests/single/test_scale.py` compares with what the library sends.
+After Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
+MPICH", International Journal of High Performance Computing Applications 19(1), 2005. A call of MPI
+takes one latency for each of its rounds, and as long as its busiest link needs for its bytes.
+`tests/single/test_scale.py` compares with what the library sends.
 """
 
 import itertools
@@ -102,7 +103,10 @@ def in_pieces(found, n, nbytes):
 
 
 def all_gather(groups, nbytes):
-    """This many bytes from every rank. Small parts go by a ring: each host has one rank that sends to the next."""
+    """This many bytes from every rank.
+
+    Small parts go by a ring: each host has one rank that sends to the next.
+    """
     n, hosts = sum(groups), len(groups)
     if hosts == 1 or n * nbytes > PIECE:
         return all_to_all(groups, nbytes)
@@ -158,7 +162,10 @@ def flat(groups, nbytes):
 
 
 def leaders(groups, nbytes):
-    """Summed inside each host; the hosts' first ranks do the rest as above. The library does not do this."""
+    """Summed inside each host; the hosts' first ranks do the rest as above.
+
+    The library does not do this.
+    """
     return [] if len(groups) == 1 else [records(groups), *flat((1,) * len(groups), nbytes)]
 
 

@@ -1,11 +1,12 @@
 """Shows what a training step sends between hosts, and how long that takes by a model of their links.
 
-    python benchmarks/scale_simulation.py
-    python benchmarks/scale_simulation.py --hosts 2 3 --ranks 4 --gigabits 10 --latency 0.00002 --links rank
+    python benchmarks/scale_simulation.py python benchmarks/scale_simulation.py --hosts 2 3 --ranks
+    4 --gigabits 10 --latency 0.00002 --links rank
 
-The library's communicators and storages run as they are, on ranks that are threads of this process: `recorded_ranks.py`
-records what they ask MPI for. `scale_formulas.py` has the same in closed form, and goes on where threads are too many.
-docs/scale.md says what the tables mean, and what is assumed.
+The library's communicators and storages run as they are, on ranks that are threads of this process:
+`recorded_ranks.py` records what they ask MPI for. `scale_formulas.py` has the same in closed form,
+and goes on where threads are too many. docs/scale.md says what the tables mean, and what is
+assumed.
 """
 
 import argparse

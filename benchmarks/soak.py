@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 mpirun -n 3 python benchmarks/soak.py --steps 100000
 
-Each step runs a replica function that updates a model, and reduces a number. Now and then it makes and drops a
-variable, iterates over a dataset, and saves a checkpoint. The exit status is 1 if, between a tenth of the steps and the
-end, the proportional set size (Pss, without files' pages) of all ranks grows by more than `--most` MiB, or the number
-of open files grows.
+Each step runs a replica function that updates a model, and reduces a number. Now and then it makes
+and drops a variable, iterates over a dataset, and saves a checkpoint. The exit status is 1 if,
+between a tenth of the steps and the end, the proportional set size (Pss, without files' pages) of
+all ranks grows by more than `--most` MiB, or the number of open files grows.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py --ranks 4
 
-Times are milliseconds, medians over rounds in which fresh processes take turns. Start it without mpirun, which it runs
-itself. A program reports when its first step, or its Allreduce, has ended; what follows is not counted.
+Times are milliseconds, medians over rounds in which fresh processes take turns. Start it without
+mpirun, which it runs itself. A program reports when its first step, or its Allreduce, has ended;
+what follows is not counted.
 """
 
 import argparse

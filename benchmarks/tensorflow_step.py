@@ -2,8 +2,9 @@
 
     python benchmarks/tensorflow_step.py REPLICAS
 
-One process, with a logical CPU device for each replica, variables on the first, and TensorFlow's default number
-of threads. Each line of standard input is a command in JSON, answered by a line on standard output:
+One process, with a logical CPU device for each replica, variables on the first, and TensorFlow's
+default number of threads. Each line of standard input is a command in JSON, answered by a line on
+standard output:
 
     {"layers": [64, 32, 10], "batch": 32}    makes a network                      null
     {"steps": 200}                           trains it                            the seconds that it took

@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/update.py
 
-It times `apply_gradients` of CentralStorageStrategy alone, with gradients that exist already, in any arrays or in
-`optimizer.gradient_buffers`. Next to it, if installed, is PyTorch: its fused optimizer, which is one pass over memory
-too, and the plain one (`foreach=False`), one operation at a time. PyTorch updates all elements on rank 0, with one
-thread, while the other ranks wait. Our ranks each update their slice, for which they sum all ranks' gradients.
+It times `apply_gradients` of CentralStorageStrategy alone, with gradients that exist already, in
+any arrays or in `optimizer.gradient_buffers`. Next to it, if installed, is PyTorch: its fused
+optimizer, which is one pass over memory too, and the plain one (`foreach=False`), one operation at
+a time. PyTorch updates all elements on rank 0, with one thread, while the other ranks wait. Our
+ranks each update their slice, for which they sum all ranks' gradients.
 
-The alternatives take turns, round by round. Times are medians over rounds in milliseconds, on the slowest rank.
+The alternatives take turns, round by round. Times are medians over rounds in milliseconds, on the
+slowest rank.
 """
 
 import argparse
@@ -92,7 +94,8 @@ def main():
         torch.set_num_threads(1)
     count = sum(int(np.prod(shape)) for shape in SHAPES)
     print(
-        f"An update of {count:,} elements on {COMM.size} ranks, milliseconds, medians of {rounds} rounds\n"
+        f"An update of {count:,} elements on {COMM.size} ranks, milliseconds, medians of {rounds} "
+        "rounds\n"
     )
     header(
         "optimizer",

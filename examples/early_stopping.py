@@ -2,8 +2,9 @@
 
     mpirun -n 4 python examples/early_stopping.py --folder run
 
-Softmax regression on handwritten digits. Every epoch saves everything; the best weights so far have their own file.
-Start it again with the same folder, on any number of ranks, and it continues after the last epoch.
+Softmax regression on handwritten digits. Every epoch saves everything; the best weights so far have
+their own file. Start it again with the same folder, on any number of ranks, and it continues after
+the last epoch.
 """
 
 import argparse

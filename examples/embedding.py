@@ -2,8 +2,8 @@
 
     mpirun -n 4 python examples/embedding.py
 
-A rating is roughly the product of the two vectors. A table's gradient is an `IndexedSlices`: it has only the rows that
-occur in the batch, and only these are sent, read and written.
+A rating is roughly the product of the two vectors. A table's gradient is an `IndexedSlices`: it has
+only the rows that occur in the batch, and only these are sent, read and written.
 """
 
 import argparse
@@ -16,7 +16,10 @@ PEOPLE, FILMS, WIDTH = 20_000, 5_000, 8
 
 
 def make_ratings(count, seed):
-    """People, films and ratings: three arrays of shape (count,). The ratings are products of hidden vectors."""
+    """People, films and ratings: three arrays of shape (count,).
+
+    The ratings are products of hidden vectors.
+    """
     random = np.random.default_rng(seed)
     hidden = [random.normal(0, 1, (rows, WIDTH)).astype(np.float32) for rows in (PEOPLE, FILMS)]
     # Few are seen much: the square of a uniform number is often small.

@@ -2,8 +2,9 @@
 
     mpirun -n 4 python examples/kmeans.py
 
-Each replica assigns its images to the nearest centres; the sums over all replicas give the new centres. The method is
-Lloyd's (1982); the first centres are drawn by k-means++ (Arthur and Vassilvitskii 2007).
+Each replica assigns its images to the nearest centres; the sums over all replicas give the new
+centres. The method is Lloyd's (1982); the first centres are drawn by k-means++ (Arthur and
+Vassilvitskii 2007).
 """
 
 import argparse

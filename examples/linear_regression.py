@@ -2,7 +2,8 @@
 
     mpirun -n 4 python examples/linear_regression.py
 
-The file is a `.npy` that the lead makes first: rows of features, with the target in the last column.
+The file is a `.npy` that the lead makes first: rows of features, with the target in the last
+column.
 """
 
 import argparse

@@ -2,9 +2,10 @@
 
     mpirun -n 4 python examples/monte_carlo.py
 
-The option pays the amount by which the mean price at 12 dates exceeds the strike. Each replica draws its own paths,
-from its own random stream. The option on the geometric mean has a closed-form price (Kemna and Vorst 1990); its
-simulated price is the control variate, which makes the interval some 30 times narrower.
+The option pays the amount by which the mean price at 12 dates exceeds the strike. Each replica
+draws its own paths, from its own random stream. The option on the geometric mean has a closed-form
+price (Kemna and Vorst 1990); its simulated price is the control variate, which makes the interval
+some 30 times narrower.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     mpirun -n 4 python examples/pca.py
 
-No replica sees all images, and no covariance matrix is sent. Each replica multiplies its own images by the current
-directions and back, and the products are summed (Golub and Van Loan, Matrix Computations, 8.2.4).
+No replica sees all images, and no covariance matrix is sent. Each replica multiplies its own images
+by the current directions and back, and the products are summed (Golub and Van Loan, Matrix
+Computations, 8.2.4).
 """
 
 import argparse

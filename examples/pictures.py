@@ -1,6 +1,7 @@
 """Draws what other examples found, for their option `--plot FILE`; the suffix of the file is the format.
 
-docs/gallery.md shows the pictures. Fonts and colours are matplotlib's settings, which MATPLOTLIBRC may name.
+docs/gallery.md shows the pictures. Fonts and colours are matplotlib's settings, which MATPLOTLIBRC
+may name.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
     mpirun -n 4 python examples/resume.py --checkpoint run/checkpoint
 
-On SIGUSR1 or SIGTERM all replicas finish their step, save, and exit with status 75. The same command then continues
-with the next step, and ends with the same numbers as an uninterrupted run.
+On SIGUSR1 or SIGTERM all replicas finish their step, save, and exit with status 75. The same
+command then continues with the next step, and ends with the same numbers as an uninterrupted run.
 """
 
 import argparse
@@ -57,7 +57,8 @@ def main():
     data = data.shuffle(len(data), seed=0).batch(options.batch_size)
     batches = strategy.experimental_distribute_dataset(data)
 
-    # All that the next step depends on. `batches` is what the loop iterates over: its place in the epoch is saved too.
+    # All that the next step depends on. `batches` is what the loop iterates over: its place in the
+    # epoch is saved too.
     checkpoint = hs.checkpoint.Checkpoint(
         model={"w": w, "b": b},
         optimizer=optimizer,

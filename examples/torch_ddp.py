@@ -2,7 +2,8 @@
 
     mpirun -n 4 python examples/torch_ddp.py
 
-Each replica has a module and an optimizer of its own, which stay equal because they make the same steps.
+Each replica has a module and an optimizer of its own, which stay equal because they make the same
+steps.
 """
 
 import argparse
@@ -56,7 +57,8 @@ def main():
     for epoch in range(1, options.epochs + 1):
         losses = [strategy.run(step, args=(batch,)) for batch in batches]
         print(
-            f"epoch {epoch}: loss {sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}",
+            f"epoch {epoch}: loss "
+            f"{sum(strategy.reduce('MEAN', losses, axis=None)) / len(losses):.7f}",
             flush=True,
         )
 

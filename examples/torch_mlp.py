@@ -2,7 +2,8 @@
 
     mpirun -n 4 python examples/torch_mlp.py
 
-The tensors use the variables' memory without a copy, so all replicas of a host share one set of parameters.
+The tensors use the variables' memory without a copy, so all replicas of a host share one set of
+parameters.
 """
 
 import argparse

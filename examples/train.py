@@ -102,7 +102,8 @@ def main():
         values = [weight.value() for weight in weights]
         hidden1, hidden2, scores = forward(xp, values, images)
         losses, d_scores = hs.losses.softmax_cross_entropy(digits, scores)
-        # All replicas divide by the same number, so that their sums add up to what one replica has for the whole batch.
+        # All replicas divide by the same number, so that their sums add up to what one replica has
+        # for the whole batch.
         gradients = backward(values, images, hidden1, hidden2, d_scores / options.batch_size)
         optimizer.apply_gradients(
             zip(gradients, weights, strict=True)
@@ -116,7 +117,8 @@ def main():
 
     train, test = load_data(options.seed)
     print(
-        f"images: {len(train)} to learn from, {len(test)} to test; replicas: {strategy.num_replicas_in_sync}"
+        f"images: {len(train)} to learn from, {len(test)} to test; replicas: "
+        f"{strategy.num_replicas_in_sync}"
     )
 
     train = train.shuffle(len(train), seed=options.seed).batch(

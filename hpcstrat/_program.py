@@ -42,7 +42,10 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's index among the ranks of its host, 0..local_size-1. Starts nothing, as `size`."""
+    """This process's index among the ranks of its host, 0..local_size-1.
+
+    Starts nothing, as `size`.
+    """
     return worlds.local()[0]
 
 
@@ -58,9 +61,12 @@ def is_lead() -> bool:
 
 @collective("on_lead", communicator_of=lambda _: connect())
 def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Runs `fn(*args, **kwargs)` on rank 0 alone; all ranks return its result. Collective: all ranks call this.
+    """Runs `fn(*args, **kwargs)` on rank 0 alone; all ranks return its result.
 
-    For what one process must do, and all must wait for: a download, a file, an evaluation. The others wait for an hour
+    Collective: all ranks call this.
+
+    For what one process must do, and all must wait for: a download, a file, an evaluation. The
+    others wait for an hour
     longer than they would elsewhere before they report that rank 0 does not come.
 
     Args:
@@ -84,7 +90,9 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
 
 @names_call("broadcast_object")
 def broadcast_object(obj: Any) -> Any:
-    """Rank 0's object, on every rank; the other ranks' arguments are ignored. Collective: all ranks call this.
+    """Rank 0's object, on every rank; the other ranks' arguments are ignored.
+
+    Collective: all ranks call this.
 
     Raises:
         TypeError: the object cannot be pickled.
@@ -94,7 +102,9 @@ def broadcast_object(obj: Any) -> Any:
 
 @collective("any_rank", communicator_of=lambda _: connect())
 def any_rank(flag: Any) -> bool:
-    """Whether `flag` is true on any rank; every rank gets the same answer. Collective: all ranks call this.
+    """Whether `flag` is true on any rank; every rank gets the same answer.
+
+    Collective: all ranks call this.
 
     Args:
         flag: a bool, 0 or 1; also an array of any library with one element of `bool`.
@@ -103,7 +113,8 @@ def any_rank(flag: Any) -> bool:
         TypeError: it is something else, such as a distributed value.
         ValueError: an array of several elements.
     """
-    # Python finds nearly everything true, such as "no" and an object whose attribute was meant. Not distributed values.
+    # Python finds nearly everything true, such as "no" and an object whose attribute was meant. Not
+    # distributed values.
     is_bool = isinstance(flag, (bool, DistributedValues)) or "bool" in str(
         getattr(flag, "dtype", "")
     )
@@ -124,17 +135,19 @@ def any_rank(flag: Any) -> bool:
 
 def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this."""
-    # Without the edge that other calls have, whose cost would show: nothing here can fail on one rank alone.
+    # Without the edge that other calls have, whose cost would show: nothing here can fail on one
+    # rank alone.
     connect().exchange(signature_of("barrier"))
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:
     """A context manager: while this rank is inside, the stall report and the time-out come later on every rank.
 
-    If a rank does not arrive where others wait, they report it after `HPCSTRAT_STALL_SECONDS` (60) and end the job
-    after `HPCSTRAT_TIMEOUT_SECONDS` (600). Use this around work that is known to take long on one rank, such as
-    `if hs.is_lead(): evaluate()`: it delays both by `seconds`. It starts nothing and does not communicate; before the
-    first strategy or collective call it has no effect.
+    If a rank does not arrive where others wait, they report it after `HPCSTRAT_STALL_SECONDS` (60)
+    and end the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Use this around work that is known to
+    take long on one rank, such as `if hs.is_lead(): evaluate()`: it delays both by `seconds`. It
+    starts nothing and does not communicate; before the first strategy or collective call it has no
+    effect.
 
     Args:
         seconds: a number, not negative; `math.inf` for no limit.
@@ -158,8 +171,8 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
     """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
 
-    The bar writes nothing where standard error, or that of `mpirun`, is not a terminal, so logs stay clean. Neither is
-    a notebook a terminal; `disable=False` shows the bar there.
+    The bar writes nothing where standard error, or that of `mpirun`, is not a terminal, so logs
+    stay clean. Neither is a notebook a terminal; `disable=False` shows the bar there.
 
     Args:
         iterable: what to iterate over.
@@ -177,7 +190,8 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
     from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
 
     if "disable" not in tqdm_arguments:
-        # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores TQDM_DISABLE.
+        # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores
+        # TQDM_DISABLE.
         is_shown = not getattr(sys.stderr, "closed", True) and (
             sys.stderr.isatty() or launchers.is_on_terminal()
         )

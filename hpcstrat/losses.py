@@ -14,24 +14,27 @@ from hpcstrat._replicas import contexts
 def compute_average_loss(
     per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None
 ) -> Any:
-    """The sum of the losses, divided by the size of the global batch. For a replica function; never communicates.
+    """The sum of the losses, divided by the size of the global batch.
+
+    For a replica function; never communicates.
 
     The sum of the result over the replicas is the mean loss of the global batch.
 
     Args:
-        per_example_loss: an array with one loss per example along its first dimension. For a PyTorch tensor or a JAX
-            array the result is one too, and gradients flow through it.
-        sample_weight: weights of the losses, of the same library; their shape may lack the last dimensions, or have a
-            last dimension of 1 too many.
-        global_batch_size: the number of examples of all replicas; by default this replica's number times the number of
-            replicas, which is right if all replicas have equal numbers.
+        per_example_loss: an array with one loss per example along its first dimension. For a
+            PyTorch tensor or a JAX array the result is one too, and gradients flow through it.
+        sample_weight: weights of the losses, of the same library; their shape may lack the last
+            dimensions, or have a last dimension of 1 too many.
+        global_batch_size: the number of examples of all replicas; by default this replica's number
+            times the number of replicas, which is right if all replicas have equal numbers.
 
     Returns:
         A scalar of the dtype of the losses.
 
     Raises:
         TypeError: the losses, the weights or the batch size are not numbers.
-        ValueError: the losses have no dimension, the weights do not fit them, or the batch size is negative.
+        ValueError: the losses have no dimension, the weights do not fit them, or the batch size is
+            negative.
         RuntimeError: called in the cross-replica context.
     """
     call = "compute_average_loss"
@@ -59,7 +62,9 @@ def compute_average_loss(
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
-    """The loss divided by the number of replicas, so that a sum over replicas counts it once. Never communicates.
+    """The loss divided by the number of replicas, so that a sum over replicas counts it once.
+
+    Never communicates.
 
     Args:
         regularization_loss: an array or a number, the same on every replica.
@@ -107,8 +112,8 @@ def _shape_of_weights(
         n not in (1, size) for n, size in zip(shape, losses, strict=True)
     ):
         raise ValueError(
-            f"{call}: sample_weight has shape {weights} and the losses {losses}; pass one weight for each loss, or for "
-            "each of their first dimensions"
+            f"{call}: sample_weight has shape {weights} and the losses {losses}; pass one weight "
+            "for each loss, or for each of their first dimensions"
         )
     return shape
 
@@ -125,7 +130,8 @@ def _divided(total: Any, count: int) -> Any:
 def _replicas(call: str) -> int:
     if contexts.in_cross_replica_context():
         raise RuntimeError(
-            f"{call} was called in the cross-replica context; call it inside the function of Strategy.run"
+            f"{call} was called in the cross-replica context; call it inside the function of "
+            "Strategy.run"
         )
     return contexts.group().communicator.size
 
@@ -136,22 +142,26 @@ def _replicas(call: str) -> int:
 def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     """The cross-entropy of labels and the softmax of logits, with its gradient. Never communicates.
 
-    For `p = exp(logits) / sum(exp(logits))`, over the classes, and one-hot labels `y`, the loss is `-sum(y * log(p))`
-    and the gradient `p * sum(y) - y` (Goodfellow, Bengio and Courville, "Deep Learning", 2016, section 6.2.2.3). The
-    largest logit is subtracted first, so that nothing overflows.
+    For `p = exp(logits) / sum(exp(logits))`, over the classes, and one-hot labels `y`, the loss is
+    `-sum(y * log(p))` and the gradient `p * sum(y) - y` (Goodfellow, Bengio and Courville, "Deep
+    Learning", 2016, section 6.2.2.3). The largest logit is subtracted first, so that nothing
+    overflows.
 
     Args:
-        labels: class indices, integers of shape `(...)`; or one-hot labels or probabilities, of the shape of `logits`.
+        labels: class indices, integers of shape `(...)`; or one-hot labels or probabilities, of the
+            shape of `logits`.
         logits: floats, of shape `(..., classes)`.
 
     Returns:
-        The losses, of shape `(...)`, and the gradient of their sum with respect to `logits`, of its shape. Both are on
-        the device of `logits` and have its dtype; 16 bits are computed in `float32`.
+        The losses, of shape `(...)`, and the gradient of their sum with respect to `logits`, of its
+        shape. Both are on the device of `logits` and have its dtype; 16 bits are computed in
+        `float32`.
 
     Raises:
         TypeError: `logits` are not floats, or class indices are not integers.
-        ValueError: the shapes do not fit; or a class index is negative or not below the number of classes. On a GPU,
-            where the host does not wait to look, the loss and the gradient of such an index are NaN.
+        ValueError: the shapes do not fit; or a class index is negative or not below the number of
+            classes. On a GPU, where the host does not wait to look, the loss and the gradient of
+            such an index are NaN.
 
     Examples:
         >>> import numpy as np
@@ -172,8 +182,8 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
         )
     if y.shape not in (x.shape, x.shape[:-1]):
         raise ValueError(
-            f"{call}: labels has shape {y.shape} and logits {x.shape}; pass labels of the logits' shape, or class "
-            "indices, which lack the last dimension"
+            f"{call}: labels has shape {y.shape} and logits {x.shape}; pass labels of the logits' "
+            "shape, or class indices, which lack the last dimension"
         )
     shifted = x - x.max(axis=-1, keepdims=True)
     log_p = shifted - xp.log(xp.exp(shifted).sum(axis=-1, keepdims=True))
@@ -206,17 +216,17 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
 def sigmoid_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     """The cross-entropy of labels and the sigmoid of logits, with its gradient. Never communicates.
 
-    For a label `y` and `p = 1 / (1 + exp(-x))` the loss is `-y * log(p) - (1 - y) * log(1 - p)`, and the gradient
-    `p - y`. It is computed as `max(x, 0) - x * y + log(1 + exp(-|x|))`, as by TensorFlow's
-    `sigmoid_cross_entropy_with_logits`, so that nothing overflows.
+    For a label `y` and `p = 1 / (1 + exp(-x))` the loss is `-y * log(p) - (1 - y) * log(1 - p)`,
+    and the gradient `p - y`. It is computed as `max(x, 0) - x * y + log(1 + exp(-|x|))`, as by
+    TensorFlow's `sigmoid_cross_entropy_with_logits`, so that nothing overflows.
 
     Args:
         labels: 0 or 1, or probabilities, of the shape of `logits`.
         logits: floats, of any shape.
 
     Returns:
-        The losses and the gradient of their sum with respect to `logits`, of its shape. Both are on the device of
-        `logits` and have its dtype; 16 bits are computed in `float32`.
+        The losses and the gradient of their sum with respect to `logits`, of its shape. Both are on
+        the device of `logits` and have its dtype; 16 bits are computed in `float32`.
 
     Raises:
         TypeError: `logits` are not floats.
@@ -237,17 +247,20 @@ def sigmoid_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
 
 
 def squared_error(labels: Any, predictions: Any) -> tuple[Array, Array]:
-    """The squared error of each element, `(predictions - labels)**2`, with its gradient. Never communicates.
+    """The squared error of each element, `(predictions - labels)**2`, with its gradient.
 
-    Keras's mean squared error is the mean over the last dimension: divide the gradient by the size of that dimension.
+    Never communicates.
+
+    Keras's mean squared error is the mean over the last dimension: divide the gradient by the size
+    of that dimension.
 
     Args:
         labels: true values, of the shape of `predictions`.
         predictions: floats, of any shape.
 
     Returns:
-        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both are on the device of
-        `predictions` and have its dtype; 16 bits are computed in `float32`.
+        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both
+        are on the device of `predictions` and have its dtype; 16 bits are computed in `float32`.
 
     Raises:
         TypeError: `predictions` are not floats.
@@ -268,8 +281,8 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
     """Huber's loss of each element, with its gradient: quadratic for small errors, linear for large ones.
 
     For an error `e = predictions - labels` the loss is `e**2 / 2` if `|e| <= delta`, and otherwise
-    `delta * (|e| - delta / 2)` (Huber, "Robust Estimation of a Location Parameter", 1964). Keras's is the mean over the
-    last dimension. Never communicates.
+    `delta * (|e| - delta / 2)` (Huber, "Robust Estimation of a Location Parameter", 1964). Keras's
+    is the mean over the last dimension. Never communicates.
 
     Args:
         labels: true values, of the shape of `predictions`.
@@ -277,8 +290,8 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
         delta: where the loss becomes linear.
 
     Returns:
-        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both are on the device of
-        `predictions` and have its dtype; 16 bits are computed in `float32`.
+        The losses and the gradient of their sum with respect to `predictions`, of its shape. Both
+        are on the device of `predictions` and have its dtype; 16 bits are computed in `float32`.
 
     Raises:
         TypeError: `predictions` are not floats, or `delta` is not a number.

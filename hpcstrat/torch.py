@@ -1,7 +1,8 @@
 """PyTorch modules on the replicas of a strategy: what `DistributedDataParallel` does, call by call.
 
-Each replica has a module and an optimizer of its own, PyTorch's. They stay alike because they begin alike (`broadcast`)
-and make the same steps (`all_reduce_gradients`). Without PyTorch every call raises `ImportError`.
+Each replica has a module and an optimizer of its own, PyTorch's. They stay alike because they begin
+alike (`broadcast`) and make the same steps (`all_reduce_gradients`). Without PyTorch every call
+raises `ImportError`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,13 @@ _compared: weakref.WeakSet[Any] = (
 
 @call_name.names_call("as_tensors")
 def as_tensors(nest: Any) -> Any:
-    """The arrays and variables of a nest as tensors over the same memory, on the CPU or a GPU. Never communicates.
+    """The arrays and variables of a nest as tensors over the same memory, on the CPU or a GPU.
 
-    For batches, and for variables in replica functions (elsewhere they are copied). A tensor over a variable changes
-    with it, and must not be written to. It requires a gradient if the variable is trainable and of a floating dtype.
+    Never communicates.
+
+    For batches, and for variables in replica functions (elsewhere they are copied). A tensor over a
+    variable changes with it, and must not be written to. It requires a gradient if the variable is
+    trainable and of a floating dtype.
 
     Args:
         nest: of arrays and variables; other leaves stay as they are.
@@ -51,11 +55,14 @@ def as_tensors(nest: Any) -> Any:
 
 @call_name.names_call("broadcast")
 def broadcast(module: Any) -> None:
-    """Sets the parameters and buffers of a module to rank 0's, in place. Collective: all ranks call this, anywhere.
+    """Sets the parameters and buffers of a module to rank 0's, in place.
 
-    Call it before the first step. Buffers, such as the running statistics of BatchNorm, differ between replicas from
-    then on. Call it again before an evaluation or a `save`, or call `average_buffers`, to make them equal.
-    `DistributedDataParallel` broadcasts buffers before each forward pass instead.
+    Collective: all ranks call this, anywhere.
+
+    Call it before the first step. Buffers, such as the running statistics of BatchNorm, differ
+    between replicas from then on. Call it again before an evaluation or a `save`, or call
+    `average_buffers`, to make them equal. `DistributedDataParallel` broadcasts buffers before each
+    forward pass instead.
 
     Args:
         module: a `torch.nn.Module`, of equal structure on all ranks.
@@ -79,7 +86,9 @@ def broadcast(module: Any) -> None:
 
 @call_name.names_call("average_buffers")
 def average_buffers(module: Any) -> None:
-    """Sets the floating-point buffers of a module to their means over the ranks. Collective: all ranks call this.
+    """Sets the floating-point buffers of a module to their means over the ranks.
+
+    Collective: all ranks call this.
 
     Other buffers, such as BatchNorm's counts of batches, stay as they are.
 
@@ -106,30 +115,36 @@ def average_buffers(module: Any) -> None:
 
 @call_name.names_call("all_reduce_gradients")
 def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
-    """Reduces the gradients of a module over all replicas, in one message. Collective: all replicas call this.
+    """Reduces the gradients of a module over all replicas, in one message.
 
-    Call it after `backward` (after the last one where gradients accumulate) and before the optimizer's step, or
-    clipping. A parameter whose `grad` is None counts as zeros if another replica has a gradient; if none has, it stays
-    None. Parameters that require no gradient are left out. All replicas get the same bits, in every run.
+    Collective: all replicas call this.
+
+    Call it after `backward` (after the last one where gradients accumulate) and before the
+    optimizer's step, or clipping. A parameter whose `grad` is None counts as zeros if another
+    replica has a gradient; if none has, it stays None. Parameters that require no gradient are left
+    out. All replicas get the same bits, in every run.
 
     Args:
-        reduce_op: `"MEAN"` for a loss that is the mean over the replica's part of the batch, as with
-            `DistributedDataParallel`; all parts weigh the same. `"SUM"` for a loss that is divided by the size of the
-            global batch, as by `hpcstrat.losses.compute_average_loss`; exact for parts of any sizes.
+        reduce_op: `"MEAN"` for a loss that is the mean over the replica's part of the batch, as
+            with `DistributedDataParallel`; all parts weigh the same. `"SUM"` for a loss that is
+            divided by the size of the global batch, as by `hpcstrat.losses.compute_average_loss`;
+            exact for parts of any sizes.
         module: a `torch.nn.Module`, of equal structure on all replicas.
 
     Raises:
         RuntimeError: called outside of a replica function.
         ValueError: `reduce_op` is another one.
-        TypeError: a gradient is sparse, of a dtype that cannot be reduced, or neither on the CPU nor on the GPU of a
-            strategy on GPUs.
-        ReplicaMismatchError: the parameters that require gradients differ between replicas; or their values do, which
-            the first call with a module compares, and every call with `HPCSTRAT_CHECK=1`.
+        TypeError: a gradient is sparse, of a dtype that cannot be reduced, or neither on the CPU
+            nor on the GPU of a strategy on GPUs.
+        ReplicaMismatchError: the parameters that require gradients differ between replicas; or
+            their values do, which the first call with a module compares, and every call with
+            `HPCSTRAT_CHECK=1`.
     """
     found, group = contexts.context(), contexts.group()
     if not isinstance(found, contexts.InReplica):
         raise RuntimeError(
-            f"{call_name.current_call()} was called outside of Strategy.run; call it inside the function it runs"
+            f"{call_name.current_call()} was called outside of Strategy.run; call it inside the "
+            "function it runs"
         )
     communicator = group.communicator
     with communicator.raise_together(), group.on_stream():
@@ -157,7 +172,8 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             parameters, own, values, totals, found, strict=True
         ):
             if is_found and p.is_cuda:
-                # In place, on the strategy's stream, on which CuPy uses the memory of the total again.
+                # In place, on the strategy's stream, on which CuPy uses the memory of the total
+                # again.
                 array[...] = total
                 p.grad = gradient
             elif is_found:
@@ -171,11 +187,14 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
 
 @call_name.names_call("seed")
 def seed(seed: int, epoch: int = 0) -> None:
-    """Seeds PyTorch differently on each rank, as dropout needs it, and equally in each run. Never communicates.
+    """Seeds PyTorch differently on each rank, as dropout needs it, and equally in each run.
+
+    Never communicates.
 
     Args:
         seed: from 0 up, the same on every rank.
-        epoch: from 0 up. A program that seeds at the start of each epoch draws the same numbers after a restart.
+        epoch: from 0 up. A program that seeds at the start of each epoch draws the same numbers
+            after a restart.
 
     Raises:
         ValueError: a number is negative.
@@ -186,10 +205,13 @@ def seed(seed: int, epoch: int = 0) -> None:
 
 @call_name.names_call("save")
 def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """`torch.save` by rank 0, whose file replaces the previous one once it is on disk. Collective: all ranks call this.
+    """`torch.save` by rank 0, whose file replaces the previous one once it is on disk.
+
+    Collective: all ranks call this.
 
     Args:
-        obj: such as `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`; rank 0's counts.
+        obj: such as `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`; rank
+            0's counts.
         path: the file; missing folders are made.
 
     Raises:
@@ -211,7 +233,9 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 @call_name.names_call("load")
 def load(path: str | os.PathLike[str]) -> Any:
-    """What rank 0 reads from a file of `save` or `torch.save`, on every rank. Collective: all ranks call this.
+    """What rank 0 reads from a file of `save` or `torch.save`, on every rank.
+
+    Collective: all ranks call this.
 
     Returns:
         The object, with its tensors on the CPU, read with `weights_only=True`.
@@ -233,7 +257,8 @@ def _torch() -> Any:
         return importlib.import_module("torch")
     except ImportError as error:
         raise ImportError(
-            f"{call_name.current_call()} needs PyTorch, which cannot be imported ({error}); install it"
+            f"{call_name.current_call()} needs PyTorch, which cannot be imported ({error}); "
+            "install it"
         ) from error
 
 
@@ -264,7 +289,8 @@ def _as_tensor(leaf: Any) -> Any:
 def _gpu_tensor(torch: Any, array: Any) -> Any:
     with array.device:  # whose streams the two libraries order
         view, stream = array.view(), gpu.array_module(array).cuda.get_current_stream()
-        # The tensor's memory holds this view alone. When it dies, its elements are the stream's to write to again.
+        # The tensor's memory holds this view alone. When it dies, its elements are the stream's to
+        # write to again.
         weakref.finalize(
             view, _wait_for_torch, torch.cuda, array.data.device_id, stream
         ).atexit = False
@@ -290,8 +316,9 @@ def _gradient(group: groups.ReplicaGroup, name: str, parameter: Any) -> Any:
     )
     if device.type != "cpu" and not is_here:
         raise TypeError(
-            f"{call}: the parameter {name} is on {device}, but the replica computes on {group.device.short}; "
-            "move the module there or to the CPU, or make the strategy on the module's GPUs"
+            f"{call}: the parameter {name} is on {device}, but the replica computes on "
+            f"{group.device.short}; move the module there or to the CPU, or make the strategy on "
+            "the module's GPUs"
         )
     if gradient is None:
         return _torch().zeros_like(parameter, requires_grad=False)

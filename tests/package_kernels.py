@@ -13,7 +13,10 @@ DTYPES = [
 
 
 class Choosing(optimizers.Optimizer):
-    """All functions that the package's own formulas have no use for. Not of complex numbers, which have no order."""
+    """All functions that the package's own formulas have no use for.
+
+    Not of complex numbers, which have no order.
+    """
 
     @property
     def slots(self):

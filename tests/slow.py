@@ -20,7 +20,8 @@ def slow_but(quick, values):
 def thin(items):
     """Marks cases of a test that has three or more parameters as slow, such that any two values still meet in one.
 
-    Most faults need two values to meet, hardly any three: Kuhn, Wallace and Gallo, "Software fault interactions and
+    Most faults need two values to meet, hardly any three: Kuhn, Wallace and Gallo, "Software fault
+    interactions and
     implications for software testing", IEEE TSE 30 (2004).
     """
     products = defaultdict(list)
@@ -53,7 +54,8 @@ def _that_cover_all_pairs(cases):
 def _columns(cases):
     """The values of each parameter, or of those that one mark lists together, as numbers in the order they come in.
 
-    Not pytest's `callspec.indices`: those of the parameters that belong to no fixture count the cases.
+    Not pytest's `callspec.indices`: those of the parameters that belong to no fixture count the
+    cases.
     """
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
     marks = [

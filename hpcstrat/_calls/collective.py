@@ -37,15 +37,17 @@ def collective(
 ) -> Callable[[_Function], _Function]:
     """Makes a public method the edge of a collective call: names it, and has the ranks raise together.
 
-    What the method raises on one rank before its first exchange, all ranks raise. An error after that may be this
-    rank's alone: the next call compares, and ends the job unless all ranks had one. Where one rank may fail between
-    two exchanges, the method takes a block of `Communicator.raise_together`.
+    What the method raises on one rank before its first exchange, all ranks raise. An error after
+    that may be this rank's alone: the next call compares, and ends the job unless all ranks had
+    one. Where one rank may fail between two exchanges, the method takes a block of
+    `Communicator.raise_together`.
 
     It opens no span: those of communicators and storages do, which know how many bytes travel.
 
     Args:
         name: the user's name of the call.
-        check: refuses objects in the wrong context, on this rank alone: elsewhere the others may not be in the call.
+        check: refuses objects in the wrong context, on this rank alone: elsewhere the others may
+            not be in the call.
         communicator_of: gives the communicator of the object whose method it is.
     """
 
@@ -55,7 +57,8 @@ def collective(
             outer = enter_call(name)
             owner = args[0] if args else None  # a function that is given keywords only has none
             try:
-                # Outside of the shared part: a rank in the wrong context is alone there, and would wait for the others.
+                # Outside of the shared part: a rank in the wrong context is alone there, and would
+                # wait for the others.
                 if check is not None:
                     check(owner)
                 communicator = communicator_of(owner)
@@ -106,6 +109,7 @@ class Change(RaiseTogether):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
-        # Before the first exchange nothing that ranks share has changed: `raise_together` is enough.
+        # Before the first exchange nothing that ranks share has changed: `raise_together` is
+        # enough.
         if error is not None and self._communicator.calls.number != self._number:
             self._communicator.mark_interrupted(error)

@@ -11,8 +11,8 @@ from hpcstrat._calls.status import user_frame
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure, worlds
 
-# Other ranks raise an error from its class and its text. The exception itself might not be picklable, and a class of
-# the user's may not exist on another rank, so only these travel.
+# Other ranks raise an error from its class and its text. The exception itself might not be
+# picklable, and a class of the user's may not exist on another rank, so only these travel.
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
@@ -32,8 +32,8 @@ _EXCEPTIONS: dict[str, type[Exception]] = {
 }
 
 _MODEL_EACH = (
-    "\nTo train a model on each rank, with numbers of its own, make variables and optimizers outside of every scope, "
-    "and call apply_gradients outside of Strategy.run"
+    "\nTo train a model on each rank, with numbers of its own, make variables and optimizers "
+    "outside of every scope, and call apply_gradients outside of Strategy.run"
 )
 _MANY = 4
 """Things passed up to which they are shown although they are equal."""
@@ -45,7 +45,8 @@ class RankReport(NamedTuple):
     Attributes:
         words: the call that it makes.
         location: file and line of the program that makes it.
-        problem: the class and the text of the exception that it raises; `None` where it raises none.
+        problem: the class and the text of the exception that it raises; `None` where it raises
+            none.
     """
 
     words: CallDescription
@@ -81,7 +82,9 @@ def raise_as(rank: int, other: RankReport) -> NoReturn:
 
 
 def lines(by_rank: Sequence[RankReport]) -> str:
-    """One line per rank: its call, and where it makes it. Of many variables, only those that differ.
+    """One line per rank: its call, and where it makes it.
+
+    Of many variables, only those that differ.
 
     If the ranks differ only in a number, such as a learning rate, a line says how that would work.
     """
@@ -133,21 +136,21 @@ def end_after_fault(
     if error is not None:
         lines = "".join(traceback.format_exception(error))
         worlds.end_job(
-            f"{lines}hpcstrat: this exception was raised in a call on rank {rank} and was caught, but other ranks did "
-            f"not raise there; the ranks no longer make the same calls: {where}. What not all ranks raise must not be "
-            "caught"
+            f"{lines}hpcstrat: this exception was raised in a call on rank {rank} and was caught, "
+            "but other ranks did not raise there; the ranks no longer make the same calls: "
+            f"{where}. What not all ranks raise must not be caught"
         )
     if len(set(numbers)) == 1:
         worlds.end_job(
-            "hpcstrat: an exception left a call on another rank and was caught there, but not on this one; the ranks "
-            "no "
-            f"longer make the same calls: {where}. What not all ranks raise must not be caught",
+            "hpcstrat: an exception left a call on another rank and was caught there, but not on "
+            f"this one; the ranks no longer make the same calls: {where}. What not all ranks raise "
+            "must not be caught",
             consequence=True,
         )
     made = ", ".join(f"rank {other} {number}" for other, number in enumerate(numbers))
     worlds.end_job(
-        f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks must make the same "
-        "calls, each to its end",
+        f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks "
+        "must make the same calls, each to its end",
         consequence=True,
     )
 

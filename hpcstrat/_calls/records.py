@@ -81,8 +81,8 @@ class CallSignature(NamedTuple):
     ) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        # Half of the digest stays, so that only the numbers are hashed at each step, and not the names of all
-        # variables.
+        # Half of the digest stays, so that only the numbers are hashed at each step, and not the
+        # names of all variables.
         digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
         return self._replace(digest=digest, numbers=numbers, names=names)
 
@@ -153,7 +153,10 @@ def _words_of(variable: VariableId) -> str:
 
 
 def pack_record(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
-    """The `WHOLE` bytes of a record before its message. The first `COMMON` are equal on all ranks if all is well."""
+    """The `WHOLE` bytes of a record before its message.
+
+    The first `COMMON` are equal on all ranks if all is well.
+    """
     return _WHOLE.pack(number, faults, status, digest, nbytes)
 
 
@@ -181,10 +184,11 @@ class ObjectMessage:
     def __init__(self, obj: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
-        # Protocol 5 keeps arrays out of the pickle. They are copied once, into the message, and a pickle of more than 2
-        # GiB cannot travel.
+        # Protocol 5 keeps arrays out of the pickle. They are copied once, into the message, and a
+        # pickle of more than 2 GiB cannot travel.
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
-        # Bytes, not the file's own buffer: Python 3.13 may collect a BytesIO before the memoryviews of it.
+        # Bytes, not the file's own buffer: Python 3.13 may collect a BytesIO before the memoryviews
+        # of it.
         body = file.getvalue()
         parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
         counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
@@ -215,7 +219,8 @@ def load_object(message: np.ndarray[Any, Any]) -> Any:
     start = _COUNT.size * (count + 1)
     parts: list[Any] = []
     for size in sizes:
-        # A copy, because the next call overwrites the message; a bytearray, because arrays over bytes are read-only.
+        # A copy, because the next call overwrites the message; a bytearray, because arrays over
+        # bytes are read-only.
         parts.append(bytearray(data[start : start + size]))
         start += size
     return pickle.loads(parts[0], buffers=parts[1:])

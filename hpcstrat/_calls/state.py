@@ -25,9 +25,13 @@ class Interruption(NamedTuple):
     error: BaseException
 
 
-# A counter, and no list of stacks: the watchdog reads it from its own thread, without a lock and at no cost to calls.
+# A counter, and no list of stacks: the watchdog reads it from its own thread, without a lock and at
+# no cost to calls.
 class Waiting:
-    """A block in which this rank waits for the others. Such blocks nest; the watchdog's thread reads `depth`."""
+    """A block in which this rank waits for the others.
+
+    Such blocks nest; the watchdog's thread reads `depth`.
+    """
 
     __slots__ = ("depth",)
 
@@ -55,7 +59,8 @@ class CallState:
         paused: the call that not all ranks are in, during which none may be made.
         interruption: the call that an exception interrupted, on this rank alone or midway.
         forked: whether this process is a child of the rank.
-        faults: hash of the calls after which this rank had exceptions that other ranks may not know of.
+        faults: hash of the calls after which this rank had exceptions that other ranks may not know
+            of.
         fault: the last such exception.
         faulty: the number of the call after which it was raised.
     """
@@ -97,7 +102,8 @@ class CallState:
     def note_fault(self, error: BaseException) -> None:
         """Notes an exception that this rank may have alone, once: the next call compares."""
         if error is not self.fault or self.number != self.faulty:
-            # A hash and not a count: ranks that had as many errors, but after different calls, must differ.
+            # A hash and not a count: ranks that had as many errors, but after different calls, must
+            # differ.
             self.faults = (self.faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
             self.fault, self.faulty = error, self.number
 
@@ -110,28 +116,31 @@ class CallState:
         location = user_frame()
         if self.forked:
             raise RuntimeError(
-                f"{call} was called at {location}, in process {os.getpid()}, which the program forked: it is not a "
-                "rank and must not communicate. Let it compute, and make the call in the rank's own process"
+                f"{call} was called at {location}, in process {os.getpid()}, which the program "
+                "forked: it is not a rank and must not communicate. Let it compute, and make the "
+                "call in the rank's own process"
             )
         if self.interruption is not None:
             lines = "".join(traceback.format_exception(self.interruption.error))
             # At the end of the program there is no line to name, and the call has the same name.
             where = call if call == location else f"{call}, at {location}"
             worlds.end_job(
-                f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this rank and was caught: "
-                f"the call may be half done, or done on other ranks only. So the job ends, at {where}. Leave such an "
-                "exception uncaught; to save when a signal comes, use checkpoint.PreemptionHandler"
+                f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this "
+                "rank and was caught: the call may be half done, or done on other ranks only. So "
+                f"the job ends, at {where}. Leave such an exception uncaught; to save when a "
+                "signal comes, use checkpoint.PreemptionHandler"
             )
         raise RuntimeError(
-            f"{call} was called inside the function of {self.paused}, an update, which one rank runs: nothing may "
-            "communicate there; call it before or after"
+            f"{call} was called inside the function of {self.paused}, an update, which one rank "
+            "runs: nothing may communicate there; call it before or after"
         )
 
     def change_thread(self, call: str) -> None:
         """Lets this thread make calls, if the one that did is in none.
 
         Raises:
-            RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order to make the two.
+            RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order
+                to make the two.
         """
         # Two threads may come here at once; without the lock both would find the owner idle.
         with _changing:
@@ -143,13 +152,13 @@ class CallState:
         try:
             raise RuntimeError(
                 f"{call} was called in the thread {name!r}, at {own}, while another is in "
-                f"{self.last_signature.call if self.last_signature else 'a call'}, at {theirs}: one thread "
-                "at a time may be in a collective call, because their order must be the same on all ranks; make them "
-                "in one thread"
+                f"{self.last_signature.call if self.last_signature else 'a call'}, at {theirs}: "
+                "one thread at a time may be in a collective call, because their order must be the "
+                "same on all ranks; make them in one thread"
             )
         except RuntimeError as error:
-            # Not raised only: if the program caught it and went on, ranks could make the two threads' calls in
-            # different orders.
+            # Not raised only: if the program caught it and went on, ranks could make the two
+            # threads' calls in different orders.
             self.mark_interrupted(call, error)
             raise
 

@@ -49,7 +49,8 @@ class RankStatus(NamedTuple):
     def pack(self) -> bytes:
         """The status as at most `LIMIT` bytes; long texts are cut."""
         message = b""
-        # A slot has a fixed size. A path's end and a call's beginning say most, so these stay when a text is cut.
+        # A slot has a fixed size. A path's end and a call's beginning say most, so these stay when
+        # a text is cut.
         for longest in _LONGEST:
             short = self._replace(
                 call=self.call[:longest],
@@ -76,7 +77,8 @@ class RankStatus(NamedTuple):
 def user_frame_of(thread: int) -> str:
     """Where another thread is in the user's program; where the main thread is, if that one has ended."""
     frames = sys._current_frames()
-    # This function's own would be a cycle, which keeps alive what all threads have in their variables.
+    # This function's own would be a cycle, which keeps alive what all threads have in their
+    # variables.
     del frames[threading.get_ident()]
     return _location_of(frames.get(thread) or frames.get(threading.main_thread().ident or 0))
 
@@ -104,7 +106,10 @@ def user_frame_in_call(thread: int) -> str | None:
 
 
 def _location_of(frame: FrameType | None) -> str:
-    """File, line and function of the program that this stack is in. Installed packages are not the program."""
+    """File, line and function of the program that this stack is in.
+
+    Installed packages are not the program.
+    """
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     innermost = frame

@@ -17,11 +17,12 @@ C = TypeVar("C", bound=Communicator)
 WINDOW = 1 << 18
 """Bytes of a section that are sent at once in the background.
 
-What the program sends meanwhile, such as the records of its calls, goes behind them through the same connection. Two of
-them take 4 ms at 1 Gbit/s; a whole layer would take 100.
+What the program sends meanwhile, such as the records of its calls, goes behind them through the
+same connection. Two of them take 4 ms at 1 Gbit/s; a whole layer would take 100.
 """
-# MPICH moves some 8 KiB in each look, so one look between two sleeps would leave a fast network waiting. Measured over
-# TCP: an exchange takes hardly longer than one that never sleeps, and a third of its processor time.
+# MPICH moves some 8 KiB in each look, so one look between two sleeps would leave a fast network
+# waiting. Measured over TCP: an exchange takes hardly longer than one that never sleeps, and a
+# third of its processor time.
 _LOOKS = 16
 _SLEEP = 100e-6  # seconds
 
@@ -30,11 +31,12 @@ _SLEEP = 100e-6  # seconds
 class Background(Generic[C]):
     """Makes exchanges one after the other, in a thread of its own, by a communicator of its own.
 
-    The ranks have agreed on each of them before, by a call. So all ranks begin the same ones in the same order, and
-    these end by themselves, whatever the programs do meanwhile.
+    The ranks have agreed on each of them before, by a call. So all ranks begin the same ones in the
+    same order, and these end by themselves, whatever the programs do meanwhile.
 
     Args:
-        make: makes the communicator, of the same ranks; the thread calls it, and is the one that makes its calls.
+        make: makes the communicator, of the same ranks; the thread calls it, and is the one that
+            makes its calls.
         calls: of the communicator that the program uses.
         watchdog: what waits for other ranks is reported to it.
     """

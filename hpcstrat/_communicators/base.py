@@ -40,7 +40,10 @@ def _described(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -
 
 
 class Communicator(CheckedExchange):
-    """Moves arrays and objects between the ranks of a group. Collective: all ranks make every call, in one order."""
+    """Moves arrays and objects between the ranks of a group.
+
+    Collective: all ranks make every call, in one order.
+    """
 
     # ---- what a transport fills in, as above
 
@@ -48,25 +51,37 @@ class Communicator(CheckedExchange):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        """`all_reduce` of checked arrays. On all ranks `must_match`, the shapes and the dtypes are equal."""
+        """`all_reduce` of checked arrays.
+
+        On all ranks `must_match`, the shapes and the dtypes are equal.
+        """
 
     @abc.abstractmethod
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        """`all_gather` of arrays that are checked, but for their shapes. Equal are `must_match` and the dtypes."""
+        """`all_gather` of arrays that are checked, but for their shapes.
+
+        Equal are `must_match` and the dtypes.
+        """
 
     @abc.abstractmethod
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        """`broadcast` of checked arrays. On all ranks `must_match`, the shapes and the dtypes are equal."""
+        """`broadcast` of checked arrays.
+
+        On all ranks `must_match`, the shapes and the dtypes are equal.
+        """
 
     @abc.abstractmethod
     def reduce_parts(
         self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
     ) -> list[Array]:
-        """`reduce_scatter` of checked arrays, each in one part a rank. Equal are `must_match`, shapes and dtypes."""
+        """`reduce_scatter` of checked arrays, each in one part a rank.
+
+        Equal are `must_match`, shapes and dtypes.
+        """
 
     @abc.abstractmethod
     def exchange_parts(
@@ -84,8 +99,9 @@ class Communicator(CheckedExchange):
     def all_reduce(self, arrays: Sequence[Array], op: ReduceOp, *must_match: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
-        All of them are sent together. The results are new C-contiguous arrays on the arrays' devices, bit-identical on
-        every rank. `MEAN` of integers over several ranks has the dtype of `mean_dtype`. Collective.
+        All of them are sent together. The results are new C-contiguous arrays on the arrays'
+        devices, bit-identical on every rank. `MEAN` of integers over several ranks has the dtype of
+        `mean_dtype`. Collective.
 
         Args:
             arrays: this rank's.
@@ -131,7 +147,8 @@ class Communicator(CheckedExchange):
     ) -> list[Array]:
         """This rank's part, along `axis`, of what `all_reduce` makes of each array.
 
-        The parts are as equal as can be, in rank order: the first ones have one element more where they must differ.
+        The parts are as equal as can be, in rank order: the first ones have one element more where
+        they must differ.
         The results are fresh, C-contiguous, where the arrays are. Collective.
 
         Raises:
@@ -175,11 +192,13 @@ class Communicator(CheckedExchange):
 
     @span(COMMUNICATION, lambda _, outgoing, *__: Details(current_call(), _bytes_of(outgoing)))
     def all_to_all(self, outgoing: Sequence[Outgoing], *must_match: str) -> list[dict[int, Array]]:
-        """Sends arrays to other ranks, and gives for each of `outgoing` what came, by its source. Collective.
+        """Sends arrays to other ranks, and gives for each of `outgoing` what came, by its source.
+
+        Collective.
 
         Args:
-            outgoing: of as many kinds, and of the same dtypes, on all ranks; each rank's `sources` are the ranks that
-                have something for it.
+            outgoing: of as many kinds, and of the same dtypes, on all ranks; each rank's `sources`
+                are the ranks that have something for it.
             *must_match: what else must be equal on all ranks.
 
         Raises:
@@ -195,12 +214,14 @@ class Communicator(CheckedExchange):
     def all_gather(self, arrays: Sequence[Array], axis: int, *must_match: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
-        Only the sizes along `axis` may differ. The results are new arrays on the arrays' devices, bit-identical on
-        every rank. `must_match` is what else must be equal on all ranks. Collective.
+        Only the sizes along `axis` may differ. The results are new arrays on the arrays' devices,
+        bit-identical on every rank. `must_match` is what else must be equal on all ranks.
+        Collective.
 
         Raises:
             TypeError: an array of Python objects.
-            ReplicaMismatchError: an array without that axis, or whose other sizes differ; every rank's shape is named.
+            ReplicaMismatchError: an array without that axis, or whose other sizes differ; every
+                rank's shape is named.
         """
         with self.raise_together():
             _check_no_objects(arrays)
@@ -242,7 +263,8 @@ def _check_no_objects(arrays: Sequence[Array]) -> None:
     for array in arrays:
         if array.dtype.hasobject:
             raise TypeError(
-                f"{current_call()}: an array of dtype {array.dtype} cannot travel between ranks; pass numbers"
+                f"{current_call()}: an array of dtype {array.dtype} cannot travel between ranks; "
+                "pass numbers"
             )
 
 
@@ -254,7 +276,8 @@ def _parts_along(array: Array, axis: int, size: int) -> list[Array]:
     """The array in `size` parts, as views."""
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
-            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; pass one that does"
+            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
+            "pass one that does"
         )
     least, longer = divmod(array.shape[axis], size)
     ends = [0, *itertools.accumulate(least + (rank < longer) for rank in range(size))]
@@ -271,13 +294,14 @@ def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
     listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
     if any(not -len(shape) <= axis < len(shape) for shape in shapes):
         raise ReplicaMismatchError(
-            f"{current_call()}: axis {axis} does not exist in every array: the shapes are {listed}; pass an axis that "
-            "all have"
+            f"{current_call()}: axis {axis} does not exist in every array: the shapes are "
+            f"{listed}; pass an axis that all have"
         )
     along = axis % len(shapes[0])
     if len({(len(shape), *shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
         raise ReplicaMismatchError(
-            f"{current_call()}: shapes may differ along axis {axis} only, but are {listed}; pad the other dimensions"
+            f"{current_call()}: shapes may differ along axis {axis} only, but are {listed}; pad "
+            "the other dimensions"
         )
 
 
@@ -286,5 +310,6 @@ def _message(obj: Any) -> records.ObjectMessage:
         return records.ObjectMessage(obj)
     except Exception as error:
         raise TypeError(
-            f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be pickled"
+            f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be "
+            "pickled"
         ) from error

@@ -27,10 +27,13 @@ Write: TypeAlias = Callable[[Bytes], None]
 
 
 class CheckedExchange(abc.ABC):
-    """Exchanges messages between the ranks of a group. Collective: all ranks make every call, in one order.
+    """Exchanges messages between the ranks of a group.
 
-    Every call begins with one record per rank, by which the ranks agree that it is the same call with the same
-    arguments. If it is not, all of them raise. A transport fills in how records and messages travel.
+    Collective: all ranks make every call, in one order.
+
+    Every call begins with one record per rank, by which the ranks agree that it is the same call
+    with the same arguments. If it is not, all of them raise. A transport fills in how records and
+    messages travel.
 
     Attributes:
         rank: this process's index in the group.
@@ -46,8 +49,8 @@ class CheckedExchange(abc.ABC):
     def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
         self.rank = rank
         self.size = size
-        # A device communicator shares its host communicator's: calls of both are counted, and so compared, in one
-        # order.
+        # A device communicator shares its host communicator's: calls of both are counted, and so
+        # compared, in one order.
         self.calls: CallState = CallState() if calls is None else calls
         self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
         self.watchdog: Watchdog | None = None
@@ -57,11 +60,15 @@ class CheckedExchange(abc.ABC):
         """How many calls were made."""
         return self.calls.number
 
-    # ---- what a transport fills in. It checks nothing; a device communicator calls it of its host communicator
+    # ---- what a transport fills in. It checks nothing; a device communicator calls it of its host
+    # communicator
 
     @abc.abstractmethod
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        """Exchanges records of `protocol.pack_record`; returns all. Writes the message too, if it can go at once."""
+        """Exchanges records of `protocol.pack_record`; returns all.
+
+        Writes the message too, if it can go at once.
+        """
 
     @abc.abstractmethod
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
@@ -92,19 +99,21 @@ class CheckedExchange(abc.ABC):
                 self.calls.number, self.calls.faults, records.OK, signature.digest, nbytes
             )
             posted = self.exchange_records(own, nbytes, write)
-            # Whole records first: where even the sizes of the messages are equal, nobody has to unpack any.
+            # Whole records first: where even the sizes of the messages are equal, nobody has to
+            # unpack any.
             for record in posted:
                 if record != own:
                     break
             else:  # the way of nearly all calls
                 return self.collect_messages([nbytes] * self.size, write)
-            # The records differ somewhere. In the sizes of messages they may, in what comes before these they must not.
+            # The records differ somewhere. In the sizes of messages they may, in what comes before
+            # these they must not.
             if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
                 self._disagree(posted, signature.words(), None)
             return self.collect_messages(records.message_sizes(posted), write)
         except BaseException as error:
-            # A signal's handler may raise while this rank waits: the others have then made a call that this rank has
-            # not.
+            # A signal's handler may raise while this rank waits: the others have then made a call
+            # that this rank has not.
             self.mark_interrupted(error, signature.call)
             raise
         finally:
@@ -144,7 +153,8 @@ class CheckedExchange(abc.ABC):
     def share_error(self, error: BaseException, number: int) -> None:
         """Makes the other ranks raise this rank's error too, if no call was made since call `number`.
 
-        If one was, the others may be elsewhere: then the next call checks that all ranks had an error.
+        If one was, the others may be elsewhere: then the next call checks that all ranks had an
+        error.
         """
         calls = self.calls
         if (
@@ -156,7 +166,8 @@ class CheckedExchange(abc.ABC):
             if calls.number != calls.settled:
                 calls.note_fault(error)
         elif isinstance(error, Exception):
-            # An exit or an interrupt is no error to share: left uncaught, it ends the job by itself.
+            # An exit or an interrupt is no error to share: left uncaught, it ends the job by
+            # itself.
             self._fail(error)
 
     def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
@@ -206,7 +217,8 @@ class CheckedExchange(abc.ABC):
     def note_fault(self, error: BaseException) -> None:
         """Notes that an exception, of which the others do not know, leaves `Strategy.run` or a collective call.
 
-        The program may catch it and go on only where every rank raised after the same calls; the next one compares.
+        The program may catch it and go on only where every rank raised after the same calls; the
+        next one compares.
         """
         self.calls.note_fault(error)
 
@@ -219,7 +231,10 @@ class CheckedExchange(abc.ABC):
         self.calls.pause(None)
 
     def leave(self) -> None:
-        """Tells the others that this rank leaves the program. Unless all leave, the job ends with an error."""
+        """Tells the others that this rank leaves the program.
+
+        Unless all leave, the job ends with an error.
+        """
         self._count(signature_of("the end of the program"))
         own = records.pack_record(
             self.calls.number, self.calls.faults, records.LEAVING, bytes(16), 0
@@ -236,7 +251,8 @@ class CheckedExchange(abc.ABC):
         if self.size == 1:
             self.settle()
             return
-        # The others are in the exchange that this rank does not reach: they find this record there instead of its own.
+        # The others are in the exchange that this rank does not reach: they find this record there
+        # instead of its own.
         self.calls.number += 1
         own = records.pack_record(
             self.calls.number, self.calls.faults, records.FAILED, bytes(16), 0
@@ -260,7 +276,8 @@ class CheckedExchange(abc.ABC):
         A rank that failed itself (`error`) returns, and raises its own exception.
         """
         states = [records.read_record(record) for record in posted]
-        # In these two cases the ranks cannot exchange reports: some are gone, or are in different calls.
+        # In these two cases the ranks cannot exchange reports: some are gone, or are in different
+        # calls.
         if any(status == records.LEAVING for _, _, status, _ in states):
             mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
@@ -269,14 +286,16 @@ class CheckedExchange(abc.ABC):
             )
         by_rank = self._exchange_reports(mismatch.report_of(words, error))
         self.settle()
-        # An error of one rank explains the differing signatures, and not the other way round, so it is what all raise.
+        # An error of one rank explains the differing signatures, and not the other way round, so it
+        # is what all raise.
         failed = [rank for rank, other in enumerate(by_rank) if other.problem is not None]
         if error is not None:
             return
         if failed:
             mismatch.raise_as(failed[0], by_rank[failed[0]])
         raise ReplicaMismatchError(
-            f"the ranks must make the same call with arguments that fit, but called{mismatch.lines(by_rank)}"
+            "the ranks must make the same call with arguments that fit, but "
+            f"called{mismatch.lines(by_rank)}"
         )
 
     def _exchange_reports(self, own: RankReport) -> list[RankReport]:

@@ -34,10 +34,13 @@ _users: dict[DeviceCommunicator, int] = {}
 # A cache and no global variable, so that `connected` can ask whether it was called.
 @functools.cache
 def connect() -> HostCommunicator:
-    """The communicator of all ranks of the program, the same for every strategy. Starts MPI. Collective, once.
+    """The communicator of all ranks of the program, the same for every strategy. Starts MPI.
+
+    Collective, once.
 
     Raises:
-        RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different versions.
+        RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different
+            versions.
         OSError: the timeline that is asked for cannot be written.
     """
     communicator = _connect()
@@ -60,8 +63,8 @@ def _connect() -> HostCommunicator:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
     elif communicator.rank == 0:
         warnings.warn(
-            "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes is not noticed; "
-            "open their ports to each other, or give the job a time limit",
+            "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes "
+            "is not noticed; open their ports to each other, or give the job a time limit",
             stacklevel=2,
         )
     atexit.register(
@@ -93,14 +96,15 @@ def _check_versions(communicator: HostCommunicator) -> None:
     with call_named("connecting the ranks"):
         by_rank = communicator.all_gather_obj(own)
     problems = [
-        f"{name} is {', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(by_rank))}"
+        f"{name} is "
+        f"{', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(by_rank))}"
         for name in own
         if len({other[name] for other in by_rank}) > 1
     ]
     if problems:
         raise RuntimeError(
-            f"hpcstrat cannot connect the ranks: they must run the same versions, but {'; '.join(problems)}; "
-            "use one environment"
+            "hpcstrat cannot connect the ranks: they must run the same versions, but "
+            f"{'; '.join(problems)}; use one environment"
         )
 
 
@@ -109,8 +113,10 @@ def connect_devices(
 ) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
-    Strategies on the same GPUs share it, and its stream: several at once, used in an order that differs between ranks,
-    can deadlock, and each costs memory on the GPU. Each user gives it back with `disconnect_devices`.
+    Strategies on the same GPUs share it, and its stream: several at once, used in an order that
+    differs between ranks,
+    can deadlock, and each costs memory on the GPU. Each user gives it back with
+    `disconnect_devices`.
 
     Args:
         gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
@@ -125,7 +131,8 @@ def connect_devices(
     if communicator is None:
         control = connect()
         with call_named("connecting the GPUs"), control.raise_together():
-            # One rank may find no memory for a context on its GPU; the others would wait for it in NCCL.
+            # One rank may find no memory for a context on its GPU; the others would wait for it in
+            # NCCL.
             stream = None if ordinal is None else gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = transport.connect(control, stream)
@@ -140,7 +147,10 @@ def keep_connected(communicator: DeviceCommunicator) -> None:
 
 
 def disconnect_devices(communicator: DeviceCommunicator) -> None:
-    """Gives a communicator of `connect_devices` back. All ranks do, after a barrier; the last user closes it."""
+    """Gives a communicator of `connect_devices` back.
+
+    All ranks do, after a barrier; the last user closes it.
+    """
     _users[communicator] -= 1
     if not _users[communicator]:
         del _users[communicator]
@@ -169,7 +179,8 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself
-        # First all ranks agree that they leave here, so have made the same calls: only then do those of NCCL end.
+        # First all ranks agree that they leave here, so have made the same calls: only then do
+        # those of NCCL end.
         communicator.leave()
         for end in when_left:
             end(communicator)
@@ -182,6 +193,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
             lines = traceback.format_exc()
             worlds.end_job(
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
-                f"{communicator.rank} failed, which its end found out; start with CUDA_LAUNCH_BLOCKING=1 to see where"
+                f"{communicator.rank} failed, which its end found out; start with "
+                "CUDA_LAUNCH_BLOCKING=1 to see where"
             )
     failure.note_left()

@@ -43,7 +43,8 @@ def on_stream(name: str) -> Callable[..., Details]:
 class DeviceCommunicator(Communicator):
     """Ranks of which some, or all, compute on GPUs.
 
-    Besides the calls of every communicator it has some for storage: they move flat arrays that lie on each rank's own
+    Besides the calls of every communicator it has some for storage: they move flat arrays that lie
+    on each rank's own
     device, after the ranks have agreed on what they do by a call of their own.
 
     Args:
@@ -65,8 +66,8 @@ class DeviceCommunicator(Communicator):
         self.lane = stream
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL sees it, where it
-        # would hang.
+        # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL
+        # sees it, where it would hang.
         return self._control.exchange_records(record, nbytes, write)
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
@@ -112,15 +113,18 @@ class DeviceCommunicator(Communicator):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back what the transport holds. No rank may have work under way that others do not have too."""
+        """Gives back what the transport holds.
+
+        No rank may have work under way that others do not have too.
+        """
 
 
 @final
 class StagedCommunicator(DeviceCommunicator):
     """Replicas of both kinds, GPUs that NCCL does not connect, or one replica alone.
 
-    A GPU array is copied to pinned host memory, moved by the control communicator, and copied back. A rank that
-    computes on the CPU makes the same calls with its host arrays.
+    A GPU array is copied to pinned host memory, moved by the control communicator, and copied back.
+    A rank that computes on the CPU makes the same calls with its host arrays.
     """
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
@@ -208,7 +212,8 @@ class StagedCommunicator(DeviceCommunicator):
                 self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays
             ]
             if self.size == 1:
-                # With one replica nothing is exchanged: copy on the device. Host arrays go to the control communicator.
+                # With one replica nothing is exchanged: copy on the device. Host arrays go to the
+                # control communicator.
                 return [
                     array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays
                 ]
@@ -226,8 +231,8 @@ class StagedCommunicator(DeviceCommunicator):
         layout = layout_of(
             tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
         )
-        # Kept from call to call: pinning memory is slow, because the system must lock each page. It is reused once the
-        # stream was waited for.
+        # Kept from call to call: pinning memory is slow, because the system must lock each page. It
+        # is reused once the stream was waited for.
         if self._pinned.size < layout.nbytes:
             self._pinned = gpu.pinned(layout.nbytes)
         copies = list(arrays)
@@ -252,7 +257,8 @@ class StagedCommunicator(DeviceCommunicator):
     @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        # Through the host all ranks have the messages anyway, and what `out` is on the others is undefined.
+        # Through the host all ranks have the messages anyway, and what `out` is on the others is
+        # undefined.
         self.all_reduce_flat(array, out, op)
 
     @span(COMMUNICATION, on_stream("broadcast"))
@@ -260,8 +266,8 @@ class StagedCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.broadcast_flat`."""
         if self.size == 1:
             return
-        # The root's number is part of it: ranks that take different ones for the root would otherwise wait for each
-        # other.
+        # The root's number is part of it: ranks that take different ones for the root would
+        # otherwise wait for each other.
         signature = signature_of("new values", array.dtype, array.shape, root)
         if self.rank == root:
             own = self._on_host(array)[0].view(np.uint8)

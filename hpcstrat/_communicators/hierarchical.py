@@ -22,11 +22,12 @@ from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_secti
 class HierarchicalCommunicator(MpiCommunicator):
     """Ranks on several hosts, over mpi4py and each host's shared memory.
 
-    A large reduction is split over all ranks. The ranks of each host add up each rank's section in shared memory, and
-    send it to that rank; it adds up the hosts' sums, and sends the result to one rank of each host, from which the
-    others copy it. So a host sends everything once, however many ranks it has, and all of them share the work, and the
-    links where a host has several. Sums are of each host's in rank order, then of the hosts in order: bit-identical on
-    all ranks and from run to run. 16-bit floats, which are rounded once only, go between all ranks.
+    A large reduction is split over all ranks. The ranks of each host add up each rank's section in
+    shared memory, and send it to that rank; it adds up the hosts' sums, and sends the result to one
+    rank of each host, from which the others copy it. So a host sends everything once, however many
+    ranks it has, and all of them share the work, and the links where a host has several. Sums are
+    of each host's in rank order, then of the hosts in order: bit-identical on all ranks and from
+    run to run. 16-bit floats, which are rounded once only, go between all ranks.
 
     Args:
         comm: an MPI communicator, used by nobody else.
@@ -37,7 +38,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         super().__init__(comm)
         self._host_comm = host_comm
         self._host = SharedMemoryCommunicator(host_comm.Dup())
-        # What every host has room for. Not each host's own capacity: one may have grown where another could not.
+        # What every host has room for. Not each host's own capacity: one may have grown where
+        # another could not.
         self._reserved_bytes = 0
         of_rank = comm.allgather(host_comm.bcast(comm.rank))  # the first rank of each rank's host
         hosts = [
@@ -45,8 +47,8 @@ class HierarchicalCommunicator(MpiCommunicator):
             for lead in sorted(set(of_rank))
         ]
         own_hosts = [next(host for host in hosts if rank in host) for rank in range(comm.size)]
-        # Every rank has one of each host that sums for it, and that its section reaches the others by: itself, or the
-        # one of its own place there.
+        # Every rank has one of each host that sums for it, and that its section reaches the others
+        # by: itself, or the one of its own place there.
         self._servers = [
             [host[own.index(rank) % len(host)] for host in hosts]
             for rank, own in enumerate(own_hosts)
@@ -58,7 +60,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         }
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
-        """See `MpiCommunicator._sends_to_each`. A host would get everything once for each of its ranks."""
+        """See `MpiCommunicator._sends_to_each`.
+
+        A host would get everything once for each of its ranks.
+        """
         return False
 
     def _second(self) -> MpiCommunicator:
@@ -74,7 +79,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         out: Bytes,
         whole: Layout | None = None,
     ) -> None:
-        """Small messages every rank reduces itself. Large ones go inside the host, between hosts, and back."""
+        """Small messages every rank reduces itself.
+
+        Large ones go inside the host, between hosts, and back.
+        """
         if not _goes_by_hosts(whole or layout):
             super().reduce_message(signature, layout, write, op, out)
             return
@@ -139,7 +147,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         whole: Layout,
         write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
-        """See `HostCommunicator.sum_sections`. Inside each host first: one message from each host to each rank."""
+        """See `HostCommunicator.sum_sections`.
+
+        Inside each host first: one message from each host to each rank.
+        """
         if not _goes_by_hosts(whole):  # as in `reduce_message`, which adds up in the same order
             return super().sum_sections(signature, layouts, whole, write)
         sent = layout_of_sections([layout.nbytes for layout in layouts])
@@ -170,7 +181,8 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         Args:
             layouts: of each rank's section.
-            parts_of: for a rank, group by group, the elements of its section that the ranks of this host have.
+            parts_of: for a rank, group by group, the elements of its section that the ranks of this
+                host have.
             op: how they are reduced.
         """
         sizes = [layout.nbytes for layout in layouts]
@@ -203,7 +215,10 @@ class HierarchicalCommunicator(MpiCommunicator):
     def gather_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Write
     ) -> list[Bytes]:
-        """See `HostCommunicator.gather_sections`. One message from each rank to each host, and then inside it."""
+        """See `HostCommunicator.gather_sections`.
+
+        One message from each rank to each host, and then inside it.
+        """
         if sum(sizes) <= SMALL_MESSAGE_BYTES:
             return super().gather_sections(signature, sizes, write)
         with self.calls.waiting:
@@ -227,8 +242,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         def receive(message: Bytes) -> None:
             self._all_to_all(ours, sections_in(message, served[self.rank]), max(sizes))
 
-        # What comes from other hosts comes into this host's shared memory. Once: a message for which there were no room
-        # would be written again.
+        # What comes from other hosts comes into this host's shared memory. Once: a message for
+        # which there were no room would be written again.
         messages = self._host.exchange(
             signature, layout_of_sections(served[self.rank]).nbytes, receive
         )

@@ -51,16 +51,21 @@ class HostCommunicator(Communicator):
     ) -> None:
         """Reduces the ranks' messages of this layout, elementwise, into `out`, on every rank.
 
-        Sums are in rank order or, between hosts, in an order that depends on the layout. A part of a message is summed
-        in the order of the whole, whose layout it names.
+        Sums are in rank order or, between hosts, in an order that depends on the layout. A part of
+        a message is summed in the order of the whole, whose layout it names.
         """
 
     def background(self) -> Background[HostCommunicator] | None:
-        """What makes exchanges while the program computes; `None` where that gains nothing. Collective at first."""
+        """What makes exchanges while the program computes; `None` where that gains nothing.
+
+        Collective at first.
+        """
         return None
 
     def require_memory(self, nbytes: int, signature: CallSignature) -> None:
-        """Checks that the host has memory for its ranks, each of which is about to take this much. Collective.
+        """Checks that the host has memory for its ranks, each of which is about to take this much.
+
+        Collective.
 
         Args:
             nbytes: the same on all ranks.
@@ -74,7 +79,8 @@ class HostCommunicator(Communicator):
         ):  # the same on all ranks, however many their hosts have
             return
         world = worlds.started()
-        # No rank takes memory before all have found enough for all: one that comes late would find less.
+        # No rank takes memory before all have found enough for all: one that comes late would find
+        # less.
         with self.raise_together():
             check_available(
                 nbytes, self.size if world is None else min(self.size, world.local_size)
@@ -82,7 +88,9 @@ class HostCommunicator(Communicator):
             self.exchange(signature)
 
     def new_buffer(self, nbytes: int, signature: CallSignature) -> Bytes:
-        """Memory that each rank makes for itself in one call. Collective; the arguments are those of `require_memory`.
+        """Memory that each rank makes for itself in one call.
+
+        Collective; the arguments are those of `require_memory`.
 
         Raises:
             MemoryError: a rank cannot have it; on all ranks, in a block of `raise_together`.
@@ -90,7 +98,8 @@ class HostCommunicator(Communicator):
         buffer = np.empty(nbytes, np.uint8)
         self.require_memory(nbytes, signature)
         if nbytes > self._largest_buffer:
-            # Makes its pages now: mailboxes that grow to this size next are compared with what is left.
+            # Makes its pages now: mailboxes that grow to this size next are compared with what is
+            # left.
             self._largest_buffer = nbytes
             buffer[:: mmap.PAGESIZE] = 0
         return buffer
@@ -121,8 +130,8 @@ class HostCommunicator(Communicator):
     ) -> list[Array]:
         _check_on_host(arrays)
         kinds = [array.dtype for array in arrays]
-        # Shapes travel in the message and not in the signature: they may differ along the axis, so all must be here to
-        # be compared.
+        # Shapes travel in the message and not in the signature: they may differ along the axis, so
+        # all must be here to be compared.
         messages = self.exchange(
             signature_of(current_call(), *must_match, *kinds), *_packed(arrays)
         )
@@ -151,12 +160,16 @@ class HostCommunicator(Communicator):
         )
 
     def _read(self, nbytes: int, copy: Callable[[], list[Array]]) -> list[Array]:
-        """Arrays of so many bytes that each rank copies from the messages of the last exchange. Collective."""
+        """Arrays of so many bytes that each rank copies from the messages of the last exchange.
+
+        Collective.
+        """
         if self.size == 1 or self.size * nbytes < LARGE:
             return copy()
         signature = signature_of(f"{current_call()}: memory")
         self.require_memory(nbytes, signature)
-        # Messages are valid until the next call, which that was: the one after it waits until all have read them.
+        # Messages are valid until the next call, which that was: the one after it waits until all
+        # have read them.
         with self.raise_together():
             arrays = copy()
             self.exchange(signature)
@@ -216,7 +229,8 @@ class HostCommunicator(Communicator):
 
         Args:
             signature: what all ranks agree on.
-            sizes: for each rank, bytes of what this one has for it; they may differ from rank to rank.
+            sizes: for each rank, bytes of what this one has for it; they may differ from rank to
+                rank.
             write: writes what is for a rank, given that rank and the memory.
         """
         # One message for all, in which each rank finds its section by a table at the beginning.
@@ -284,8 +298,8 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
     for array in arrays:
         if not isinstance(array, np.ndarray):
             raise TypeError(
-                f"{current_call()}: an array is on a GPU, and this strategy's replicas compute on the CPU; pass "
-                "hs.asnumpy(array)"
+                f"{current_call()}: an array is on a GPU, and this strategy's replicas compute on "
+                "the CPU; pass hs.asnumpy(array)"
             )
 
 
@@ -319,8 +333,8 @@ def _layout_and_signature_of(
     return _layout_and_signature(current_call(), must_match, shapes, dtypes)
 
 
-# Made together and kept: a loop reduces the same shapes at every step, and for a few numbers describing them anew would
-# cost more than their sum.
+# Made together and kept: a loop reduces the same shapes at every step, and for a few numbers
+# describing them anew would cost more than their sum.
 @functools.lru_cache(maxsize=1024)
 def _layout_and_signature(
     call: str,

@@ -20,18 +20,20 @@ from hpcstrat._memory.layout import ALIGNMENT, Layout, Sections, sections_in
 class MpiCommunicator(HostCommunicator):
     """Ranks anywhere, over mpi4py.
 
-    Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced, whatever MPI knows
-    of it, and results are bit-identical on all ranks and from run to run.
+    Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced,
+    whatever MPI knows of it, and results are bit-identical on all ranks and from run to run.
 
     Args:
         comm: an MPI communicator, used by nobody else.
     """
 
     PIECE = 1 << 20
-    """Bytes that are sent at once. Small messages go by one collective call of MPI, larger ones by pieces.
+    """Bytes that are sent at once.
 
-    MPI moves a large message in one direction at a time, over TCP at least, which takes twice as long where both sides
-    send. Many small ones at a time keep links busy in both.
+    Small messages go by one collective call of MPI, larger ones by pieces.
+
+    MPI moves a large message in one direction at a time, over TCP at least, which takes twice as
+    long where both sides send. Many small ones at a time keep links busy in both.
     """
     LARGEST = (1 << 31) - 1
     """Bytes of a buffer that one collective call of MPI takes at most: MPI counts with 32 bits."""
@@ -99,7 +101,10 @@ class MpiCommunicator(HostCommunicator):
         return messages.all()
 
     def _reserve(self, nbytes: int) -> None:
-        """Makes room for sections of `nbytes` bytes, to send and to receive. Collective; all ranks pass the same."""
+        """Makes room for sections of `nbytes` bytes, to send and to receive.
+
+        Collective; all ranks pass the same.
+        """
         wanted = nbytes + self.size * ALIGNMENT
         if self._send_buffer.size >= wanted:
             return
@@ -114,8 +119,8 @@ class MpiCommunicator(HostCommunicator):
         except MemoryError as error:
             self._send_buffer = np.empty(0, np.uint8)
             problem = f"rank {self.rank}: {error}"
-        # A rank without the memory would raise while the others wait for it in MPI. For small messages the question
-        # would cost more than it is worth.
+        # A rank without the memory would raise while the others wait for it in MPI. For small
+        # messages the question would cost more than it is worth.
         if wanted < self.CHECKED_BYTES:
             if problem:
                 raise MemoryError(f"no memory for a message between replicas: {problem}")
@@ -127,7 +132,10 @@ class MpiCommunicator(HostCommunicator):
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
     def _all_gather(self, sections: Sections) -> None:
-        """Fills in every rank's section but this rank's own, which is there already. The sizes are all ranks'."""
+        """Fills in every rank's section but this rank's own, which is there already.
+
+        The sizes are all ranks'.
+        """
         if sum(sections.sizes) > self.PIECE and self._sends_to_each(sections.sizes):
             self._swap([sections.of(self.rank)] * self.size, sections.all())
         elif sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
@@ -138,9 +146,12 @@ class MpiCommunicator(HostCommunicator):
                     self._comm.Bcast(section[start : start + self.LARGEST], root=root)
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
-        """Whether each rank sends its section to all others itself. Else MPI passes them on from rank to rank.
+        """Whether each rank sends its section to all others itself.
 
-        Where one rank has nearly everything, as in a broadcast, its link would carry that once for every other rank.
+        Else MPI passes them on from rank to rank.
+
+        Where one rank has nearly everything, as in a broadcast, its link would carry that once for
+        every other rank.
         """
         return self.size * max(sizes) <= 2 * sum(sizes)
 
@@ -180,7 +191,9 @@ class MpiCommunicator(HostCommunicator):
         incoming: Sequence[Bytes],
         prepare: Callable[[slice], None] | None = None,
     ) -> None:
-        """Sends each rank but this one a section, while theirs come. What comes from a rank is as long as it sends.
+        """Sends each rank but this one a section, while theirs come.
+
+        What comes from a rank is as long as it sends.
 
         By windows: while one is on its way, `prepare` writes the next.
         """
@@ -222,7 +235,10 @@ class MpiCommunicator(HostCommunicator):
         out: Bytes,
         whole: Layout | None = None,
     ) -> None:
-        """Small messages every rank reduces itself. Large ones go by slices: each rank reduces one, all gather them."""
+        """Small messages every rank reduces itself.
+
+        Large ones go by slices: each rank reduces one, all gather them.
+        """
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
             return
@@ -236,7 +252,8 @@ class MpiCommunicator(HostCommunicator):
             layout.nbytes + 1024 * self.size
         )  # slices are equal but for 64 elements, of 16 bytes at most
         write(self._send_buffer)
-        # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong result.
+        # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong
+        # result.
         self.exchange(signature)
         for group in layout.groups:
             values, result = group.of(self._send_buffer), group.of(out)

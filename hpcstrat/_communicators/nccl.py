@@ -24,8 +24,9 @@ _Given = TypeVar("_Given")
 class NcclCommunicator(NcclLink):
     """Every rank on a GPU. GPU arrays move on the strategy's stream; the host never waits for them.
 
-    Every call begins with a record, as on the host, so that a mismatch is an error on all ranks before NCCL sees it.
-    Sums are the same on every rank, but their order, and so their last bits, is NCCL's; a NaN does not win a minimum.
+    Every call begins with a record, as on the host, so that a mismatch is an error on all ranks
+    before NCCL sees it. Sums are the same on every rank, but their order, and so their last bits,
+    is NCCL's; a NaN does not win a minimum.
 
     Making one is collective.
 
@@ -56,7 +57,8 @@ class NcclCommunicator(NcclLink):
                     else:
                         PackKernel(layout, group, out)(arrays)
                         parts.append(group.of(out))
-                # Only now: a rank without the memory for all this stops the others, which would wait in NCCL for it.
+                # Only now: a rank without the memory for all this stops the others, which would
+                # wait in NCCL for it.
                 self.exchange(
                     signature_of(
                         current_call(),
@@ -84,7 +86,8 @@ class NcclCommunicator(NcclLink):
             def write(message: Any) -> None:
                 message[: shapes.size] = shapes
 
-            # The shapes first, and through the host: a rank must know what it will receive before it asks NCCL for it.
+            # The shapes first, and through the host: a rank must know what it will receive before
+            # it asks NCCL for it.
             messages = self.exchange(
                 signature_of(current_call(), *must_match, *[a.dtype for a in arrays]),
                 shapes.size,
@@ -256,7 +259,8 @@ class NcclCommunicator(NcclLink):
     ) -> None:
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
         with self._grouped(current_call()):
-            # What two ranks send each other pairs up in the order of these calls, so in that of the arguments.
+            # What two ranks send each other pairs up in the order of these calls, so in that of the
+            # arguments.
             for to, of in zip(sent, received, strict=True):
                 for rank, array in to.items():
                     if array.nbytes:
@@ -276,10 +280,12 @@ class NcclCommunicator(NcclLink):
         """Moves what is on the GPU and what is on the host, each its own way; which are which must agree."""
         on_gpu = [i for i, one in enumerate(given) if is_on_gpu(one)]
         on_host = [i for i in range(len(given)) if i not in on_gpu]
-        # Part of what must match. Without arrays on a GPU, a message about something else need not speak of one.
+        # Part of what must match. Without arrays on a GPU, a message about something else need not
+        # speak of one.
         on_which = [f"on the GPU {on_gpu}"] if on_gpu else []
         results: list[Any] = [None] * len(given)
-        # In one order on all ranks: one in NCCL and one in a call of the host would wait for each other.
+        # In one order on all ranks: one in NCCL and one in a call of the host would wait for each
+        # other.
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not given):
                 with self.raise_together():  # the second way has one of its own

@@ -26,7 +26,8 @@ _TYPES = {
         for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")
     },
     **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
-    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as many reals.
+    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as
+    # many reals.
     "bool": "NCCL_UINT8",
     "complex64": "NCCL_FLOAT32",
     "complex128": "NCCL_FLOAT64",
@@ -55,7 +56,8 @@ class NcclLink(DeviceCommunicator):
         self._types: dict[
             np.dtype[Any], int
         ] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
-        # Both tables once: attributes of a C module and names of dtypes are slow to look up at each step.
+        # Both tables once: attributes of a C module and names of dtypes are slow to look up at each
+        # step.
         self._operations = {
             op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()
         }
@@ -155,7 +157,8 @@ class NcclLink(DeviceCommunicator):
             self._second = gpu.Stream(self.stream.ordinal)
         self._reached.record(self.stream.raw)
         self._second.raw.wait_event(self._reached)
-        # CuPy's pool gives freed memory to the first stream's next work, which is not ordered with the second.
+        # CuPy's pool gives freed memory to the first stream's next work, which is not ordered with
+        # the second.
         self._held.append(memory)
         self.lane = self._second
         try:
@@ -200,7 +203,8 @@ class NcclLink(DeviceCommunicator):
         """See `DeviceCommunicator.close`."""
         if self._comm is not None:
             self.join()
-            self.stream.synchronize()  # NCCL's communicator must not be destroyed before its work is done
+            # NCCL's communicator must not be destroyed before its work is done
+            self.stream.synchronize()
             comm, self._comm = self._comm, None
             if self.watchdog is not None:
                 self.watchdog.remove_check(self._failure, self.run_ahead.is_behind)

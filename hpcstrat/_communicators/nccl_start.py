@@ -18,11 +18,17 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call, names_call
 
 MIN_NCCL_VERSION = 21000
-"""NCCL 2.10, the first with bfloat16. Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits."""
+"""NCCL 2.10, the first with bfloat16.
+
+Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits.
+"""
 MIN_NCCL_VERSION_FOR_SHARING = 23000
 """NCCL 2.30, the first that takes several ranks on one GPU."""
 START_SECONDS = 300.0
-"""How long NCCL may take to connect the ranks and to do one call of each kind. It has no time-out of its own."""
+"""How long NCCL may take to connect the ranks and to do one call of each kind.
+
+It has no time-out of its own.
+"""
 
 
 def describe(cupy: Any) -> str:
@@ -50,53 +56,62 @@ def load_nccl() -> Any:
 
 
 def why_not(shared: bool) -> str:
-    """Why this process cannot use NCCL; empty where it can. `shared`: several ranks compute on one GPU."""
+    """Why this process cannot use NCCL; empty where it can.
+
+    `shared`: several ranks compute on one GPU.
+    """
     nccl = load_nccl()
     if not nccl.available:
         return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
     version = nccl.get_version()
     if version < MIN_NCCL_VERSION:
         return (
-            f"NCCL is {version_text(version)}, and hpcstrat needs {version_text(MIN_NCCL_VERSION)} or later; "
-            "install a newer one"
+            f"NCCL is {version_text(version)}, and hpcstrat needs {version_text(MIN_NCCL_VERSION)} "
+            "or later; install a newer one"
         )
     if shared and version < MIN_NCCL_VERSION_FOR_SHARING:
         return (
-            f"several ranks share a GPU, which takes NCCL "
+            "several ranks share a GPU, which takes NCCL "
             f"{version_text(MIN_NCCL_VERSION_FOR_SHARING)} or later, but this is "
-            f"{version_text(version)}; `hpcstrat run --share-gpu --nccl libnccl.so.2` loads a newer one"
+            f"{version_text(version)}; `hpcstrat run --share-gpu --nccl libnccl.so.2` loads a "
+            "newer one"
         )
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return (
-            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only; start by "
-            "`hpcstrat run --share-gpu`, which sets it"
+            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only; "
+            "start by `hpcstrat run --share-gpu`, which sets it"
         )
     return ""
 
 
 @names_call("starting NCCL")
 def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
-    """NCCL's communicator, which has done one call of each kind. Collective; if one rank fails, or hangs, all raise.
+    """NCCL's communicator, which has done one call of each kind.
 
-    NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look together, over the
-    control communicator, how it goes.
+    Collective; if one rank fails, or hangs, all raise.
+
+    NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look
+    together, over the control communicator, how it goes.
     """
     nccl = load_nccl()
     with control.raise_together():
-        # The id is opaque, a tuple in older versions of CuPy and bytes in newer ones, so it travels as an object.
+        # The id is opaque, a tuple in older versions of CuPy and bytes in newer ones, so it travels
+        # as an object.
         own = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
     by_rank = control.all_gather_obj(own)
     versions = [version for version, _ in by_rank]
-    # The first libnccl that is loaded in a process counts, and another library may bring its own: ranks can differ.
+    # The first libnccl that is loaded in a process counts, and another library may bring its own:
+    # ranks can differ.
     if len(set(versions)) > 1:
         listed = ", ".join(
             f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions)
         )
         raise RuntimeError(
-            f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the same everywhere"
+            f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the "
+            "same everywhere"
         )
-    # With 0 NCCL connects the ranks at its start. By default, since 2.22, it does so in their first call of each
-    # kind, and waits there without a time limit.
+    # With 0 NCCL connects the ranks at its start. By default, since 2.22, it does so in their first
+    # call of each kind, and waits there without a time limit.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
     outcome: list[Any] = []
 
@@ -114,8 +129,8 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
     thread.start()
     deadline = time.monotonic() + START_SECONDS
-    # The first looks follow each other quickly. Later ones come ten times a second, since each is an exchange of all
-    # ranks.
+    # The first looks follow each other quickly. Later ones come ten times a second, since each is
+    # an exchange of all ranks.
     pause = 0.001
     while True:
         thread.join(pause)
@@ -146,18 +161,20 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
                     _skip_exit_handlers
                 )  # those, too, that CUDA's libraries register until then
             raise RuntimeError(
-                f"{current_call()}: NCCL does not connect the {control.size} ranks ({describe(stream.xp)}):{listed}\n"
-                "If it never returns, the GPUs often cannot reach each other's memory (PCIe access control: try "
-                "NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container (--shm-size=1g, or NCCL_SHM_DISABLE=1). "
-                "NCCL_DEBUG=INFO shows what it does"
+                f"{current_call()}: NCCL does not connect the {control.size} ranks "
+                f"({describe(stream.xp)}):{listed}\n"
+                "If it never returns, the GPUs often cannot reach each other's memory (PCIe access "
+                "control: try NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container "
+                "(--shm-size=1g, or NCCL_SHM_DISABLE=1). NCCL_DEBUG=INFO shows what it does"
             )
 
 
 def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -> None:
     """One small call of each kind, whose end the host waits for. The stream is current.
 
-    What of the ranks' connections is left to the first call that needs it is made here, and not in a training step: of
-    other peers than neighbors those of `send` and `recv` alone, which would cost each rank memory for every other one.
+    What of the ranks' connections is left to the first call that needs it is made here, and not in
+    a training step: of other peers than neighbors those of `send` and `recv` alone, which would
+    cost each rank memory for every other one.
     """
     sent, received = stream.xp.zeros((2, size), np.uint8)
     source, target, kind, raw = sent.data.ptr, received.data.ptr, nccl.NCCL_UINT8, stream.raw.ptr
@@ -176,8 +193,9 @@ def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -
 def _skip_exit_handlers() -> None:
     """From now on the process ends without the exit handlers that C libraries have registered until now.
 
-    They would take CUDA and NCCL apart while a thread is inside them. What Python does at exit comes before, and the
-    exit status stays: C's `exit` calls the last handler first, and this one is `_exit`.
+    They would take CUDA and NCCL apart while a thread is inside them. What Python does at exit
+    comes before, and the exit status stays: C's `exit` calls the last handler first, and this one
+    is `_exit`.
     """
     libc = ctypes.CDLL(None)
     libc.fflush(None)

@@ -11,8 +11,8 @@ import numpy as np
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import ReduceOp
 
-# NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions that list it. A
-# script behaves the same on every transport, so MPI's longer list does not count.
+# NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions
+# that list it. A script behaves the same on every transport, so MPI's longer list does not count.
 _REALS = tuple(
     "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
 )
@@ -29,7 +29,8 @@ class Reduction(NamedTuple):
         along_axes: NumPy's and CuPy's function that reduces an array's own elements.
         dtypes: the names of the dtypes that it takes.
         is_mean: whether the result is divided by the number of ranks.
-        neutral: for a dtype, the element that changes no result, which stands for an array without elements.
+        neutral: for a dtype, the element that changes no result, which stands for an array without
+            elements.
     """
 
     ufunc: np.ufunc
@@ -75,7 +76,10 @@ REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
         ReduceOp.MAX: Reduction(np.maximum, "NCCL_MAX", "max", (*_REALS, "bool"), neutral=_lowest),
     }
 )
-"""Whoever meets an operation looks here. What is not here raises `TypeError`, and never computes another one."""
+"""Whoever meets an operation looks here.
+
+What is not here raises `TypeError`, and never computes another one.
+"""
 
 
 def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
@@ -94,12 +98,13 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
             name for reduction in REDUCTIONS.values() for name in reduction.dtypes
         )
         raise TypeError(
-            f"{current_call()}: values of dtype {dtype.name} cannot be reduced; it takes {', '.join(names)}: cast first"
+            f"{current_call()}: values of dtype {dtype.name} cannot be reduced; it takes "
+            f"{', '.join(names)}: cast first"
         )
     count = ", to count by x.astype(np.int64)" if dtype.kind == "b" else ""
     raise TypeError(
-        f"{current_call()}: {op.name} of {dtype.name} is not defined; {dtype.name} takes {', '.join(allowed)}: cast "
-        f"first{count}"
+        f"{current_call()}: {op.name} of {dtype.name} is not defined; {dtype.name} takes "
+        f"{', '.join(allowed)}: cast first{count}"
     )
 
 
@@ -143,8 +148,8 @@ def reduce_chunk(
     if len(parts) == 2 and out.itemsize > 2:
         total = ufunc(parts[0], parts[1], out=out)
     else:
-        # Rank by rank, always in this order: floating-point addition is not associative, and all ranks must get the
-        # same bits in every run.
+        # Rank by rank, always in this order: floating-point addition is not associative, and all
+        # ranks must get the same bits in every run.
         total = ufunc(parts[0], parts[1], dtype=accumulator(out.dtype))
     for part in parts[2:]:
         ufunc(total, part, out=total)
@@ -160,7 +165,8 @@ def reduce_flat(
 ) -> None:
     """`reduce_chunk` over flat arrays of any length, a chunk at a time.
 
-    An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice it is in.
+    An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice
+    it is in.
     """
     if out.size <= CHUNK:
         reduce_chunk(out, parts, op)

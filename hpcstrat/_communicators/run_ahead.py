@@ -16,11 +16,12 @@ AHEAD = 32
 class RunAhead:
     """Notes each call of NCCL by an event on its stream.
 
-    A host that runs ahead of a GPU that hangs fills CUDA's queue of launches, and then waits inside the driver, where
-    it holds a lock. Whatever asks CUDA next, such as for the state of an event, waits for that lock, in CuPy with
-    Python's: no thread of the process runs any more, and nobody ends the job. So the host waits here first, where it
-    counts as waiting; and the watchdog reads numbers, which a thread of this class brings: that one waits for the GPU,
-    by a call for which CuPy lets go of Python's lock.
+    A host that runs ahead of a GPU that hangs fills CUDA's queue of launches, and then waits inside
+    the driver, where it holds a lock. Whatever asks CUDA next, such as for the state of an event,
+    waits for that lock, in CuPy with Python's: no thread of the process runs any more, and nobody
+    ends the job. So the host waits here first, where it counts as waiting; and the watchdog reads
+    numbers, which a thread of this class brings: that one waits for the GPU, by a call for which
+    CuPy lets go of Python's lock.
 
     Args:
         stream: makes the events, on its GPU.
@@ -42,10 +43,14 @@ class RunAhead:
         self._thread.start()
 
     def note(self, raw: Any) -> None:
-        """Notes the call that was just put on this `cupy.cuda.Stream`. Waits while the host is too far ahead."""
+        """Notes the call that was just put on this `cupy.cuda.Stream`.
+
+        Waits while the host is too far ahead.
+        """
         event = self._events[self._noted % AHEAD]
         if self._noted >= AHEAD:
-            # Not asked first whether it is done: that would hold Python's lock, and this returns at once if it is.
+            # Not asked first whether it is done: that would hold Python's lock, and this returns at
+            # once if it is.
             self._waiting.depth += 1
             try:
                 event.synchronize()
@@ -55,7 +60,10 @@ class RunAhead:
         self._noted += 1
 
     def is_behind(self) -> bool:
-        """Whether the GPU has not done all calls, as far as is known. Asks nothing of CUDA, and may say so too late."""
+        """Whether the GPU has not done all calls, as far as is known.
+
+        Asks nothing of CUDA, and may say so too late.
+        """
         self._look.set()
         return self._done < self._noted
 
@@ -74,7 +82,8 @@ class RunAhead:
             noted = self._noted
             if self._done < noted:
                 try:
-                    # Of a call that may be newer by now, which is done later than the one that counts here.
+                    # Of a call that may be newer by now, which is done later than the one that
+                    # counts here.
                     self._events[(noted - 1) % AHEAD].synchronize()
                 except Exception:  # the program meets the same, in its own next call of CUDA
                     pass

@@ -32,7 +32,8 @@ _SPINS = (
     20  # polls before the core is offered to another rank: more cost more where ranks share cores
 )
 _YIELDS = 300  # polls before the rank sleeps: then somebody computes, perhaps on this very core
-_YIELDS_ON_CORES = 1500  # the same where every rank has a core: about a millisecond, many times what a wake-up costs
+# the same where every rank has a core: about a millisecond, many times what a wake-up costs
+_YIELDS_ON_CORES = 1500
 _SLEEP = 50e-6  # seconds
 _PROGRESS = 64  # polls between two chances for MPI
 
@@ -44,8 +45,8 @@ def barrier(flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> Callable[[
         flags: `LINE * comm.size` bytes of zeros, shared by the ranks.
         comm: the ranks.
     """
-    # Only here do all processors see the writes of one in the order in which it made them; elsewhere it takes fences,
-    # which Python has not.
+    # Only here do all processors see the writes of one in the order in which it made them;
+    # elsewhere it takes fences, which Python has not.
     if platform.machine() in ("x86_64", "AMD64"):
         return _FlagBarrier(flags, comm)
     return comm.Barrier
@@ -58,8 +59,8 @@ class _FlagBarrier:
         # A memoryview, whose single elements are read faster than those of a NumPy array.
         self._flags = memoryview(flags.view(np.int64))  # pyright: ignore[reportArgumentType]
         indices = [rank * LINE // 8 for rank in range(comm.size)]
-        # A flag has a cache line to itself. On a shared line each write would take the line away from the ranks that
-        # poll it.
+        # A flag has a cache line to itself. On a shared line each write would take the line away
+        # from the ranks that poll it.
         self._own = indices.pop(comm.rank)
         self._others = indices
         self._progress = comm.Iprobe
@@ -68,7 +69,8 @@ class _FlagBarrier:
         self.calls = 0
 
     def __call__(self) -> None:
-        # Counts only grow. So no flag is ever reset, and a rank that is one call ahead does no harm.
+        # Counts only grow. So no flag is ever reset, and a rank that is one call ahead does no
+        # harm.
         self.calls += 1
         flags, calls = self._flags, self.calls
         flags[self._own] = calls
@@ -86,7 +88,8 @@ class _FlagBarrier:
             elif polls > _SPINS:
                 os.sched_yield()
             if polls > yields or polls % _PROGRESS == 0:
-                self._progress()  # a message that the other rank waits to get rid of moves only in a call of MPI
+                # a message that the other rank waits to get rid of moves only in a call of MPI
+                self._progress()
 
 
 _LARGEST = 1 << 45  # an address space has 47 bits
@@ -99,10 +102,10 @@ _DOUBLED = (
 class SharedMemoryCommunicator(MemorySharingCommunicator):
     """Ranks of one host.
 
-    The segment holds, for each rank, two records that alternate from call to call, a flag and a mailbox, and behind
-    them the storage of variables. A rank writes its record and its message, all meet in a barrier, and everyone reads.
-    Records alternate because a fast rank writes the next one while a slow one still reads. A mailbox is written
-    again only after another barrier.
+    The segment holds, for each rank, two records that alternate from call to call, a flag and a
+    mailbox, and behind them the storage of variables. A rank writes its record and its message, all
+    meet in a barrier, and everyone reads. Records alternate because a fast rank writes the next one
+    while a slow one still reads. A mailbox is written again only after another barrier.
 
     Attributes:
         status_slots: one per rank, for the watchdog.
@@ -117,7 +120,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         records_end = 2 * self.size * RECORD
         slots_start = -(-(records_end + self.size * LINE) // 4096) * 4096
         head = -(-(slots_start + self.size * SLOT) // 4096) * 4096
-        # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory comes as it grows.
+        # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory
+        # comes as it grows.
         wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
         self.segment = shared_segment(comm, head + wanted * (self.size + 1))
         reserve = (self.segment.size - head) // (self.size + 1) // 4096 * 4096
@@ -129,15 +133,16 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._being_read = False  # mailboxes, by ranks that may be slower than this one
         if self.rank == 0:
             self.segment.commit(0, head)
-        # Nobody may touch the head before its pages exist. Rank 0 alone makes them: they are the file's, and so all
-        # ranks'.
+        # Nobody may touch the head before its pages exist. Rank 0 alone makes them: they are the
+        # file's, and so all ranks'.
         comm.Barrier()
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
         self.status_slots: Bytes = self.segment.array[
             slots_start : slots_start + self.size * SLOT
         ].reshape(self.size, SLOT)
-        # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's arrays.
+        # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's
+        # arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [
             [RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)
@@ -185,8 +190,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         largest = max(sizes)
         if largest > self._capacity:
-            # All ranks know the sizes from the records, so all grow alike; a message that did not fit is written only
-            # now.
+            # All ranks know the sizes from the records, so all grow alike; a message that did not
+            # fit is written only now.
             self._grow(largest)
             if write is not None:
                 write(self._mailboxes[self.rank])
@@ -205,15 +210,18 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         ]
 
     def _grow(self, wanted: int) -> None:
-        """Gives every mailbox room for `wanted` bytes. All ranks have seen the same sizes and come here together."""
+        """Gives every mailbox room for `wanted` bytes.
+
+        All ranks have seen the same sizes and come here together.
+        """
         capacity = min(max(wanted, min(2 * self._capacity, _DOUBLED)), self._reserve)
         there = self._mailboxes[self.rank].size
 
         def check() -> None:
             if wanted > capacity:
                 raise MemoryError(
-                    f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller arrays"
-                    f"{self.segment.hint}"
+                    f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller "
+                    f"arrays{self.segment.hint}"
                 )
             check_available(capacity - there, self.size)
 
@@ -250,7 +258,10 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         out: Bytes,
         whole: Layout | None = None,
     ) -> None:
-        """Small messages every rank reduces itself. Of large ones each reduces its slice, in its own mailbox."""
+        """Small messages every rank reduces itself.
+
+        Of large ones each reduces its slice, in its own mailbox.
+        """
         messages = self.exchange(signature, layout.nbytes, write)
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(messages, layout, op, out)
@@ -258,7 +269,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         for group in layout.groups:
             mine = slice_of(group.elements, self.rank, self.size)
             parts = [group.of(message)[mine] for message in messages]
-            # The result overwrites this rank's slice of its own mailbox, which nobody else reads before all have met.
+            # The result overwrites this rank's slice of its own mailbox, which nobody else reads
+            # before all have met.
             reduce_flat(parts[self.rank], parts, op)
         self.sync()
         for group in layout.groups:

@@ -1,7 +1,7 @@
 """The transports, best first: what connects the ranks, and what moves the arrays on their GPUs.
 
-A new one is a file beside this one, and an entry in a table here. Modules of transports are imported where they are
-needed: one rank alone needs no MPI, and ranks on CPUs no CuPy.
+A new one is a file beside this one, and an entry in a table here. Modules of transports are
+imported where they are needed: one rank alone needs no MPI, and ranks on CPUs no CuPy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class HostTransport(NamedTuple):
 
     Attributes:
         reaches: whether it connects ranks that are placed like these.
-        connect: makes the communicator, and the channel of its watchdog: `None` where there can be none. Collective.
+        connect: makes the communicator, and the channel of its watchdog: `None` where there can be
+            none. Collective.
     """
 
     reaches: Callable[[World], bool]
@@ -36,9 +37,11 @@ class DeviceTransport(NamedTuple):
 
     Attributes:
         name: for messages.
-        why_not: why this rank, whose GPU is the current one, cannot use it among ranks with these GPUs; empty where it
-            can. A rank's GPU is told by its unique id, and is empty where it computes on the CPU.
-        connect: makes the communicator on top of the host's; the stream is `None` on the CPU. Collective.
+        why_not: why this rank, whose GPU is the current one, cannot use it among ranks with these
+            GPUs; empty where it can. A rank's GPU is told by its unique id, and is empty where it
+            computes on the CPU.
+        connect: makes the communicator on top of the host's; the stream is `None` on the CPU.
+            Collective.
     """
 
     name: str
@@ -105,7 +108,9 @@ DEVICE_TRANSPORTS: list[DeviceTransport] = [
 
 
 def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
-    """The communicator of all ranks, by the best transport, and the channel of its watchdog. Collective.
+    """The communicator of all ranks, by the best transport, and the channel of its watchdog.
+
+    Collective.
 
     Raises:
         RuntimeError: no transport reaches them.

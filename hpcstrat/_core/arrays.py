@@ -1,9 +1,9 @@
 """Conversion to arrays: arrays of any library, by the protocols that they support, numbers and sequences.
 
-Names say who owns the memory. `as_...` returns the same memory if possible, `..._copy` never does, and `from_foreign`
-shares the memory of another library's array, which the result keeps alive. What is allowed as a variable, a gradient or
-an element of a dataset is decided in their modules. No other library is imported: a program that has an array of a
-library has imported it already.
+Names say who owns the memory. `as_...` returns the same memory if possible, `..._copy` never does,
+and `from_foreign` shares the memory of another library's array, which the result keeps alive. What
+is allowed as a variable, a gradient or an element of a dataset is decided in their modules. No
+other library is imported: a program that has an array of a library has imported it already.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether `value` is an array of another library, which supports DLPack. Variables support it, too."""
+    """Whether `value` is an array of another library, which supports DLPack.
+
+    Variables support it, too.
+    """
     return (
         not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not gpu.is_on_gpu(value)
     )
@@ -34,8 +37,8 @@ def is_foreign(value: Any) -> bool:
 def is_stored(value: Any) -> bool:
     """Whether `value` is an array with dimensions that is not in memory, such as one of h5py, zarr or netCDF4.
 
-    It can be indexed and has a shape and a dtype, but no memory to share. A Series of pandas looks like one, too, but
-    is in memory, and indexed by labels.
+    It can be indexed and has a shape and a dtype, but no memory to share. A Series of pandas looks
+    like one, too, but is in memory, and indexed by labels.
     """
     return (
         not isinstance(value, PLAIN)
@@ -59,12 +62,12 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         on_gpu: whether it may be on a GPU.
 
     Returns:
-        A NumPy array, of Python objects if `value` cannot become any other array; a CuPy array on a GPU. A tensor
-        that requires a gradient is detached.
+        A NumPy array, of Python objects if `value` cannot become any other array; a CuPy array on a
+        GPU. A tensor that requires a gradient is detached.
 
     Raises:
-        TypeError: `value` is on a GPU and must not be, an array without values in memory, such as a sparse one, or a
-            masked one.
+        TypeError: `value` is on a GPU and must not be, an array without values in memory, such as a
+            sparse one, or a masked one.
         ValueError: it is a sequence of arrays of different shapes.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
@@ -82,7 +85,8 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         return array
     if not on_gpu:
         raise TypeError(
-            f"{call}: the value is on a GPU, and must be in host memory here; pass hs.asnumpy(value)"
+            f"{call}: the value is on a GPU, and must be in host memory here; pass "
+            "hs.asnumpy(value)"
         )
     if array is not value:
         gpu.keep_alive(array)
@@ -92,8 +96,9 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
 def as_read_only(call: str, value: Any, on_gpu: bool) -> Array:
     """`as_array` of a value that changes a variable; on the host, another library's memory is marked read-only.
 
-    Such memory may be a variable's own, exported by `__array__` or DLPack. An update reads its values while variables
-    already change, here or on another rank. So it first copies whatever is read-only.
+    Such memory may be a variable's own, exported by `__array__` or DLPack. An update reads its
+    values while variables already change, here or on another rank. So it first copies whatever is
+    read-only.
 
     Raises:
         TypeError: see `as_array`.
@@ -110,7 +115,10 @@ def as_native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype holds numbers or booleans. Those of `ml_dtypes` have NumPy's kind `V`, as records have."""
+    """Whether a dtype holds numbers or booleans.
+
+    Those of `ml_dtypes` have NumPy's kind `V`, as records have.
+    """
     return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
 
 
@@ -142,9 +150,9 @@ def from_foreign(call: str, value: Any) -> Array:
     except (TypeError, ValueError, BufferError) as error:
         reason = str(error).partition("\n")[0]
         raise TypeError(
-            f"{call}: this {type(value).__module__}.{type(value).__name__} does not become an array: {reason}. Pass a "
-            "dense array with values, outside functions that are traced, such as by jax.jit, jax.grad and "
-            "torch.func.grad"
+            f"{call}: this {type(value).__module__}.{type(value).__name__} does not become an "
+            f"array: {reason}. Pass a dense array with values, outside functions that are traced, "
+            "such as by jax.jit, jax.grad and torch.func.grad"
         ) from error
 
 
@@ -154,15 +162,16 @@ def foreign_copy(value: Any) -> Any:
 
 
 def _refuse_masked(call: str, value: Any) -> None:
-    # Refused by its class, even if nothing is masked now: otherwise a program would run until the first step in which
-    # something is.
+    # Refused by its class, even if nothing is masked now: otherwise a program would run until the
+    # first step in which something is.
     ma = sys.modules.get(
         "numpy.ma"
     )  # not imported: then there is no masked array, and an import takes a millisecond
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
-            f"{call}: this is a masked array, and its mask would be lost; pass array.filled(value), or array.data with "
-            "the mask as an array of its own. A netCDF4 variable gives plain arrays after variable.set_auto_mask(False)"
+            f"{call}: this is a masked array, and its mask would be lost; pass "
+            "array.filled(value), or array.data with the mask as an array of its own. A netCDF4 "
+            "variable gives plain arrays after variable.set_auto_mask(False)"
         )
 
 

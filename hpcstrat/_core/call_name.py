@@ -1,7 +1,8 @@
 """The edge between a program and the library: names of calls, signatures of classes, warnings at the program's line.
 
-A public method names itself here once. Messages, signatures and spans of all that it calls ask for that name, so no
-layer in between carries it. It is a context variable, because several threads may be in calls of their own at once.
+A public method names itself here once. Messages, signatures and spans of all that it calls ask for
+that name, so no layer in between carries it. It is a context variable, because several threads may
+be in calls of their own at once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _warned: set[str] = set()
 
 _call: ContextVar[str] = ContextVar("hpcstrat_call", default="hpcstrat")
 
-# The variable's own methods, which are C: every step passes here, and a Python function costs several times as much.
+# The variable's own methods, which are C: every step passes here, and a Python function costs
+# several times as much.
 current_call: Callable[[], str] = _call.get
 """The user's name of the call that this line is in, such as `Strategy.reduce`."""
 enter_call: Callable[[str], Token[str]] = _call.set
@@ -77,7 +79,9 @@ def constructor_signature(cls: type) -> inspect.Signature:
 
 
 def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
-    """Warns on the lead, at the line of the program. Where a filter makes it an error, all ranks that call this raise.
+    """Warns on the lead, at the line of the program.
+
+    Where a filter makes it an error, all ranks that call this raise.
 
     Raises:
         Warning: `category`, as the filters have it.
@@ -88,13 +92,16 @@ def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
     if is_lead:
         warnings.warn(message, category, stacklevel=level)
     elif _is_error(message, category, _module(frame.f_globals), frame.f_lineno):
-        # The other ranks stay silent, since one warning is enough, but must raise where the lead does: else it would
-        # raise alone.
+        # The other ranks stay silent, since one warning is enough, but must raise where the lead
+        # does: else it would raise alone.
         raise category(message)
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warns that a function has a new name, once a process. Call it directly in the function of the old name."""
+    """Warns that a function has a new name, once a process.
+
+    Call it directly in the function of the old name.
+    """
     if old not in _warned:
         _warned.add(old)
         warnings.warn(f"{old} is now called {new}; use that", DeprecationWarning, stacklevel=3)

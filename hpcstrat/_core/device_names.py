@@ -64,8 +64,8 @@ def parse(text: Any) -> Device:
     match = _FORMS.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
-            f"{current_call()}: {text!r} is not a device; write 'CPU:0', 'GPU:1', '/device:GPU:1' or "
-            "'/job:localhost/replica:0/task:0/device:GPU:1'"
+            f"{current_call()}: {text!r} is not a device; write 'CPU:0', 'GPU:1', '/device:GPU:1' "
+            "or '/job:localhost/replica:0/task:0/device:GPU:1'"
         )
     return Device(match["kind"].upper(), int(match["index"]))
 
@@ -82,13 +82,14 @@ def named(compute_devices: Sequence[str] | None, size: int) -> list[Device] | No
     # A string is a sequence as well, of letters: it would be refused letter by letter.
     if isinstance(compute_devices, str):
         raise TypeError(
-            f"{current_call()}: compute_devices is the string {compute_devices!r}; pass a list with one device a rank, "
-            f"such as [{compute_devices!r}]"
+            f"{current_call()}: compute_devices is the string {compute_devices!r}; pass a list "
+            f"with one device a rank, such as [{compute_devices!r}]"
         )
     if len(compute_devices) != size:
         raise ValueError(
-            f"{current_call()}: {len(compute_devices)} compute devices were named and {size} ranks run; start the "
-            f"program with `mpirun -n {len(compute_devices)}`, or name one device a rank"
+            f"{current_call()}: {len(compute_devices)} compute devices were named and {size} ranks "
+            f"run; start the program with `mpirun -n {len(compute_devices)}`, or name one device a "
+            "rank"
         )
     return [parse(text) for text in compute_devices]
 
@@ -117,9 +118,10 @@ def place(
     for rank, gpus in enumerate(seen):
         if rank >= len(gpus) > 0 and not shares:
             raise RuntimeError(
-                f"{current_call()}: {len(seen)} ranks run on a host with {len(gpus)} GPU{'s' * (len(gpus) > 1)}, one "
-                f"for each rank; start {len(gpus)} rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: "
-                f"`hpcstrat run --share-gpu -n {len(seen)} ...`"
+                f"{current_call()}: {len(seen)} ranks run on a host with {len(gpus)} "
+                f"GPU{'s' * (len(gpus) > 1)}, one for each rank; start {len(gpus)} "
+                f"rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: `hpcstrat run --share-gpu "
+                f"-n {len(seen)} ...`"
             )
         # More ranks than GPUs, where that was asked for: they take turns.
         placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
@@ -149,8 +151,8 @@ def place_on_hosts(
 def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | None:
     """CUDA's number of a rank's device in its process; `None` for the CPU.
 
-    A process to which its launcher shows another GPU than the other ranks (`CUDA_VISIBLE_DEVICES` a rank) knows it as
-    number 0, whatever its name here.
+    A process to which its launcher shows another GPU than the other ranks (`CUDA_VISIBLE_DEVICES` a
+    rank) knows it as number 0, whatever its name here.
 
     Args:
         device: the rank's.
@@ -164,10 +166,12 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | N
     if device.kind == "CPU":
         if device.ordinal > 0:
             raise ValueError(
-                f"{current_call()}: there is no CPU:{device.ordinal}; use 'CPU:0', which is all cores of a host"
+                f"{current_call()}: there is no CPU:{device.ordinal}; use 'CPU:0', which is all "
+                "cores of a host"
             )
         return None
-    # A device that was asked for and cannot be used is an error: a fallback would only show as a slow program.
+    # A device that was asked for and cannot be used is an error: a fallback would only show as a
+    # slow program.
     gpu.load_cupy(f"{current_call()}: {device}")
     if device.ordinal < len(seen[rank]):
         return device.ordinal
@@ -182,13 +186,15 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | N
 
 
 def check_shared(gpus: Sequence[str], shares: bool) -> None:
-    """Checks that ranks share a GPU only where they may. `gpus`: the unique id of each rank's, or nothing.
+    """Checks that ranks share a GPU only where they may.
+
+    `gpus`: the unique id of each rank's, or nothing.
 
     Raises:
         RuntimeError: they do, and may not.
     """
-    # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late, where ranks share a GPU
-    # unprepared.
+    # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late,
+    # where ranks share a GPU unprepared.
     for shared in dict.fromkeys(filter(None, gpus)):
         ranks = [rank for rank, other in enumerate(gpus) if other == shared]
         if len(ranks) > 1 and not shares:

@@ -14,14 +14,17 @@ import numpy as np
 
 
 def load_cupy(wanted_by: str) -> Any:
-    """The module `cupy`. From now on its matrix products accept variables, as its other array functions do.
+    """The module `cupy`.
+
+    From now on its matrix products accept variables, as its other array functions do.
 
     Raises:
         RuntimeError: it is not installed. `wanted_by` begins the message.
     """
     if not has_cupy():
         raise RuntimeError(
-            f"{wanted_by} needs CuPy, which is not installed: `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone"
+            f"{wanted_by} needs CuPy, which is not installed: `pip install '.[cuda12]'` (or "
+            "cuda13) in hpcstrat's clone"
         )
     import cupy  # pyright: ignore[reportMissingImports]
 
@@ -34,8 +37,8 @@ def load_cupy(wanted_by: str) -> Any:
 def _taking_variables(product: Callable[..., Any]) -> Callable[..., Any]:
     """A function of CuPy that also accepts objects that give it a CuPy array.
 
-    `x @ w` with an array on the left is CuPy's: it lets pass whatever it could convert, looks for `matmul` in its own
-    module, and that takes nothing but arrays.
+    `x @ w` with an array on the left is CuPy's: it lets pass whatever it could convert, looks for
+    `matmul` in its own module, and that takes nothing but arrays.
     """
 
     @functools.wraps(product)
@@ -71,7 +74,8 @@ def array_module(*arrays: Any) -> Any:
 class Stream:
     """A stream of a strategy's own on a GPU of this process, which becomes the current one.
 
-    It is non-blocking: not ordered with the null stream, which would forbid overlap. Whoever enters it is ordered with
+    It is non-blocking: not ordered with the null stream, which would forbid overlap. Whoever enters
+    it is ordered with
     it by events, on the way in and on the way out; the host never waits.
 
     Args:
@@ -116,7 +120,10 @@ class Stream:
             outer.wait_event(self._left)
 
     def here(self, array: Any) -> Any:
-        """`array` on this stream's GPU, copied where it is on the host or on another GPU. The stream is current."""
+        """`array` on this stream's GPU, copied where it is on the host or on another GPU.
+
+        The stream is current.
+        """
         if not is_on_gpu(array):
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
@@ -171,15 +178,18 @@ class _Current:
         self._device = runtime.getDevice()
         if self._device != stream.ordinal:
             runtime.setDevice(stream.ordinal)
-        # What the program has queued on its own stream, such as the arrays it passes, must be there first.
+        # What the program has queued on its own stream, such as the arrays it passes, must be there
+        # first.
         self._outer = stream.wait_for_current()
         if self._outer.ptr != stream.raw.ptr:
-            stream.raw.__enter__()  # not use(), which a `with stream:` block inside would undo for what follows it
+            # not use(), which a `with stream:` block inside would undo for what follows it
+            stream.raw.__enter__()
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
         runtime = stream.cuda.runtime
-        # What follows is done on the current GPU, and the program may have left another one current.
+        # What follows is done on the current GPU, and the program may have left another one
+        # current.
         if runtime.getDevice() != stream.ordinal:
             runtime.setDevice(stream.ordinal)
         if _dead or stream.reads:
@@ -204,7 +214,8 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise MemoryError(
-            f"{nbytes:,} bytes of pinned host memory cannot be had: {error}; start fewer ranks on a host"
+            f"{nbytes:,} bytes of pinned host memory cannot be had: {error}; start fewer ranks on "
+            "a host"
         ) from error
     return np.frombuffer(memory, np.uint8, nbytes)
 
@@ -212,8 +223,8 @@ def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def keep_alive(array: Any) -> None:
     """Keeps the memory of a CuPy array, which is another library's, until a strategy's stream has read it.
 
-    Its library orders the memory's next use with its own streams only. When the array itself dies, whatever reads it is
-    on the stream.
+    Its library orders the memory's next use with its own streams only. When the array itself dies,
+    whatever reads it is on the stream.
     """
     # The memory and not the array: a finalizer that held the array would keep it alive for good.
     memory = array.data

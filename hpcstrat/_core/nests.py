@@ -1,4 +1,7 @@
-"""Nests of dicts and their subclasses, lists, tuples, namedtuples and dataclasses, over optree. `None` is a leaf."""
+"""Nests of dicts and their subclasses, lists, tuples, namedtuples and dataclasses, over optree.
+
+`None` is a leaf.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,12 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
         leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
     except RecursionError as error:
         raise ValueError(
-            f"{current_call()}: the {type(nest).__name__} is nested more than {optree.MAX_RECURSION_DEPTH} levels "
-            "deep, or contains itself; pass a flatter one"
+            f"{current_call()}: the {type(nest).__name__} is nested more than "
+            f"{optree.MAX_RECURSION_DEPTH} levels deep, or contains itself; pass a flatter one"
         ) from error
     for leaf in leaves:
-        # A class is registered when it is first met: optree takes dataclasses and subclasses of dict for leaves.
+        # A class is registered when it is first met: optree takes dataclasses and subclasses of
+        # dict for leaves.
         if type(leaf) not in _leaf_types and _register(type(leaf)):
             return flatten(nest)
     return leaves, structure
@@ -49,8 +53,9 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 def describe(structure: Structure) -> str:
     """The structure as text, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
 
-    Equal structures have equal descriptions on all ranks, and different ones different descriptions. Keys with equal
-    reprs might be sorted differently on another rank, so a description with such keys equals no other rank's.
+    Equal structures have equal descriptions on all ranks, and different ones different
+    descriptions. Keys with equal reprs might be sorted differently on another rank, so a
+    description with such keys equals no other rank's.
     """
     return (
         "*" if structure is _LEAF else _described(structure)
@@ -82,7 +87,8 @@ def _joined(node: Structure, members: list[str]) -> str:
     if not issubclass(kind, dict):
         names = getattr(kind, "_fields", node.entries())
         return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, members))})"
-    # Text, because the structure itself cannot be compared across processes: a hash differs from process to process.
+    # Text, because the structure itself cannot be compared across processes: a hash differs from
+    # process to process.
     keys = [repr(key) for key in node.entries()]
     text = f"{{{', '.join(map('{}: {}'.format, keys, members))}}}"
     if len(set(keys)) < len(keys):
@@ -134,8 +140,8 @@ def _register_dataclass(cls: type) -> None:
         return [getattr(node, name) for name in names], None, names
 
     def from_leaves(_: None, leaves: Iterable[Any]) -> Any:
-        # Not through __init__, which may check or convert the user's values: a leaf can be anything here, such as a
-        # PerReplica or a TensorSpec.
+        # Not through __init__, which may check or convert the user's values: a leaf can be anything
+        # here, such as a PerReplica or a TensorSpec.
         node = object.__new__(cls)
         for name, leaf in zip(names, leaves, strict=True):
             object.__setattr__(node, name, leaf)
@@ -155,8 +161,8 @@ def _register_mapping(cls: type[dict[Any, Any]]) -> None:
 
     def from_leaves(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         items = base(zip(keys, leaves, strict=True))
-        # Through __init__, as in TensorFlow, because some classes also set attributes from the items. If __init__ takes
-        # other arguments, or changes the items, then without it.
+        # Through __init__, as in TensorFlow, because some classes also set attributes from the
+        # items. If __init__ takes other arguments, or changes the items, then without it.
         try:
             node = cls(items)
             if len(node) == len(items) and all(

@@ -59,7 +59,8 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
     describe = details if callable(details) else lambda *_, **__: Details(details)
 
     def decorate(function: _Function) -> _Function:
-        # Decided once, at import: without a timeline the function itself is returned, and no call pays for it.
+        # Decided once, at import: without a timeline the function itself is returned, and no call
+        # pays for it.
         return (
             cast("_Function", _recorded(function, category, describe))
             if settings.timeline()

@@ -38,7 +38,8 @@ class ReduceOp(enum.Enum):
     MIN = "MIN"
     MAX = "MAX"
 
-    # By identity, in C: members are singletons, and Enum's own hash is Python code in the middle of every reduction.
+    # By identity, in C: members are singletons, and Enum's own hash is Python code in the middle of
+    # every reduction.
     if not TYPE_CHECKING:  # to which it is an override of doubtful type
         __hash__ = object.__hash__
 
@@ -84,7 +85,8 @@ def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -
 
 @functools.lru_cache(maxsize=256)
 def _named(choices: type[enum.Enum], name: str) -> enum.Enum | None:
-    # Kept, because `__members__` is made anew each time, and programs pass "SUM" and "MEAN" in every step.
+    # Kept, because `__members__` is made anew each time, and programs pass "SUM" and "MEAN" in
+    # every step.
     return choices.__members__.get(name.upper())
 
 

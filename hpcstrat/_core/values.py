@@ -14,12 +14,13 @@ from hpcstrat._core import nests
 class DistributedValues:
     """A value with one component per replica. A process holds only its own replica's component.
 
-    `Strategy.experimental_local_results` collects the components of all replicas, `Strategy.reduce` and
-    `Strategy.gather` combine them, and `Strategy.run` passes each replica its own.
+    `Strategy.experimental_local_results` collects the components of all replicas, `Strategy.reduce`
+    and `Strategy.gather` combine them, and `Strategy.run` passes each replica its own.
 
-    Operators never communicate, so none can work on the whole value: truth, comparison, arithmetic, conversion,
-    indexing, iteration and array functions raise `TypeError`. A distributed value is hashed by identity, and can be
-    copied and pickled.
+    Operators never communicate, so none can work on the whole value: truth, comparison, arithmetic,
+    conversion,
+    indexing, iteration and array functions raise `TypeError`. A distributed value is hashed by
+    identity, and can be copied and pickled.
     """
 
     __slots__ = ("_component", "_replica_id", "_replicas")
@@ -41,9 +42,9 @@ class DistributedValues:
 def refuse(call: str) -> NoReturn:
     """Raises the `TypeError` for a distributed value that is used as a number or an array."""
     raise TypeError(
-        f"{call}: this is one value a replica; reduce it first: strategy.reduce('MEAN', value, axis=None), or look at "
-        "all of them: strategy.experimental_local_results(value). A replica function is given its own: "
-        "strategy.run(fn, args=(value,))"
+        f"{call}: this is one value a replica; reduce it first: strategy.reduce('MEAN', value, "
+        "axis=None), or look at all of them: strategy.experimental_local_results(value). A replica "
+        "function is given its own: strategy.run(fn, args=(value,))"
     )
 
 

@@ -25,9 +25,12 @@ SLAB_ADDRESS_STRIDE = 1 << 44  # so that no two slabs touch in the addresses tha
 
 
 class RangeAllocator:
-    """Hands out ranges of bytes. The same calls in the same order give the same ranges, so ranks need not communicate.
+    """Hands out ranges of bytes.
 
-    A range follows the one before it where there is room, and holes are filled when the end is reached: what is made
+    The same calls in the same order give the same ranges, so ranks need not communicate.
+
+    A range follows the one before it where there is room, and holes are filled when the end is
+    reached: what is made
     together is contiguous, and is updated as one, whatever was freed before.
 
     Args:
@@ -47,8 +50,9 @@ class RangeAllocator:
         Raises:
             MemoryError: there is none.
         """
-        # Next fit: it goes on behind the last range. A first fit would put what is made together into old holes, far
-        # apart, and each hole would be a range of its own in every later update.
+        # Next fit: it goes on behind the last range. A first fit would put what is made together
+        # into old holes, far apart, and each hole would be a range of its own in every later
+        # update.
         first = bisect.bisect(self._free, (self._last, 0))
         if first and self._free[first - 1][1] > self._last:  # that range was freed
             first -= 1
@@ -62,14 +66,15 @@ class RangeAllocator:
                 self._last = begin + nbytes
                 return begin
         raise MemoryError(
-            f"no {nbytes:,} contiguous bytes are left of the memory that was reserved for variables; "
-            f"make them smaller, or start fewer ranks on a host{self._hint}"
+            f"no {nbytes:,} contiguous bytes are left of the memory that was reserved for "
+            f"variables; make them smaller, or start fewer ranks on a host{self._hint}"
         )
 
     def free(self, start: int, nbytes: int) -> tuple[int, int]:
         """Takes a range back; returns the whole free range that it is now part of."""
         stop = start + nbytes
-        # Neighbours are merged at once, so that what is left never falls into pieces too small for anything.
+        # Neighbours are merged at once, so that what is left never falls into pieces too small for
+        # anything.
         i = bisect.bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -99,8 +104,8 @@ class PrivateMemory:
             MemoryError: there is not enough.
         """
         with self._lock:
-            # Finalizers only leave a note: one may run at any line, this class's included. Memory returns here, under
-            # the lock.
+            # Finalizers only leave a note: one may run at any line, this class's included. Memory
+            # returns here, under the lock.
             while self._dead:
                 start, stop = self._dead.popleft()
                 self.segment.release(*self._heap.free(start, stop - start))
@@ -111,7 +116,8 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
-        # At exit nothing is freed: the process' memory goes as a whole, and other threads may still read it.
+        # At exit nothing is freed: the process' memory goes as a whole, and other threads may still
+        # read it.
         block = block_of(self.segment, start, shape, dtype, number)
         weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
         return block
@@ -137,8 +143,9 @@ class _Slab:
 class SlabAllocator:
     """Slabs of memory of this process, in which variables made one after another are contiguous.
 
-    Each is as large as all before it together, within limits, and has room for two variables like its first, so that a
-    network lies in few. A block's address is its slab's number times a constant plus its offset in the slab.
+    Each is as large as all before it together, within limits, and has room for two variables like
+    its first, so that a network lies in few. A block's address is its slab's number times a
+    constant plus its offset in the slab.
 
     Args:
         allocate: makes a flat array of at least this many bytes, or raises `MemoryError`.
@@ -165,7 +172,8 @@ class SlabAllocator:
         start = self._find(nbytes)
         self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
         part = self.part(start, start + nbytes)
-        # A program must not write to a variable behind the library's back: on the host NumPy forbids it.
+        # A program must not write to a variable behind the library's back: on the host NumPy
+        # forbids it.
         readable = part if gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
         # Two arrays over the same bytes: storage writes through one, and programs get the other.
         array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
@@ -209,7 +217,8 @@ class SlabAllocator:
 
     def has(self, array: Array) -> bool:
         """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
-        # By address: views, reshaped arrays and those of other libraries over the same memory refer to no slab.
+        # By address: views, reshaped arrays and those of other libraries over the same memory refer
+        # to no slab.
         slabs = [slab.array for slab in self._slabs.values()]
         if not gpu.is_on_gpu(array):
             return any(
@@ -222,8 +231,8 @@ class SlabAllocator:
         )
 
 
-# Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of memory. Weak, so
-# that memory goes with the stream.
+# Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of
+# memory. Weak, so that memory goes with the stream.
 _by_stream: weakref.WeakKeyDictionary[gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
 
 
@@ -234,11 +243,13 @@ def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
 
         def allocate(nbytes: int) -> Array:
             with xp.cuda.Device(ordinal):
-                # Not from CuPy's pool, which gives a block back to its stream at once: variables outlive streams.
+                # Not from CuPy's pool, which gives a block back to its stream at once: variables
+                # outlive streams.
                 try:
                     memory = xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
                 except xp.cuda.runtime.CUDARuntimeError:
-                    xp.get_default_memory_pool().free_all_blocks()  # what the pool keeps for later is in the way
+                    # what the pool keeps for later is in the way
+                    xp.get_default_memory_pool().free_all_blocks()
                     memory = _last_try(xp, nbytes, ordinal)
                 slab = xp.ndarray((nbytes,), np.uint8, memory)
                 slab.fill(0)
@@ -253,15 +264,17 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
         return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
     except xp.cuda.runtime.CUDARuntimeError:
         pass
-    # The program's own allocator may have the whole GPU, such as a pool of RMM's. It takes memory back in the order of
-    # the stream that is current now, the storage's: as a slab's own parts are used again.
+    # The program's own allocator may have the whole GPU, such as a pool of RMM's. It takes memory
+    # back in the order of the stream that is current now, the storage's: as a slab's own parts are
+    # used again.
     try:
         return xp.cuda.alloc(nbytes)
     except (MemoryError, xp.cuda.runtime.CUDARuntimeError) as error:
         raise MemoryError(
-            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches smaller, or free "
-            "what other libraries keep there: set XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX, call "
-            "torch.cuda.empty_cache() for PyTorch, make the pool of RMM smaller"
+            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches "
+            "smaller, or free what other libraries keep there: set "
+            "XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX, call torch.cuda.empty_cache() for "
+            "PyTorch, make the pool of RMM smaller"
         ) from error
 
 

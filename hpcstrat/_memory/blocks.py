@@ -43,9 +43,12 @@ class Block:
         storage: creation index of its storage, from 1; likewise.
         name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
-        cuts: how it is split over the ranks, where `array` is this rank's part only, flat; else `None`.
-        checksum: of `array` after the last change that the storage knows of, where it compares; else `None`.
-        interrupted_by: the call that an exception interrupted while it changed `array`, which is gone then; else empty.
+        cuts: how it is split over the ranks, where `array` is this rank's part only, flat; else
+            `None`.
+        checksum: of `array` after the last change that the storage knows of, where it compares;
+            else `None`.
+        interrupted_by: the call that an exception interrupted while it changed `array`, which is
+            gone then; else empty.
     """
 
     __slots__ = (
@@ -70,7 +73,8 @@ class Block:
         """The variable as the ranks compare it."""
         return VariableId(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
 
-    # The attributes go instead of becoming None, so that a read finds out by itself: no reader has to check a flag.
+    # The attributes go instead of becoming None, so that a read finds out by itself: no reader has
+    # to check a flag.
     def mark_interrupted(self, call: str) -> None:
         """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""
         if not self.interrupted_by:
@@ -81,9 +85,9 @@ class Block:
         # Only for what is not there, so it costs a read nothing.
         if name in ("array", "view") and self.interrupted_by:
             raise RuntimeError(
-                f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, so its value may be "
-                "partly old and partly new; make it again, and restore a checkpoint. To save when a signal comes, use "
-                "checkpoint.PreemptionHandler"
+                f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, "
+                "so its value may be partly old and partly new; make it again, and restore a "
+                "checkpoint. To save when a signal comes, use checkpoint.PreemptionHandler"
             )
         raise AttributeError(f"a block has no {name}")
 

@@ -43,12 +43,15 @@ class Group(NamedTuple):
 
 
 class Layout:
-    """Where each of some arrays lies in a message. Equal arguments give the same object: use `layout_of`.
+    """Where each of some arrays lies in a message.
+
+    Equal arguments give the same object: use `layout_of`.
 
     Args:
         shapes: of the arrays.
         dtypes: likewise.
-        alignment: bytes to whose multiples each starts. Groups start at multiples of 16, or of this if it is more.
+        alignment: bytes to whose multiples each starts. Groups start at multiples of 16, or of this
+            if it is more.
 
     Attributes:
         nbytes: bytes of the message.
@@ -69,7 +72,8 @@ class Layout:
         self.sizes: list[int] = [math.prod(shape) for shape in shapes]
         self.groups: list[Group] = []
         end = 0
-        # By dtype, so that everything of one dtype is reduced by one call, however many arrays there are.
+        # By dtype, so that everything of one dtype is reduced by one call, however many arrays
+        # there are.
         for dtype in dict.fromkeys(dtypes):
             start = end = _up(end, max(alignment, ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
@@ -112,9 +116,13 @@ def _up(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-# Passed by value, the table needs no memory on the GPU that would have to live until the kernel has run.
+# Passed by value, the table needs no memory on the GPU that would have to live until the kernel has
+# run.
 ENTRIES = 128
-"""Arrays that one launch copies. The table of them is passed by value, and a kernel's arguments have 4 KiB."""
+"""Arrays that one launch copies.
+
+The table of them is passed by value, and a kernel's arguments have 4 KiB.
+"""
 
 _WORDS_OF_TABLE = 3 * ENTRIES + 1
 _TABLE = np.dtype(
@@ -155,8 +163,8 @@ extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
 class PackKernel:
     """Copies CuPy arrays of a group of a layout into a message, on the current stream; the host does not wait.
 
-    Six copies one by one take the host longer than the communication that they prepare. It is made once for many
-    copies of arrays of the same shapes.
+    Six copies one by one take the host longer than the communication that they prepare. It is made
+    once for many copies of arrays of the same shapes.
 
     Args:
         layout: where each array goes.
@@ -176,7 +184,8 @@ class PackKernel:
 
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
-        # Only the addresses change from step to step: they are written into a table that is already there.
+        # Only the addresses change from step to step: they are written into a table that is already
+        # there.
         for launch, words, table, target in self._launches:
             sources = [
                 array
@@ -218,7 +227,8 @@ def _launches(layout: Layout, group: Group) -> list[_Launch]:
         words[ENTRIES : ENTRIES + len(some)] = [(layout.starts[i] - start) // item for i in some]
         words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [layout.sizes[i] for i in some]
         words[-1] = len(some)
-        # Enough threads for a word each, up to a limit beyond which more blocks would only wait their turn.
+        # Enough threads for a word each, up to a limit beyond which more blocks would only wait
+        # their turn.
         grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
         launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))
     return launches

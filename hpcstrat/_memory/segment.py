@@ -60,14 +60,17 @@ def _left_in_groups(root: Path) -> Iterator[int]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    # A limit of any group further out applies as well: batch systems and containers set theirs at different levels.
+    # A limit of any group further out applies as well: batch systems and containers set theirs at
+    # different levels.
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        # Version 2 has one hierarchy for all controllers and leaves the field empty; version 1 may have one for each.
+        # Version 2 has one hierarchy for all controllers and leaves the field empty; version 1 may
+        # have one for each.
         if controllers and "memory" not in controllers.split(","):
             continue
         for controller in (_V1,) if controllers else _V2:
-            # A container may show the group's path on the host, and mount the group itself at the root.
+            # A container may show the group's path on the host, and mount the group itself at the
+            # root.
             parts = [part for part in path.split("/") if part and part != ".."]
             for length in range(len(parts), -1, -1):
                 yield from _left(root.joinpath(controller.folder, *parts[:length]), controller)
@@ -89,7 +92,8 @@ def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:
 
     Args:
         nbytes: what is wanted.
-        part: one in so many of the bytes that `ulimit -v` leaves; the others are for the program, and for libraries.
+        part: one in so many of the bytes that `ulimit -v` leaves; the others are for the program,
+            and for libraries.
     """
     found = [(nbytes, "")]
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -108,8 +112,8 @@ LARGE = 1 << 26
 _SMALLEST = 1 << 26
 
 
-# A file of our own, and not an MPI window: a window cannot grow, one on a full /dev/shm ends in a bus error, and
-# freeing it under a NumPy view is a segmentation fault.
+# A file of our own, and not an MPI window: a window cannot grow, one on a full /dev/shm ends in a
+# bus error, and freeing it under a NumPy view is a segmentation fault.
 class Segment:
     """Memory that is reserved once, never moved, and backed by pages only where `commit` was called.
 
@@ -150,8 +154,8 @@ class Segment:
         check_available(nbytes)
         if stop > self.size:
             raise MemoryError(
-                f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make variables smaller"
-                f"{self.hint}"
+                f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make "
+                f"variables smaller{self.hint}"
             )
         try:
             os.posix_fallocate(self._file, start, nbytes)
@@ -170,8 +174,8 @@ class Segment:
         page = mmap.PAGESIZE
         start, stop = -(-start // page) * page, stop // page * page
         if start < stop:
-            # MADV_REMOVE takes the pages out of the file, and so from all ranks; MADV_DONTNEED would unmap them here
-            # only.
+            # MADV_REMOVE takes the pages out of the file, and so from all ranks; MADV_DONTNEED
+            # would unmap them here only.
             self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
@@ -189,7 +193,8 @@ def check_available(nbytes: int, ranks: int = 1) -> None:
     if wanted >= LARGE and wanted > (free := available_memory()):
         each = f" for {ranks} ranks, {nbytes:,} for each," if ranks > 1 else ""
         raise MemoryError(
-            f"{wanted:,} bytes are wanted{each} and this host has {free:,} left; start fewer ranks on a host"
+            f"{wanted:,} bytes are wanted{each} and this host has {free:,} left; start fewer ranks "
+            "on a host"
         )
 
 
@@ -217,8 +222,9 @@ def shared_segment(comm: Any, size: int) -> Segment:
     """
     size, limit = _checked(min(comm.allgather(reservable(size))))
     problems: list[str] = []
-    # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide from another. A
-    # file whose name is taken away as soon as all have opened it is the second choice.
+    # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide
+    # from another. A file whose name is taken away as soon as all have opened it is the second
+    # choice.
     for create in (_nameless_file, _named_file):
         file, path, problem = -1, "", ""
         if comm.rank == 0:
@@ -238,18 +244,19 @@ def shared_segment(comm: Any, size: int) -> Segment:
                 segment = Segment(file, size, limit)
             except (OSError, ValueError) as error:
                 problem = f"rank {comm.rank}: {error}"
-        # All ranks take the same way, or none: memory that one of them lacks is of no use to the others.
+        # All ranks take the same way, or none: memory that one of them lacks is of no use to the
+        # others.
         found = [one for one in comm.allgather(problem) if one]
         if comm.rank == 0 and path and not path.startswith("/proc/"):
-            # By now each rank has opened the file or failed to. Without a name it cannot be left behind, however the
-            # job ends.
+            # By now each rank has opened the file or failed to. Without a name it cannot be left
+            # behind, however the job ends.
             os.unlink(path)
         if not found and segment is not None:
             return segment
         problems += found
     raise RuntimeError(
-        f"hpcstrat cannot connect the ranks: those of this host cannot share {size:,} bytes of memory: "
-        f"{'; '.join(dict.fromkeys(problems))}. Start them as one user, in one container"
+        f"hpcstrat cannot connect the ranks: those of this host cannot share {size:,} bytes of "
+        f"memory: {'; '.join(dict.fromkeys(problems))}. Start them as one user, in one container"
     )
 
 
@@ -257,8 +264,9 @@ def _checked(found: tuple[int, str]) -> tuple[int, str]:
     nbytes, limit = found
     if nbytes < _SMALLEST:
         raise RuntimeError(
-            f"hpcstrat cannot reserve memory: {limit} leaves {nbytes:,} bytes for variables and messages, and "
-            f"{_SMALLEST:,} are the least; raise it, or ask for more memory for the job"
+            f"hpcstrat cannot reserve memory: {limit} leaves {nbytes:,} bytes for variables and "
+            f"messages, and {_SMALLEST:,} are the least; raise it, or ask for more memory for the "
+            "job"
         )
     return nbytes // mmap.PAGESIZE * mmap.PAGESIZE, limit
 
@@ -272,7 +280,10 @@ def _nameless_file(size: int) -> tuple[int, str]:
 
 
 def _named_file(size: int) -> tuple[int, str]:
-    """Where processes may not open each other's files. The name lives for the milliseconds until all have opened it."""
+    """Where processes may not open each other's files.
+
+    The name lives for the milliseconds until all have opened it.
+    """
     import tempfile  # 10 ms, and hardly ever needed
 
     file, path = tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")

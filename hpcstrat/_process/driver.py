@@ -65,8 +65,8 @@ def visible_gpus() -> tuple[str, ...]:
 def _check(driver: ctypes.CDLL, call: str, status: int) -> None:
     if status:
         raise DriverError(
-            f"NVIDIA's driver does not start: {call} fails with {_name(driver, status)} ({status}); "
-            f"{_REMEDIES.get(status, _ANY_REMEDY)}"
+            f"NVIDIA's driver does not start: {call} fails with {_name(driver, status)} "
+            f"({status}); {_REMEDIES.get(status, _ANY_REMEDY)}"
         )
 
 

@@ -24,8 +24,10 @@ from hpcstrat._process.job_files import JobMemory, State
 _CONSEQUENCE_DELAY = (
     1.0  # seconds that a rank gives the cause of its exception to be reported first
 )
-_LEAD_DELAY = 0.3  # seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
-_FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before its own message about the abort
+# seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
+_LEAD_DELAY = 0.3
+# seconds that mpirun gets to pass on what was printed, before its own message about the abort
+_FORWARD_DELAY = 0.1
 
 _ABORT_SECONDS = (
     5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
@@ -45,13 +47,22 @@ _exit: tuple[FrameType, int, object] | None = (
 )
 
 exit_status: object = ()
-"""What `sys.exit` was called with last; an empty tuple before. Filled where a launcher started several ranks."""
+"""What `sys.exit` was called with last; an empty tuple before.
+
+Filled where a launcher started several ranks.
+"""
 
 hidden_errors: Callable[[], str] = str
-"""What this rank wrote to standard error that was not shown; it is shown from now on. Filled in from above."""
+"""What this rank wrote to standard error that was not shown; it is shown from now on.
+
+Filled in from above.
+"""
 
 show_hidden_errors: Callable[[], object] = str
-"""Shows what this rank wrote to standard error and was not shown, if the program ends badly. Filled in from above."""
+"""Shows what this rank wrote to standard error and was not shown, if the program ends badly.
+
+Filled in from above.
+"""
 
 _reporting = threading.local()
 
@@ -62,8 +73,10 @@ before_the_end: list[Callable[[], None]] = []
 def end_all_ranks_on_early_error() -> None:
     """From now on an uncaught exception of the main thread, or `sys.exit` with a status, ends all ranks.
 
-    This is for the time before MPI has started, in whose start the others wait, or soon will: this rank then starts MPI
-    too, and ends them. Does nothing unless a launcher started several ranks. The call itself starts nothing.
+    This is for the time before MPI has started, in whose start the others wait, or soon will: this
+    rank then starts MPI
+    too, and ends them. Does nothing unless a launcher started several ranks. The call itself starts
+    nothing.
     """
     global _rank, _process
     launcher = launchers.find()
@@ -103,7 +116,8 @@ def end_all_ranks_on_error(rank: int, MPI: Any) -> None:
         _install_hook()
     _mpi, _rank, _process, _is_connected = MPI, rank, os.getpid(), True
     _tell_launcher(lambda memory: memory.note_connected(rank))
-    # Python goes on when a thread fails. The ranks would not: they wait for what that thread was to do.
+    # Python goes on when a thread fails. The ranks would not: they wait for what that thread was to
+    # do.
     previous = threading.excepthook
 
     def on_exception(arguments: threading.ExceptHookArgs) -> None:
@@ -126,7 +140,8 @@ def _show_lines_of_crashes() -> None:
     """From now on a segmentation fault prints Python's traceback, unless the user has arranged that already."""
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # closed
-            # A file of its own: the number of one that the program closes may become that of its data.
+            # A file of its own: the number of one that the program closes may become that of its
+            # data.
             faulthandler.enable(os.dup(sys.__stderr__.fileno()))
 
 
@@ -143,7 +158,8 @@ def _install_hook() -> None:
             with reporting():
                 previous(kind, error, trace)
             return
-        # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others before they speak.
+        # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others
+        # before they speak.
         is_brief = isinstance(error, KeyboardInterrupt) and _rank > 0 and not _is_connected
         shown = _summary(error) if is_brief else _shown(lambda: previous(kind, error, trace), error)
         text = _hidden(error) + shown
@@ -201,13 +217,17 @@ def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
 
 
 def _meet(text: str) -> None:
-    """Starts MPI if necessary, to end the ranks that wait in its start. If none come, `text` is printed last.
+    """Starts MPI if necessary, to end the ranks that wait in its start.
 
-    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's does.
+    If none come, `text` is printed last.
+
+    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's
+    does.
     """
     global _mpi, _others_wait
     _mpi = _mpi or _started_mpi()
-    # While MPI starts no Python thread runs, so a process beside this one ends it if the others never come.
+    # While MPI starts no Python thread runs, so a process beside this one ends it if the others
+    # never come.
     if _mpi is None and "PMI_FD" in os.environ:
         with (
             contextlib.suppress(Exception),
@@ -256,8 +276,8 @@ def _end_after_exit() -> None:
     if _is_connected:
         return
     text = (
-        f"hpcstrat: the job ends: rank {_rank} left the program by sys.exit({status!r}) before the ranks were "
-        "connected; look at what it printed last"
+        f"hpcstrat: the job ends: rank {_rank} left the program by sys.exit({status!r}) before the "
+        "ranks were connected; look at what it printed last"
     )
     hidden = _hidden(None)
     _meet(hidden + text)
@@ -283,7 +303,8 @@ def mark_as_consequence(error: BaseException) -> None:
 def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
     """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
 
-    A consequence waits for the rank that reports the cause, and is not printed if that rank ends the job first.
+    A consequence waits for the rank that reports the cause, and is not printed if that rank ends
+    the job first.
     """
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
@@ -355,7 +376,8 @@ def _wait_for_cause(error: BaseException | None) -> None:
 def _shown(show: Callable[[], object], error: BaseException | None) -> str:
     """What `show` prints to standard error, or the plain traceback if it prints nothing."""
     text = io.StringIO()
-    # Caught, to be printed in one piece with the rank in front of each line: the ranks share one standard error.
+    # Caught, to be printed in one piece with the rank in front of each line: the ranks share one
+    # standard error.
     with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
         show()
     shown = text.getvalue()
@@ -384,7 +406,8 @@ def _print_tagged(text: str) -> None:
     except RuntimeError:  # no more threads, or Python ends
         _print(tagged(text))
     else:
-        # A thread that still writes is left behind. Ending the job matters more than its last lines.
+        # A thread that still writes is left behind. Ending the job matters more than its last
+        # lines.
         printing.join(_PRINT_SECONDS)
 
 
@@ -406,7 +429,8 @@ def _end_well() -> None:
         with contextlib.suppress(Exception):
             last()
     if _process:
-        # After an abort MPICH's segment stays in /dev/shm, and Open MPI's of a rank that no launcher of its own knows.
+        # After an abort MPICH's segment stays in /dev/shm, and Open MPI's of a rank that no
+        # launcher of its own knows.
         is_single = (MPI := _started_mpi()) is not None and _ends_job() and MPI.COMM_WORLD.size == 1
         guard.unlink_segments(os.getpid(), guard.MPICH + (guard.OPEN_MPI if is_single else ()))
 

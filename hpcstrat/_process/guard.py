@@ -1,6 +1,7 @@
 """A helper process that reports for a rank, and ends it, while C code blocks Python, as MPI's start does.
 
-The process runs this file, as a script of its own: it must start fast, and imports the standard library alone.
+The process runs this file, as a script of its own: it must start fast, and imports the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def guarded(steps: Sequence[Step]) -> Iterator[None]:
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        # A session of its own: the launcher, and Ctrl-C, end the rank's, and the guard cleans up after it.
+        # A session of its own: the launcher, and Ctrl-C, end the rank's, and the guard cleans up
+        # after it.
         command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())]
         guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
         if guard.stdin is not None:
@@ -93,8 +95,8 @@ def _unlink(segments: set[tuple[str, ...]]) -> None:
 def unlink_orphans(since: float) -> None:
     """Unlinks MPI's own segments that nobody uses: their ranks were killed in the start of MPI, or with their guards.
 
-    Only this user's, made since then (as `time.time`), that no process has open or mapped: who makes a segment has it
-    open until it has mapped it, so it cannot be in between.
+    Only this user's, made since then (as `time.time`), that no process has open or mapped: who
+    makes a segment has it open until it has mapped it, so it cannot be in between.
     """
     paths: dict[int, str] = {}  # by inode
     with contextlib.suppress(OSError):

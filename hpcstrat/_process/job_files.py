@@ -1,7 +1,7 @@
 """What outlives the ranks of a job: memory of their launcher, by which it knows what to do when they have ended.
 
-`hpcstrat run` makes it and passes its place on in a variable. It consists of files without names, so it goes with the
-launcher, however that ends. Ranks on other hosts do without.
+`hpcstrat run` makes it and passes its place on in a variable. It consists of files without names,
+so it goes with the launcher, however that ends. Ranks on other hosts do without.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _RANK_BYTES = 1024
 class State(enum.IntEnum):
     """How far a rank has come.
 
-    From `FAILED` on it is how the program ended there: by an exception, by a KeyboardInterrupt, or because it was asked
+    From `FAILED` on it is how the program ended there: by an exception, by a KeyboardInterrupt, or
+    because it was asked
     to, with its checkpoint saved.
     """
 
@@ -81,7 +82,9 @@ class Failure(NamedTuple):
 
 
 class JobMemory:
-    """A control block, and files for snapshots. Each part has one writer, and readers come when that has ended.
+    """A control block, and files for snapshots.
+
+    Each part has one writer, and readers come when that has ended.
 
     Attributes:
         place: a word that names it to other processes of this host.
@@ -175,7 +178,10 @@ class JobMemory:
         return min(failures, key=lambda failure: failure.time, default=None)
 
     def begin(self) -> None:
-        """Forgets the ranks of the start before, and how many steps they did. The launcher does, before each start."""
+        """Forgets the ranks of the start before, and how many steps they did.
+
+        The launcher does, before each start.
+        """
         number, _ = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, 0)
         self._control[_RANKS_AT:] = bytes(len(self._control) - _RANKS_AT)
@@ -192,7 +198,8 @@ def create(ranks: int, snapshot_bytes: int) -> JobMemory:
 
     Args:
         ranks: how many the job has at most.
-        snapshot_bytes: that a file for a snapshot can have at most; it takes what is written. 0 for no such files.
+        snapshot_bytes: that a file for a snapshot can have at most; it takes what is written. 0 for
+            no such files.
 
     Raises:
         OSError: the system, or a limit, does not allow it.

@@ -52,7 +52,8 @@ class Launcher:
 def find() -> Launcher | None:
     """The launcher of this process, or None where it was started by hand.
 
-    `mpirun` is looked for before `srun`, because on a cluster it starts its daemons, and so the ranks, through `srun`.
+    `mpirun` is looked for before `srun`, because on a cluster it starts its daemons, and so the
+    ranks, through `srun`.
 
     Raises:
         RuntimeError: a variable is not as launchers set it.
@@ -66,7 +67,8 @@ def find() -> Launcher | None:
             local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
-    # A step of srun may have PMI's variables as well, from its plug-in, so PMI is asked before Slurm.
+    # A step of srun may have PMI's variables as well, from its plug-in, so PMI is asked before
+    # Slurm.
     size = _number("PMI_SIZE")
     if size is not None:
         return _pmi(size)
@@ -97,10 +99,12 @@ def has_program_alone(launcher: Launcher) -> bool:
         launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun"
     ):  # which gives it to all
         return False
-    # What Python itself calls a program that it reads there; not one of -c or -m, a prompt's, or a notebook's.
+    # What Python itself calls a program that it reads there; not one of -c or -m, a prompt's, or a
+    # notebook's.
     if getattr(sys.modules.get("__main__"), "__file__", None) != "<stdin>":
         return False
-    # A shell between the two may give each rank a program: `mpirun -n 2 sh -c 'python - < prog.py'`.
+    # A shell between the two may give each rank a program:
+    # `mpirun -n 2 sh -c 'python - < prog.py'`.
     try:
         return stat.S_ISFIFO(os.fstat(0).st_mode) and find_process() == os.getppid()
     except OSError:  # the program has closed it
@@ -121,7 +125,8 @@ def is_child() -> bool:
     ):
         return True
     mark = os.environ.get(_MARK, "")
-    # Of the same job, but another process: the variables were inherited. Of another job, the program was started anew.
+    # Of the same job, but another process: the variables were inherited. Of another job, the
+    # program was started anew.
     if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
         return True
     connection = _number("PMI_FD")  # to the launcher; a child does not get it
@@ -149,8 +154,8 @@ def _mark() -> str:
 def find_process() -> int | None:
     """The launcher's process that started this one, perhaps through shells and other wrappers.
 
-    It is the nearest ancestor without the rank's variables, or of another user, as Slurm's is. `None` where the system
-    does not show it.
+    It is the nearest ancestor without the rank's variables, or of another user, as Slurm's is.
+    `None` where the system does not show it.
     """
     # Wrappers between launcher and rank have the rank's variables too, so they are passed over.
     marks = [f"{name}={os.environ[name]}".encode() for name in RANK_NAMES if name in os.environ][:1]
@@ -216,14 +221,15 @@ def expand_tasks(tasks: str) -> list[int]:
         match = _SLURM_TASKS.fullmatch(part)
         if match is None:
             raise ValueError(
-                f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or 2(x3)"
+                f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or "
+                "2(x3)"
             )
         count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
         total += count * nodes
         if len(found) + nodes > MOST_NODES or total > MOST_TASKS:
             raise ValueError(
-                f"{tasks!r:.200} is not a list of numbers of tasks: it has more than {MOST_TASKS} tasks, or than "
-                f"{MOST_NODES} nodes"
+                f"{tasks!r:.200} is not a list of numbers of tasks: it has more than {MOST_TASKS} "
+                f"tasks, or than {MOST_NODES} nodes"
             )
         found += [count] * nodes
     return found

@@ -11,7 +11,8 @@ from hpcstrat._process import guard, launchers
 
 _DEFAULTS = {
     "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
-    "OMPI_MCA_btl": "^ofi",  # which takes a second to start and serves one-sided messages between hosts only
+    # which takes a second to start and serves one-sided messages between hosts only
+    "OMPI_MCA_btl": "^ofi",
 }
 _OPEN_MPI = "Open MPI"
 _OF_OPEN_MPI = ("mpirun of Open MPI", "prterun (PMIx)")
@@ -32,8 +33,9 @@ def load() -> Any:
     import mpi4py
 
     rc = mpi4py.rc
-    # Importing mpi4py.MPI starts MPI at once, but the launcher must be compared with the library first: with the wrong
-    # pair MPI ends in its own words, or gives ranks that each think they are alone.
+    # Importing mpi4py.MPI starts MPI at once, but the launcher must be compared with the library
+    # first: with the wrong pair MPI ends in its own words, or gives ranks that each think they are
+    # alone.
     starts = rc.initialize
     if starts and "mpi4py.MPI" not in sys.modules:
         if rc.finalize is None:
@@ -50,15 +52,17 @@ def start(mpi: Any) -> None:
     """Starts MPI unless it has been started. Collective.
 
     Raises:
-        RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank would believe it is
-            alone; or `/proc` is not there; or `/dev/shm` is too full, or not there, and MPI needs it.
+        RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank
+            would believe it is alone; or `/proc` is not there; or `/dev/shm` is too full, or not
+            there, and MPI needs it.
     """
     if mpi.Is_initialized():
         return
     check_launcher(mpi)
     if not os.path.exists("/proc/self"):
         raise RuntimeError(
-            "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, `mount -t proc proc /proc`"
+            "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, `mount "
+            "-t proc proc /proc`"
         )
     _check_shared_memory(launchers.find(), mpi)
     import mpi4py
@@ -67,7 +71,8 @@ def start(mpi: Any) -> None:
     if rc.initialize and not rc.threads:
         mpi.Init()
     else:
-        # As mpi4py's import would do it; where the user has switched that off, its thread level is nobody's wish.
+        # As mpi4py's import would do it; where the user has switched that off, its thread level is
+        # nobody's wish.
         level = rc.thread_level if rc.initialize else "multiple"
         mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     if not rc.initialize:
@@ -89,7 +94,8 @@ def check_launcher(mpi: Any) -> None:
 def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     """Refuses a `/dev/shm` without which, or so full that, MPI's start would end in errors of its own, or a bus error.
 
-    The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB for 8. It takes
+    The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB
+    for 8. It takes
     5.2 MiB for each rank, and yet can end in a segmentation fault where there are up to 7.
     """
     if not os.access(_SHARED_MEMORY, os.W_OK):
@@ -99,9 +105,9 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
         ):  # even for one rank; Open MPI and MPICH 4 can use another folder
             what = "cannot be written to" if os.path.exists(_SHARED_MEMORY) else "does not exist"
             raise RuntimeError(
-                f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not start without it. "
-                "Give a container one (`--shm-size=1g`; as root, `mount -t tmpfs tmpfs /dev/shm`), or use Open MPI, "
-                "which can do without"
+                f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not "
+                "start without it. Give a container one (`--shm-size=1g`; as root, `mount -t tmpfs "
+                "tmpfs /dev/shm`), or use Open MPI, which can do without"
             )
         return
     ranks = launcher.local_size if launcher is not None else None
@@ -113,9 +119,9 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     # A rank that has begun has found enough for all, of which it has taken some by now.
     if free < needed and not guard.has_started_one(launchers.find_process()):
         raise RuntimeError(
-            f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for the {ranks} ranks "
-            "of this host; with less it can end in a bus error. Give a container more (`--shm-size=1g`), or look what "
-            f"lies there (`ls -l {_SHARED_MEMORY}`)"
+            f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
+            f"the {ranks} ranks of this host; with less it can end in a bus error. Give a "
+            f"container more (`--shm-size=1g`), or look what lies there (`ls -l {_SHARED_MEMORY}`)"
         )
 
 
@@ -125,7 +131,10 @@ def _finalize(mpi: Any) -> None:
 
 
 def _is_foreign(launcher: launchers.Launcher, mpi: Any) -> bool:
-    """Whether the launcher certainly belongs to another MPI. In unclear cases MPI's number of ranks shows it later."""
+    """Whether the launcher certainly belongs to another MPI.
+
+    In unclear cases MPI's number of ranks shows it later.
+    """
     vendor = mpi.get_vendor()[0]
     if launcher.name in _OF_OPEN_MPI:
         # What starts MPI's ranks must speak the library's protocol: PMIx, or MPICH's PMI.
@@ -164,6 +173,7 @@ def refuse(launcher: launchers.Launcher, mpi: Any, what: str) -> NoReturn:
         remedy += f" (here probably {own_mpirun})"
     raise RuntimeError(
         f"hpcstrat cannot connect the ranks: {launcher.describe()}, but MPI ({vendor} "
-        f"{'.'.join(map(str, version))}, which mpi4py loads) {what}: the launcher belongs to another MPI, and so every "
-        f"rank would think that it is alone. {remedy}, or install the MPI library that your mpirun belongs to."
+        f"{'.'.join(map(str, version))}, which mpi4py loads) {what}: the launcher belongs to "
+        f"another MPI, and so every rank would think that it is alone. {remedy}, or install the "
+        "MPI library that your mpirun belongs to."
     )

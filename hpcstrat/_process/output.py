@@ -36,15 +36,19 @@ def _no_context() -> bool | None:
 
 
 replica_context: Callable[[], bool | None] = _no_context
-"""Whether this thread is in a replica context; None where it has no context of its own. Filled in from above."""
+"""Whether this thread is in a replica context; None where it has no context of its own.
+
+Filled in from above.
+"""
 
 
 def install() -> None:
     """Gates `sys.stdout` and `sys.stderr` under a launcher that started several processes; starts no MPI.
 
-    Rank 0 shows everything. The other ranks show what they print in a replica context; with `HPCSTRAT_OUTPUT=lead`
-    nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, also where the ranks share a pipe. Of standard
-    error they also show whatever may tell of a failure; with `HPCSTRAT_STDERR=all` everything.
+    Rank 0 shows everything. The other ranks show what they print in a replica context; with
+    `HPCSTRAT_OUTPUT=lead` nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, also
+    where the ranks share a pipe. Of standard error they also show whatever may tell of a failure;
+    with `HPCSTRAT_STDERR=all` everything.
 
     Raises:
         ValueError: a variable has another value.
@@ -56,14 +60,16 @@ def install() -> None:
     mode = os.environ.get(_VARIABLE, "")
     if mode not in ("", "all", "lead"):
         raise ValueError(
-            f"{_VARIABLE}={mode!r} is not allowed: 'all' shows what every rank prints, 'lead' what rank 0 prints only. "
-            "Without it each replica shows inside `strategy.run`, and rank 0 alone elsewhere."
+            f"{_VARIABLE}={mode!r} is not allowed: 'all' shows what every rank prints, 'lead' what "
+            "rank 0 prints only. Without it each replica shows inside `strategy.run`, and rank 0 "
+            "alone elsewhere."
         )
     errors_mode = os.environ.get(_ERRORS_VARIABLE, "")
     if errors_mode not in ("", "all"):
         raise ValueError(
-            f"{_ERRORS_VARIABLE}={errors_mode!r} is not allowed: 'all' shows what every rank writes to standard error. "
-            f"Without it that goes by the rules of {_VARIABLE}, and whatever tells of a failure is shown."
+            f"{_ERRORS_VARIABLE}={errors_mode!r} is not allowed: 'all' shows what every rank "
+            f"writes to standard error. Without it that goes by the rules of {_VARIABLE}, and "
+            "whatever tells of a failure is shown."
         )
     _installed = True
     _hides = launcher.rank > 0 and mode != "all"
@@ -91,7 +97,8 @@ def shows() -> bool:
 
 def _in_replica_context() -> bool:
     context = replica_context()
-    # Threads of the program's own, such as a progress bar's, have no context: their creator's counts.
+    # Threads of the program's own, such as a progress bar's, have no context: their creator's
+    # counts.
     if context is None:
         context = getattr(threading.current_thread(), _CREATOR, False)
     return context
@@ -100,8 +107,8 @@ def _in_replica_context() -> bool:
 def _shadow(stream: Any) -> None:
     """Shadows `write` of the stream, and of its buffer, by one that drops what does not show and joins the rest.
 
-    The object stays the same one, because others may hold it; `print` and `writelines` go through the attribute. A
-    stream that takes no attributes is not Python's own and stays as it is.
+    The object stays the same one, because others may hold it; `print` and `writelines` go through
+    the attribute. A stream that takes no attributes is not Python's own and stays as it is.
     """
     flush = stream.flush
     buffer = getattr(stream, "buffer", None)
@@ -127,7 +134,8 @@ def _shadow(stream: Any) -> None:
                 if "\n" in text or "\r" in text:
                     pass_on(line)
                 else:
-                    # Kept until the line is whole: pieces of several ranks would mix in the pipe that they share.
+                    # Kept until the line is whole: pieces of several ranks would mix in the pipe
+                    # that they share.
                     parts[thread] = line
             else:
                 _log(text)
@@ -151,7 +159,8 @@ def _shadow(stream: Any) -> None:
         shadow_write()
         stream.flush = flush_parts
         if (shell := ipython_shell()) is not None:
-            # IPython puts a `write` of its own there for each cell, and then the former one, which may not be ours.
+            # IPython puts a `write` of its own there for each cell, and then the former one, which
+            # may not be ours.
             shell.events.register("pre_execute", shadow_write)
     if buffer is None:
         return
@@ -172,7 +181,8 @@ def _shadow(stream: Any) -> None:
 class _ErrorGate:
     """Hides what this rank writes to standard error, but nothing that may tell of a failure.
 
-    Shown are: what is written in a replica context, while an exception is handled, by Python as it ends, by C code, and
+    Shown are: what is written in a replica context, while an exception is handled, by Python as it
+    ends, by C code, and
     what is logged as an error. The rest is kept, and shown if this rank fails.
     """
 
@@ -275,8 +285,8 @@ def _log(text: str) -> None:
     except OSError as error:
         os.environ.pop(_LOG_VARIABLE, None)  # this is said once
         failure.say(
-            f"hpcstrat: the log {path} cannot be written any more, and the program goes on: {error.strerror}. Name a "
-            "folder on a disk that has room"
+            f"hpcstrat: the log {path} cannot be written any more, and the program goes on: "
+            f"{error.strerror}. Name a folder on a disk that has room"
         )
 
 

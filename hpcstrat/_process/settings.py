@@ -38,7 +38,8 @@ def seconds(name: str, default: float) -> float:
         number = math.nan
     if not number > 0:
         raise ValueError(
-            f"the environment variable {name} is {value!r}; it must be a positive number of seconds, or inf"
+            f"the environment variable {name} is {value!r}; it must be a positive number of "
+            "seconds, or inf"
         )
     return number
 
@@ -71,7 +72,8 @@ def timeline() -> str:
 
 def unknown() -> dict[str, str]:
     """Environment variables that look like the library's and are not, each with the nearest that is."""
-    # Variables that do nothing are worse than errors: a misspelt time-out shows only when a job hangs.
+    # Variables that do nothing are worse than errors: a misspelt time-out shows only when a job
+    # hangs.
     names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in _KNOWN)
     if not names:
         return {}

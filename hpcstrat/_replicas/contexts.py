@@ -17,7 +17,8 @@ class Context:
 
     Attributes:
         group: the replicas.
-        owner: the user's object for the context: the strategy or, in a replica function, the `ReplicaContext`.
+        owner: the user's object for the context: the strategy or, in a replica function, the
+            `ReplicaContext`.
     """
 
     __slots__ = ("group", "owner")
@@ -62,14 +63,16 @@ class InUpdate(AcrossReplicas):
         """
         if not any(variable is one for one in self.variables):
             raise RuntimeError(
-                f"{current_call()}: this update may write only the variables that were passed to it, not ON_READ ones "
-                "together with ones that live once; pass it too, or write it in an update of its own"
+                f"{current_call()}: this update may write only the variables that were passed to "
+                "it, not ON_READ ones together with ones that live once; pass it too, or write it "
+                "in an update of its own"
             )
 
 
 _group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
-# A context variable, so that threads of the program each have a context, and a thread that it starts has none.
+# A context variable, so that threads of the program each have a context, and a thread that it
+# starts has none.
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside of every strategy."""
 
@@ -98,7 +101,8 @@ def set_outside_scopes(context: AcrossReplicas | None) -> None:
     global _set_by_user
     if current.get() is not None:
         raise RuntimeError(
-            "experimental_set_strategy was called inside a strategy's scope; call it outside of all scopes"
+            "experimental_set_strategy was called inside a strategy's scope; call it outside of "
+            "all scopes"
         )
     _set_by_user = context
 
@@ -121,7 +125,8 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
     found = current.get()
     if found is None:
         found = _set_by_user
-    # By type and not by `isinstance`: an update's context is a cross-replica one too, but must not communicate.
+    # By type and not by `isinstance`: an update's context is a cross-replica one too, but must not
+    # communicate.
     is_here = found is None or (type(found) is AcrossReplicas and found.group is group)
     if is_here and not group.lifetime.is_closed:
         group.communicator.require_open(call)
@@ -131,13 +136,14 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
         raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
     if isinstance(found, InUpdate):
         raise RuntimeError(
-            f"{call} was called inside an update, which one rank runs: nothing may communicate there; "
-            "call it before or after"
+            f"{call} was called inside an update, which one rank runs: nothing may communicate "
+            "there; call it before or after"
         )
     if isinstance(found, InReplica):
         raise RuntimeError(
-            f"{call} was called inside a replica function; call it outside of Strategy.run, or inside "
-            "ReplicaContext.merge_call. For a sum over replicas there is ReplicaContext.all_reduce"
+            f"{call} was called inside a replica function; call it outside of Strategy.run, or "
+            "inside ReplicaContext.merge_call. For a sum over replicas there is "
+            "ReplicaContext.all_reduce"
         )
     raise RuntimeError(
         f"{call} was called in the scope of another strategy; leave that scope first"
@@ -145,7 +151,10 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
 
 
 def check_cross_replica(owner: Any) -> None:
-    """`require_cross_replica` of the group that a strategy, or what belongs to one, has. For `@collective`."""
+    """`require_cross_replica` of the group that a strategy, or what belongs to one, has.
+
+    For `@collective`.
+    """
     require_cross_replica(_group_of(owner))
 
 
@@ -153,17 +162,18 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
     """Checks what is to be called as `fn(*args)`.
 
     Raises:
-        TypeError: `fn` is not callable, or `args` is not a tuple or list, such as an array, whose elements would become
-            arguments.
+        TypeError: `fn` is not callable, or `args` is not a tuple or list, such as an array, whose
+            elements would become arguments.
     """
     if not callable(fn):
         raise TypeError(
-            f"{call or current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, args=(x,)), and not fn(x)"
+            f"{call or current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, "
+            "args=(x,)), and not fn(x)"
         )
     if not isinstance(args, (tuple, list)):
         raise TypeError(
-            f"{call or current_call()}: args is of type {type(args).__name__}; it must be a tuple: args=(x,) for one "
-            "argument x"
+            f"{call or current_call()}: args is of type {type(args).__name__}; it must be a tuple: "
+            "args=(x,) for one argument x"
         )
 
 

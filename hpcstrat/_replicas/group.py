@@ -77,8 +77,9 @@ class Lifetime:
 class ReplicaGroup:
     """The replicas of one strategy, where they compute, and where they keep their variables.
 
-    A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold it, and not the strategy. Two
-    groups are equal only if they are one object: that is how a variable knows its own strategy's contexts.
+    A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold it, and not
+    the strategy. Two groups are equal only if they are one object: that is how a variable knows its
+    own strategy's contexts.
 
     Attributes:
         name: the strategy's, for messages.
@@ -120,7 +121,8 @@ class ReplicaGroup:
         hosts = self.hosts or (0,) * communicator.size
         # The communicator has made it, since strategies on one GPU share both.
         stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
-        # Steps read them, so they are no properties; a frozen dataclass lets its fields be set in this way only.
+        # Steps read them, so they are no properties; a frozen dataclass lets its fields be set in
+        # this way only.
         object.__setattr__(self, "workers", Workers(tuple(hosts), communicator.rank))
         object.__setattr__(self, "device", self.devices[communicator.rank])
         object.__setattr__(self, "stream", stream)
@@ -128,8 +130,9 @@ class ReplicaGroup:
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         # Strategies and all that works on their variables come here when they are pickled.
         raise TypeError(
-            f"{self.name} cannot be pickled, nor what belongs to it: its ranks are connected in this job only; pickle "
-            "arrays, as by variable.numpy(), or save a hs.checkpoint.Checkpoint"
+            f"{self.name} cannot be pickled, nor what belongs to it: its ranks are connected in "
+            "this job only; pickle arrays, as by variable.numpy(), or save a "
+            "hs.checkpoint.Checkpoint"
         )
 
     @property

@@ -22,8 +22,8 @@ from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 
-# A model that fills the memory can still be saved and restored, because never more than a part of it is in memory
-# twice.
+# A model that fills the memory can still be saved and restored, because never more than a part of
+# it is in memory twice.
 PART = 1 << 22
 """Bytes of a block that are read or written at once at most."""
 
@@ -32,7 +32,8 @@ class Storage(abc.ABC):
     """Keeps variables' numbers. Its methods are collective: all ranks call them.
 
     Attributes:
-        reads_everywhere: whether every rank can read every block, or its part of a split one; else the parameter rank.
+        reads_everywhere: whether every rank can read every block, or its part of a split one; else
+            the parameter rank.
     """
 
     reads_everywhere: bool = True
@@ -61,7 +62,8 @@ class Storage(abc.ABC):
         return block
 
     def _named(self, block: Block) -> Block:
-        # The call that makes a variable is "Variable 'w'", and that of a slot "SGD: momentum of 'w'".
+        # The call that makes a variable is "Variable 'w'", and that of a slot "SGD: momentum of
+        # 'w'".
         block.name, block.storage = current_call().removeprefix("Variable "), self._number
         return block
 
@@ -75,7 +77,8 @@ class Storage(abc.ABC):
     def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
 
-        It can be read and written where updates run only: on the parameter rank, or on every rank for mirrors.
+        It can be read and written where updates run only: on the parameter rank, or on every rank
+        for mirrors.
 
         Args:
             variable: its block.
@@ -96,7 +99,8 @@ class Storage(abc.ABC):
         """The plan of updates of these variables, each with its slots."""
 
     @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.layout.nbytes))
-    # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets it.
+    # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets
+    # it.
     @np.errstate(all="ignore")
     def update(
         self,
@@ -105,7 +109,9 @@ class Storage(abc.ABC):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        """Reduces the replicas' `values` by `op` and applies `rule` once. Afterwards every rank reads the result.
+        """Reduces the replicas' `values` by `op` and applies `rule` once.
+
+        Afterwards every rank reads the result.
 
         Args:
             plan: of the variables.
@@ -122,13 +128,15 @@ class Storage(abc.ABC):
         # Only then: reading every block's view would cost each step what nearly no program needs.
         if self._has_interrupted:
             plan.require_whole()
-        # Part of the signature: a rank whose gradients are in its buffers sends none, and the others must expect that.
+        # Part of the signature: a rank whose gradients are in its buffers sends none, and the
+        # others must expect that.
         in_buffers = plan.are_in_buffers(values)
         if plan.marks.begun and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
-                    f"{current_call()}: its gradient buffers are being summed, since some were marked ready in this "
-                    "step; it must take these buffers, and sum them over the replicas"
+                    f"{current_call()}: its gradient buffers are being summed, since some were "
+                    "marked ready in this step; it must take these buffers, and sum them over the "
+                    "replicas"
                 )
         signature = plan.signature(op, rule.constants, in_buffers)
         try:
@@ -144,7 +152,8 @@ class Storage(abc.ABC):
 
         Not where all ranks raised alike, which they do before anything changes.
         """
-        # An error that all ranks raised came before anything changed, and leaves the blocks as they are.
+        # An error that all ranks raised came before anything changed, and leaves the blocks as they
+        # are.
         if self.communicator.mark_interrupted(error):
             self._has_interrupted = True
             for block in blocks:
@@ -152,7 +161,9 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """Checks that the program has not written to what this rank reads of the variables. Collective.
+        """Checks that the program has not written to what this rank reads of the variables.
+
+        Collective.
 
         Raises:
             RuntimeError: it has, on this rank or another.
@@ -197,7 +208,10 @@ class Storage(abc.ABC):
             marks.begun |= new if self._begin_sums(plan, sorted(new)) else set()
 
     def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
-        """Begins to sum some of the plan's buffers over the replicas. Whether it does: not where that gains nothing."""
+        """Begins to sum some of the plan's buffers over the replicas.
+
+        Whether it does: not where that gains nothing.
+        """
         return False
 
     def end_marks(self, plan: Plan) -> None:
@@ -206,7 +220,10 @@ class Storage(abc.ABC):
         plan.marks.clear()
 
     def drop_marks(self) -> None:
-        """Forgets all marks, after an error. When it returns nobody reads the buffers any more. Not collective."""
+        """Forgets all marks, after an error. When it returns nobody reads the buffers any more.
+
+        Not collective.
+        """
         if not self._marked:
             return
         try:
@@ -225,7 +242,9 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:
-        """Gives a plan buffers from which the gradients of its variables need not be copied. Collective.
+        """Gives a plan buffers from which the gradients of its variables need not be copied.
+
+        Collective.
 
         Raises:
             MemoryError: there is no room for them.
@@ -251,8 +270,8 @@ class Storage(abc.ABC):
             variable: its block, of shape `(n, ...)`.
             slots: its slots' blocks.
             rows: integers of shape `(k,)`, all different and the same on every rank.
-            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With fewer dimensions than
-                the variable, `rows` count those of `row_view`.
+            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With
+                fewer dimensions than the variable, `rows` count those of `row_view`.
             rule: how they change. Its constants must be equal on all ranks.
 
         Raises:
@@ -263,8 +282,8 @@ class Storage(abc.ABC):
             self._check_unchanged([variable])
         try:
             signature = signature_of(current_call(), rows.shape, variable.held())
-            # The rows and the gradient are the same on every rank already (the ranks gathered them), so only what is
-            # updated is compared.
+            # The rows and the gradient are the same on every rank already (the ranks gathered
+            # them), so only what is updated is compared.
             communicator.exchange(
                 signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants))
             )
@@ -298,7 +317,10 @@ class Storage(abc.ABC):
         """
 
     def all_parts(self, block: Block) -> Iterator[Bytes]:
-        """`parts` of all ranks, in rank order, of a block that is split over them. Collective, part by part."""
+        """`parts` of all ranks, in rank order, of a block that is split over them.
+
+        Collective, part by part.
+        """
         assert block.cuts is not None
         communicator, itemsize = self.communicator, block.array.dtype.itemsize
         own = self.parts(block)
@@ -315,7 +337,8 @@ class Storage(abc.ABC):
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
         """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective.
 
-        Of a block that is split over the ranks, `start` counts in all of it, and this rank takes what is its own.
+        Of a block that is split over the ranks, `start` counts in all of it, and this rank takes
+        what is its own.
         """
         if block.cuts is not None:
             first, last = (cut * block.array.dtype.itemsize for cut in self._own_cuts(block.cuts))
@@ -337,7 +360,10 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def has(self, array: Array) -> bool:
-        """Whether an array, NumPy's or CuPy's, lies in this storage's memory, which changes. Not collective."""
+        """Whether an array, NumPy's or CuPy's, lies in this storage's memory, which changes.
+
+        Not collective.
+        """
 
 
 def slot_values(variable: Block, value: float) -> Array:

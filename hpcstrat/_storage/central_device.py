@@ -21,9 +21,10 @@ from hpcstrat._update.rows import row_view, update_rows
 class CentralDeviceStorage(DeviceStorage):
     """The parameter rank alone updates variables, and alone has their slots; every rank has a copy to read.
 
-    An update: each rank packs its gradients into one flat message by one kernel; one reduction to the parameter rank;
-    one fused kernel there; one broadcast of the new values. All of it goes to the strategy's stream, and the host waits
-    for nothing, unless the master copy is in host memory.
+    An update: each rank packs its gradients into one flat message by one kernel; one reduction to
+    the parameter rank;
+    one fused kernel there; one broadcast of the new values. All of it goes to the strategy's
+    stream, and the host waits for nothing, unless the master copy is in host memory.
     """
 
     reads_everywhere = False
@@ -37,7 +38,8 @@ class CentralDeviceStorage(DeviceStorage):
                 block = self._master.new_block(variable.array.shape, variable.array.dtype, number)
                 fill(block.array, slot_values(variable, value))
             else:
-                # It has the number, so that all ranks count alike, and no memory: slots are as large as the model.
+                # It has the number, so that all ranks count alike, and no memory: slots are as
+                # large as the model.
                 block = Block(None, None, 0, 0, number)
             communicator.exchange(signature_of(current_call(), "slot", value, variable.held()))
         self._created += 1
@@ -66,7 +68,8 @@ class CentralDeviceStorage(DeviceStorage):
                     if op is not FIRST_REPLICA:
                         communicator.reduce_flat(source, gradient, op, self._root)
                     elif self._root:
-                        # The first replica is rank 0, but another may be the parameter rank, which needs the values.
+                        # The first replica is rank 0, but another may be the parameter rank, which
+                        # needs the values.
                         communicator.broadcast_flat(gradient, 0)
             if self._is_root:
                 self._apply(plan, rule)
@@ -79,14 +82,15 @@ class CentralDeviceStorage(DeviceStorage):
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
-        Where a rank's variables are contiguous, they are sent, or received, in place. Whether they do may differ from
-        rank to rank, because memory is given back at different moments; what is sent may not.
+        Where a rank's variables are contiguous, they are sent, or received, in place. Whether they
+        do may differ from rank to rank, because memory is given back at different moments; what is
+        sent may not.
         """
         if self._is_apart:
             for block in plan.blocks:
                 fill(block.view, block.array)
-        # One broadcast for each dtype, however many variables there are: a message's latency counts more than its
-        # bytes.
+        # One broadcast for each dtype, however many variables there are: a message's latency counts
+        # more than its bytes.
         for flat, parts in plan.moved:
             if self._is_root:
                 for value, part in parts:

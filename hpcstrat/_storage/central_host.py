@@ -28,13 +28,15 @@ from hpcstrat._update.rows import update_rows
 class CentralHostStorage(HostStorage):
     """One copy for all ranks of a host.
 
-    All ranks allocate by the same rule from the same reports, so they need not tell each other where a block is. A
-    block's memory is used again once all of them have said that its variable is dead: garbage collection comes at
-    different moments on different ranks.
+    All ranks allocate by the same rule from the same reports, so they need not tell each other
+    where a block is. A block's memory is used again once all of them have said that its variable is
+    dead: garbage collection comes at different moments on different ranks.
 
-    An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each reduces and updates
-    its slice of the elements, chunk by chunk while they are in cache; after another all read the new values. A rank
-    that an exception stops in between does not come to that one, so that nobody reads what is changed in part.
+    An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each
+    reduces and updates
+    its slice of the elements, chunk by chunk while they are in cache; after another all read the
+    new values. A rank that an exception stops in between does not come to that one, so that nobody
+    reads what is changed in part.
     """
 
     def __init__(self, communicator: MemorySharingCommunicator) -> None:
@@ -72,12 +74,14 @@ class CentralHostStorage(HostStorage):
             # Nobody has heard of them. They are reported again with the next variable.
             self._dead.extendleft(told.tolist())
             raise
-        # Every rank counts the same reports in the same call, so all free the same ranges at the same time.
+        # Every rank counts the same reports in the same call, so all free the same ranges at the
+        # same time.
         for message in messages:
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
         nbytes = size_of(shape, dtype)
-        # All ranks allocate alike, so all raise here or none. The block makes that known: nothing was interrupted.
+        # All ranks allocate alike, so all raise here or none. The block makes that known: nothing
+        # was interrupted.
         with communicator.raise_together():
             start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
@@ -87,7 +91,8 @@ class CentralHostStorage(HostStorage):
                 block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
-            # No rank may read before rank 0 has written the value, nor go on where the memory could not be had.
+            # No rank may read before rank 0 has written the value, nor go on where the memory could
+            # not be had.
             communicator.exchange(signature_of(f"{current_call()}: memory"))
         except Exception:
             communicator.heap.free(start, nbytes)
@@ -121,7 +126,8 @@ class CentralHostStorage(HostStorage):
 
     def make_buffers(self, plan: Plan) -> None:
         """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
-        # Each rank's message has cache lines of its own, since the ranks write them at the same time.
+        # Each rank's message has cache lines of its own, since the ranks write them at the same
+        # time.
         nbytes = -(-plan.layout.nbytes // LINE) * LINE
         block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
@@ -142,7 +148,8 @@ class CentralHostStorage(HostStorage):
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:
-            # Where values are summed, this rank reads its own part of a large gradient in place: nobody else needs it.
+            # Where values are summed, this rank reads its own part of a large gradient in place:
+            # nobody else needs it.
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
             messages = communicator.exchange(
                 signature, plan.layout.nbytes, lambda message: write(message, values)

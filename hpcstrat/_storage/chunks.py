@@ -74,7 +74,9 @@ class Cut(NamedTuple):
 
 
 class LocalOnlyRange(NamedTuple):
-    """The part of one large variable that this rank updates in whole chunks. Nobody else reads its gradient there.
+    """The part of one large variable that this rank updates in whole chunks.
+
+    Nobody else reads its gradient there.
 
     Attributes:
         group: which dtype of the message.
@@ -107,7 +109,8 @@ class ScratchBuffers:
     def of(self, value: Array) -> tuple[Array, Array]:
         """Two arrays like a chunk's: one for the reduced gradient, one for the rule to work in."""
         dtype, n = value.dtype, value.size
-        # Allocated once: arrays made anew for each chunk would leave the cache, and cost page faults.
+        # Allocated once: arrays made anew for each chunk would leave the cache, and cost page
+        # faults.
         if dtype not in self._pairs:
             self._pairs[dtype] = (np.empty(CHUNK, dtype), np.empty(CHUNK, dtype))
         first, second = self._pairs[dtype]
@@ -138,12 +141,13 @@ def ranges_of(
         begins = [variables[i].start, *(slot.start for slot in slots[i])]
         if ranges:
             before, length, firsts = ranges[-1]
-            # On a GPU variables have gaps between them. They are updated with the rest, since one kernel over a gap
-            # costs less than two kernels.
+            # On a GPU variables have gaps between them. They are updated with the rest, since one
+            # kernel over a gap costs less than two kernels.
             length = (
                 -(-length * item // alignment) * alignment // item
             )  # with what lies between the two
-            # One range only if the slots are contiguous as well: the rule is applied to value and slots together.
+            # One range only if the slots are contiguous as well: the rule is applied to value and
+            # slots together.
             if begins == [first + length * item for first in firsts]:
                 ranges[-1] = (before, length + count, firsts)
                 continue

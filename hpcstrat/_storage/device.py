@@ -32,7 +32,8 @@ class Moved(NamedTuple):
     """What one broadcast brings to the ranks: the variables of one dtype.
 
     Attributes:
-        flat: what is sent or received: the variables in place where they are contiguous, else a part of the message.
+        flat: what is sent or received: the variables in place where they are contiguous, else a
+            part of the message.
         parts: in the latter case, each range of the variables and its part of `flat`.
     """
 
@@ -66,7 +67,8 @@ class DevicePlan(Plan):
         copies: SlabAllocator | None,
         chunk: int,
     ) -> None:
-        # The message has the gaps of the memory, so that a range of variables is one range of the message too.
+        # The message has the gaps of the memory, so that a range of variables is one range of the
+        # message too.
         super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
         self.message: Array = None
         self.gradients: list[Array] = []
@@ -117,7 +119,9 @@ def _on_stream(name: str) -> Callable[..., Details]:
 
 
 class DeviceStorage(Storage):
-    """Variables of ranks of which some, or all, compute on GPUs. Every rank reads them on its own device.
+    """Variables of ranks of which some, or all, compute on GPUs.
+
+    Every rank reads them on its own device.
 
     Args:
         communicator: the ranks.
@@ -131,7 +135,8 @@ class DeviceStorage(Storage):
         self._root = root
         self._is_root = communicator.rank == root
         stream = communicator.stream
-        # Ranks on CPUs and on GPUs can be replicas of one strategy, so each has memory of its own kind.
+        # Ranks on CPUs and on GPUs can be replicas of one strategy, so each has memory of its own
+        # kind.
         self._read = host_memory(is_pinned=False) if stream is None else gpu_memory(stream)
         self._master = host_memory(is_pinned=True) if on_host else self._read
         self._is_apart = on_host  # what this rank updates is not what it reads
@@ -189,7 +194,10 @@ class DeviceStorage(Storage):
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """See `Storage.plan`. A GPU updates a range at once, host memory in chunks that fit in cache."""
+        """See `Storage.plan`.
+
+        A GPU updates a range at once, host memory in chunks that fit in cache.
+        """
         return DevicePlan(
             self._master,
             variables,
@@ -203,7 +211,8 @@ class DeviceStorage(Storage):
         with self._current():
             if self._is_apart:
                 if (stream := self._communicator.stream) is not None:
-                    stream.synchronize()  # what was written before may still be on its way to the GPU
+                    # what was written before may still be on its way to the GPU
+                    stream.synchronize()
                 rule.apply(block.array, gpu.to_host(new), (), block.array)
                 fill(block.view, block.array)
             else:
@@ -219,8 +228,8 @@ class DeviceStorage(Storage):
         for begin in range(0, wanted.size, PART):
             part = wanted[begin : begin + PART]
             with self._current():
-                # Into pinned memory: from the GPU a copy to ordinary memory goes through a small staging buffer of the
-                # driver.
+                # Into pinned memory: from the GPU a copy to ordinary memory goes through a small
+                # staging buffer of the driver.
                 part.get(out=pinned[: part.size])
             yield pinned[: part.size]
 
@@ -250,12 +259,16 @@ class DeviceStorage(Storage):
         """See `Storage._note_change`. The ranks' copies are compared with each other."""
 
     def make_buffers(self, plan: Plan) -> None:
-        """See `Storage.make_buffers`. They are a message of the plan's own, which is written nowhere else."""
+        """See `Storage.make_buffers`.
+
+        They are a message of the plan's own, which is written nowhere else.
+        """
         assert isinstance(plan, DevicePlan)
         with self._communicator.raise_together(), self._current():
             message = self._zeros(plan.nbytes)
             self._communicator.exchange(plan.signature())
-            # After the exchange, because a rank that had no memory has raised on all of them by then.
+            # After the exchange, because a rank that had no memory has raised on all of them by
+            # then.
             plan.take(message)
         plan.give_buffers([message], message)
 
@@ -293,8 +306,8 @@ class DeviceStorage(Storage):
         if plan.buffers is not None:
             return
         if self._message is None or self._message.size < plan.nbytes:
-            # Plans hold views of the message, and so its memory: they let go of it before a larger one is allocated, or
-            # the GPU would need room for both.
+            # Plans hold views of the message, and so its memory: they let go of it before a larger
+            # one is allocated, or the GPU would need room for both.
             for other in self._takers:  # which may never be used again
                 other.let_go()
             self._takers.clear()
@@ -314,8 +327,8 @@ class DeviceStorage(Storage):
         """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
 
         Returns:
-            For each dtype where this rank's numbers are, one behind the other: a part of the message or, where they
-            are reduced, what was passed.
+            For each dtype where this rank's numbers are, one behind the other: a part of the
+            message or, where they are reduced, what was passed.
         """
         with self._communicator.raise_together():
             sources = self._packed(plan, values, is_reduced)
@@ -345,7 +358,8 @@ class DeviceStorage(Storage):
                 if arrays[i].dtype != group.dtype:
                     arrays[i] = arrays[i].astype(group.dtype)
             first = arrays[group.members[0]]
-            # A single gradient is its own message: NCCL reads it where it is, and the copy is saved.
+            # A single gradient is its own message: NCCL reads it where it is, and the copy is
+            # saved.
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
                 sources[index] = first
             else:

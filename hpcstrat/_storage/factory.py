@@ -24,7 +24,8 @@ def replica_storage(communicator: Communicator) -> Storage:
     if isinstance(communicator, HostCommunicator):
         return MirroredHostStorage(communicator)
     raise TypeError(
-        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory"
+        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the "
+        "factory"
     )
 
 
@@ -49,7 +50,8 @@ def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
 
         return ShardedHostStorage(communicator)
     raise TypeError(
-        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the factory"
+        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the "
+        "factory"
     )
 
 
@@ -73,6 +75,6 @@ def central_storage(communicator: Communicator, root: int, on_host: bool = False
 
         return central_host_storage(communicator)
     raise TypeError(
-        f"{current_call()}: the ranks of a {type(communicator).__name__} share no memory for one copy of variables; "
-        "take MirroredStrategy"
+        f"{current_call()}: the ranks of a {type(communicator).__name__} share no memory for one "
+        "copy of variables; take MirroredStrategy"
     )

@@ -48,13 +48,15 @@ class HostStorage(Storage):
         """See `Storage._check_unchanged`. NumPy's `at` writes to read-only arrays, too."""
         with self.communicator.raise_together():
             for block in blocks:
-                # Forgotten at once, so that one foreign write is reported once and not at every later update.
+                # Forgotten at once, so that one foreign write is reported once and not at every
+                # later update.
                 seen, block.checksum = block.checksum, None
                 if seen not in (None, checksum(block.array)):
                     raise RuntimeError(
-                        f"{current_call()}: since the last update something else wrote to the memory of a variable of "
-                        f"shape {block.array.shape} and dtype {block.array.dtype.name} (HPCSTRAT_CHECK); pass "
-                        "functions that write in place, such as np.add.at, a copy: read_value() instead of value()"
+                        f"{current_call()}: since the last update something else wrote to the "
+                        f"memory of a variable of shape {block.array.shape} and dtype "
+                        f"{block.array.dtype.name} (HPCSTRAT_CHECK); pass functions that write in "
+                        "place, such as np.add.at, a copy: read_value() instead of value()"
                     )
 
     def _note_change(self, blocks: Sequence[Block]) -> None:

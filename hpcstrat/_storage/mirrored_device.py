@@ -1,4 +1,7 @@
-"""A copy of every variable on each replica's device, where some are GPUs. With one replica: the only copy."""
+"""A copy of every variable on each replica's device, where some are GPUs.
+
+With one replica: the only copy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ from hpcstrat._update.rows import update_rows
 
 
 class MirroredDeviceStorage(DeviceStorage):
-    """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
+    """Each rank keeps, and updates, all numbers itself.
+
+    The same steps on the same sums keep the copies equal.
+    """
 
     def _update(
         self,
@@ -28,8 +34,8 @@ class MirroredDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            # Everything is queued on one stream, and the host waits for nothing: the next step's Python runs while the
-            # GPU works.
+            # Everything is queued on one stream, and the host waits for nothing: the next step's
+            # Python runs while the GPU works.
             sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
             if plan.marks.begun:
                 self._sum_rest(plan)

@@ -1,4 +1,7 @@
-"""A copy of every variable on each replica, in memory of its own. With one replica: the only copy."""
+"""A copy of every variable on each replica, in memory of its own.
+
+With one replica: the only copy.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,18 @@ from hpcstrat._update.rows import update_rows
 
 
 class MirroredHostStorage(HostStorage):
-    """Each rank keeps, and updates, all numbers itself. The same steps on the same sums keep the copies equal."""
+    """Each rank keeps, and updates, all numbers itself.
+
+    The same steps on the same sums keep the copies equal.
+    """
 
     def __init__(self, communicator: HostCommunicator) -> None:
         super().__init__(communicator)
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._scratch = ScratchBuffers()
-        # Several threads may write variables made outside of every scope; what they work in is shared.
+        # Several threads may write variables made outside of every scope; what they work in is
+        # shared.
         self._lock = threading.Lock()
         self._created = 0
         self._background: Background[HostCommunicator] | None = None
@@ -70,7 +77,10 @@ class MirroredHostStorage(HostStorage):
         return Plan(private_memory().segment, variables, slots, compiles=self._compiles)
 
     def make_buffers(self, plan: Plan) -> None:
-        """See `Storage.make_buffers`. With several replicas they are copied into a message after all, but at once."""
+        """See `Storage.make_buffers`.
+
+        With several replicas they are copied into a message after all, but at once.
+        """
         with self._communicator.raise_together():
             message = self._communicator.new_buffer(plan.layout.nbytes, plan.signature())
             message[...] = 0
@@ -97,7 +107,8 @@ class MirroredHostStorage(HostStorage):
             # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < plan.layout.nbytes:
                 self._sum = communicator.new_buffer(plan.layout.nbytes, signature)
-            # There is nobody to exchange with; the call is still counted, and refused where none may be made.
+            # There is nobody to exchange with; the call is still counted, and refused where none
+            # may be made.
             if communicator.size == 1:
                 communicator.exchange(signature)
                 if values is None:

@@ -32,7 +32,9 @@ from hpcstrat._update.rule import NO_CONSTANTS, Norms, UpdateRule
 
 
 class Plan:
-    """One update of some variables, computed once. Variables that were made one after another are one range.
+    """One update of some variables, computed once.
+
+    Variables that were made one after another are one range.
 
     Args:
         memory: where they are.
@@ -59,8 +61,8 @@ class Plan:
         self._expected = [
             (type(block.view), block.array.shape, block.array.dtype) for block in variables
         ]
-        # By number, the order in memory, and not in the order of the call: variables that were made one after another
-        # are then one range, and the ranks have the same ranges.
+        # By number, the order in memory, and not in the order of the call: variables that were made
+        # one after another are then one range, and the ranks have the same ranges.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.layout: Layout = layout_of(
@@ -85,7 +87,8 @@ class Plan:
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
         for index, group in enumerate(self.layout.groups):
-            # A slice of all elements and not of each variable: ranks have equal work, whatever the variables' sizes.
+            # A slice of all elements and not of each variable: ranks have equal work, whatever the
+            # variables' sizes.
             mine = slice_of(group.elements, rank, size)
             for place, count, starts in ranges_of(
                 group, variables, slots, self.layout.starts, alignment
@@ -161,7 +164,8 @@ class Plan:
 
     def are_in_buffers(self, values: Sequence[Array]) -> bool:
         """Whether these gradients are the plan's buffers, and so need not be copied."""
-        # By identity, which costs nothing: another array, even over the same memory, is copied as any gradient.
+        # By identity, which costs nothing: another array, even over the same memory, is copied as
+        # any gradient.
         return self.buffers is not None and all(map(operator.is_, values, self.buffers))
 
     def _own_parts(self) -> dict[int, LocalOnlyRange]:
@@ -178,7 +182,8 @@ class Plan:
                     for k, chunk in enumerate(self.chunks)
                     if chunk.group == index and begin <= chunk.start and chunk.stop <= begin + size
                 ]
-                # A small one is not worth the trouble. Of a large one, this saves a rank the copy of its own share.
+                # A small one is not worth the trouble. Of a large one, this saves a rank the copy
+                # of its own share.
                 if size >= CHUNK and inside:
                     start, stop = (
                         self.chunks[inside[0]].start - begin,
@@ -238,11 +243,12 @@ class Plan:
             scratch: to work in.
             op: how the messages are reduced.
             values: this rank's gradients, where `write_for_others` wrote its message.
-            share: adds up an array of float64 over the ranks that have the other chunks; `None` if this rank has
-                all.
+            share: adds up an array of float64 over the ranks that have the other chunks; `None` if
+                this rank has all.
         """
         is_compiled = op is ReduceOp.SUM and self._is_compiled
-        # Loops sum what NumPy would, in rank order. Other operations are rare, and of small variables.
+        # Loops sum what NumPy would, in rank order. Other operations are rare, and of small
+        # variables.
         if rule.norms is not None:
             self._apply_with_norms(
                 rule, rule.norms, messages, scratch, op, values, share, is_compiled
@@ -285,8 +291,8 @@ class Plan:
             for (loop, _), found in zip(first, tables, strict=True):
                 if found is not None:
                     np.add.at(sums, found[0], loop(found[1], len(messages), norms.kernel_constants))
-            # The norms need all elements of a variable, of which other ranks have the rest, so no chunk can be updated
-            # before.
+            # The norms need all elements of a variable, of which other ranks have the rest, so no
+            # chunk can be updated before.
             rules = self._bound(norms, sums, share)
             for (loop, _), found in zip(second, tables, strict=True):
                 if found is not None:
@@ -322,7 +328,8 @@ class Plan:
 
     def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
-        # All or none: half an update in C and half in NumPy would need both ways' bookkeeping for a rare case.
+        # All or none: half an update in C and half in NumPy would need both ways' bookkeeping for a
+        # rare case.
         loops = [(loop_of(group.dtype), group) for group in self.layout.groups]
         return loops if all(loop is not None for loop, _ in loops) else None
 
@@ -358,7 +365,8 @@ class Plan:
         if index not in self._addresses:
             cuts = [cut for cut in self.cuts if cut.group == index]
             arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
-            # The addresses of storage never change, so only those of the messages are filled in at each step.
+            # The addresses of storage never change, so only those of the messages are filled in at
+            # each step.
             fixed = compiled.table(
                 [
                     [a[cut.start : cut.stop] for a in each]
@@ -380,8 +388,8 @@ class Plan:
             for i, own in self._own.items():
                 if own.group == index and is_readable_in_place(values[i], views[i]):
                     rows = (chunks >= own.chunks.start) & (chunks < own.chunks.stop)
-                    # This rank's own part of a large gradient was not copied to its message: the loop reads it where it
-                    # is.
+                    # This rank's own part of a large gradient was not copied to its message: the
+                    # loop reads it where it is.
                     begin = values[i].ctypes.data - item * own.begin
                     table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
         return variables, table
@@ -409,8 +417,9 @@ class Plan:
         """The variables' parts of a message, in the order of the call. A mailbox's are kept."""
         kept = self._views.get(id(message))
         if kept is None or kept[0] is not message:
-            # An update's message is one of a few arrays that live as long as the communicator: views of them are made
-            # once. By id, because arrays have no hash; the array is kept beside it, so the id stays its own.
+            # An update's message is one of a few arrays that live as long as the communicator:
+            # views of them are made once. By id, because arrays have no hash; the array is kept
+            # beside it, so the id stays its own.
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
             kept = self._views[id(message)] = (message, self.arranged(message))

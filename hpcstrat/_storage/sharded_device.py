@@ -26,7 +26,8 @@ from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
 class ShardedDeviceStorage(MirroredDeviceStorage):
     """Each rank reads a copy of its own; it keeps the slots of a part of all elements, and updates these.
 
-    An update: one reduce-scatter of the gradients, one fused kernel, one all-gather of the new values. Each element is
+    An update: one reduce-scatter of the gradients, one fused kernel, one all-gather of the new
+    values. Each element is
     updated by one rank, so copies stay equal even where some ranks compute on CPUs.
     """
 
@@ -163,7 +164,8 @@ class ShardedDevicePlan(DevicePlan):
                         continue
                     there = layouts[one]
                     place = (there.starts[i] - there.groups[index].start) // itemsize
-                    # What lies in a row both in the whole and in the part is one segment, with the gap in between.
+                    # What lies in a row both in the whole and in the part is one segment, with the
+                    # gap in between.
                     if (
                         found
                         and found[-1].rank == one

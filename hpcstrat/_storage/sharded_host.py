@@ -27,8 +27,10 @@ from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
 class ShardedHostStorage(MirroredHostStorage):
     """Each rank reads a copy of its own; it keeps the slots of a part of all elements, and updates these.
 
-    An update: each rank sends the others the gradients of their parts, sums those of its own, in rank order as ever,
-    and updates it; then all get all new values. Variables without slots are updated by each rank, as mirrored ones.
+    An update: each rank sends the others the gradients of their parts, sums those of its own, in
+    rank order as ever,
+    and updates it; then all get all new values. Variables without slots are updated by each rank,
+    as mirrored ones.
     """
 
     def split(self, variables: Sequence[Block]) -> list[Cuts]:
@@ -47,7 +49,8 @@ class ShardedHostStorage(MirroredHostStorage):
                 (stop - start,), variable.array.dtype, self._created + 1
             )
             block.array[...] = value
-            # The cuts depend on all the variables that get slots together: ranks that differ in these must not go on.
+            # The cuts depend on all the variables that get slots together: ranks that differ in
+            # these must not go on.
             self._communicator.exchange(
                 signature_of(current_call(), "slot", value, variable.held(), cuts)
             )
@@ -94,7 +97,8 @@ class ShardedHostStorage(MirroredHostStorage):
             if rule.norms is None:
                 own.apply(rule, messages, self._scratch)
             else:
-                # The norms are exchanged between the two passes over the gradients, which must still be there then.
+                # The norms are exchanged between the two passes over the gradients, which must
+                # still be there then.
                 own.apply(
                     rule, [self._summed(own.layout, messages)], self._scratch, share=self._share
                 )
@@ -168,7 +172,8 @@ class ShardedPlan(Plan):
     """The plan of variables whose slots are split over the ranks.
 
     Attributes:
-        shards: for each rank, the plan of its part of the variables; without slots but for this rank's.
+        shards: for each rank, the plan of its part of the variables; without slots but for this
+            rank's.
         own: this rank's.
     """
 
@@ -193,8 +198,9 @@ class ShardedPlan(Plan):
             else:
                 self.shards.append(Plan(memory, parts, [()] * len(parts), chunk=sys.maxsize))
         self.own: Plan = self.shards[rank]
-        # For each rank what of the gradients it gets: the variable's place in a message, its elements, and where they
-        # begin in the rank's section. Most ranks have no part of most variables.
+        # For each rank what of the gradients it gets: the variable's place in a message, its
+        # elements, and where they begin in the rank's section. Most ranks have no part of most
+        # variables.
         self._sources = [
             [
                 (i, of[one], of[one + 1], shard.layout.starts[i])
@@ -207,7 +213,8 @@ class ShardedPlan(Plan):
     def pieces_of(self, places: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
         """For each rank what it gets of some of the gradients.
 
-        That is, of each: its place in a message, the range of its elements, and the byte where that begins in the
+        That is, of each: its place in a message, the range of its elements, and the byte where that
+        begins in the
         rank's section of all.
         """
         return [[one for one in of if one[0] in places] for of in self._sources]

@@ -16,7 +16,10 @@ from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
 _UNIT = 256
-"""Elements that stay together. On a GPU, where every variable starts at a multiple of 256 bytes, so do all parts."""
+"""Elements that stay together.
+
+On a GPU, where every variable starts at a multiple of 256 bytes, so do all parts.
+"""
 
 
 def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
@@ -27,8 +30,8 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
         size: the number of ranks.
         alignment: bytes to whose multiples every variable starts.
     """
-    # Of all elements and not of each variable's: ranks have equal parts, whatever the variables' sizes, and a part is
-    # one range of memory and of a message.
+    # Of all elements and not of each variable's: ranks have equal parts, whatever the variables'
+    # sizes, and a part is one range of memory and of a message.
     shapes, dtypes = (
         tuple([v.array.shape for v in variables]),
         tuple([v.array.dtype for v in variables]),

@@ -49,8 +49,8 @@ def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
 class Strategy(InputMethods, ValueMethods):
     """Runs one program on several replicas: one per rank, each on its own device.
 
-    Construct one of the subclasses. All ranks must call the methods marked collective, in the same order. Code at the
-    script's top level does so by itself, because every rank runs the same lines.
+    Construct one of the subclasses. All ranks must call the methods marked collective, in the same
+    order. Code at the script's top level does so by itself, because every rank runs the same lines.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -109,7 +109,10 @@ class Strategy(InputMethods, ValueMethods):
 
     @names_call("Strategy.close")
     def close(self) -> None:
-        """Closes the strategy; its variables can still be read. Collective. Closing it again does nothing."""
+        """Closes the strategy; its variables can still be read. Collective.
+
+        Closing it again does nothing.
+        """
         group = self._group
         if not group.lifetime.is_closed:
             # NCCL's communicator may only be closed when no rank still uses it.
@@ -152,21 +155,23 @@ class Strategy(InputMethods, ValueMethods):
 
         Args:
             fn: the replica function.
-            args: positional arguments, a tuple of nests. Distributed values in them are replaced by this replica's
-                component.
+            args: positional arguments, a tuple of nests. Distributed values in them are replaced by
+                this replica's component.
             kwargs: keyword arguments, likewise.
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one replica. A variable
-            of the strategy comes back as itself, `None` as `None`.
+            A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one
+            replica. A variable of the strategy comes back as itself, `None` as `None`.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
-            ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers in `args` or `kwargs`, other than
-                distributed values, differ between ranks. All ranks must make the call then.
-            Exception: what `fn` raised. The program may catch it and go on only where every replica raised.
+            ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers in `args` or `kwargs`,
+                other than distributed values, differ between ranks. All ranks must make the call
+                then.
+            Exception: what `fn` raised. The program may catch it and go on only where every replica
+                raised.
 
         Examples:
             As one replica prints it:
@@ -181,7 +186,8 @@ class Strategy(InputMethods, ValueMethods):
             [5]
         """
         del options
-        # It does not become the current call: that would cost every step, and what runs here is the program's own.
+        # It does not become the current call: that would cost every step, and what runs here is the
+        # program's own.
         require_cross_replica(self._group, "Strategy.run")
         # Without a GPU there is no context manager to enter, which every step would pay for.
         stream = self._group.stream
@@ -197,8 +203,8 @@ class Strategy(InputMethods, ValueMethods):
         try:  # in which the context is set: a signal's exception may come right behind that
             check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
-                # Plain values count as one value of all replicas. Comparing them communicates, so it has to be asked
-                # for.
+                # Plain values count as one value of all replicas. Comparing them communicates, so
+                # it has to be asked for.
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(one) for one in args]
             own_by_name = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
@@ -209,8 +215,8 @@ class Strategy(InputMethods, ValueMethods):
             return result
         except BaseException as error:
             note_read_only(error)
-            # The other ranks may know nothing of this one. If the program catches it, the next call compares, and ends
-            # the job.
+            # The other ranks may know nothing of this one. If the program catches it, the next call
+            # compares, and ends the job.
             communicator.note_fault(error)
             self._group.storage.drop_marks()
             explain_empty_part(error, args, kwargs)
@@ -230,7 +236,10 @@ class Strategy(InputMethods, ValueMethods):
 
 
 class Scope:
-    """The scope of a strategy: its cross-replica context, in which new variables belong to it. See `Strategy.scope`."""
+    """The scope of a strategy: its cross-replica context, in which new variables belong to it.
+
+    See `Strategy.scope`.
+    """
 
     __slots__ = ("_across", "_entered", "_strategy")
 
@@ -249,7 +258,8 @@ class Scope:
         token, asked = self._entered[-1]
         if creators.get() != asked:
             raise RuntimeError(
-                "Strategy.scope was left inside a variable_creator_scope that was entered in it; leave that one first"
+                "Strategy.scope was left inside a variable_creator_scope that was entered in it; "
+                "leave that one first"
             )
         self._entered.pop()
         contexts.current.reset(token)
@@ -295,10 +305,13 @@ class ReplicaContext(ReplicaCollectives):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context. Collective: all replicas call this.
+        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context.
+
+        Collective: all replicas call this.
 
         Args:
-            merge_fn: runs on every rank, with the leaves of `args` and `kwargs` as `PerReplica` values.
+            merge_fn: runs on every rank, with the leaves of `args` and `kwargs` as `PerReplica`
+                values.
             args: positional arguments, nests.
             kwargs: keyword arguments, nests.
 
@@ -306,7 +319,8 @@ class ReplicaContext(ReplicaCollectives):
             This replica's component of what `merge_fn` returns.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy with several ranks.
+            RuntimeError: called outside the replica context, or outside every strategy with several
+                ranks.
             TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
         """
         self._require()
@@ -314,7 +328,8 @@ class ReplicaContext(ReplicaCollectives):
         # Args and kwargs as one nest: one structure to compare, one flattening.
         given = (tuple(args), dict(kwargs or {}))
         leaves, structure = nests.flatten(given)
-        # All replicas must be here, with nests of one structure, before the function runs on any of them.
+        # All replicas must be here, with nests of one structure, before the function runs on any of
+        # them.
         self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
         before = contexts.current.get()
@@ -343,14 +358,15 @@ class ReplicaContext(ReplicaCollectives):
         is_here = self._group is default_group() if found is None else found.owner is self
         if not is_here:
             raise RuntimeError(
-                f"{current_call()} was called outside of its replica context; call it inside the function that "
-                "Strategy.run runs"
+                f"{current_call()} was called outside of its replica context; call it inside the "
+                "function that Strategy.run runs"
             )
         # The default strategy has one replica, so a sum would silently be this rank's own value.
         if found is None and (ranks := worlds.size()) > 1:
             raise RuntimeError(
-                f"{current_call()} was called outside of Strategy.run, where each of the {ranks} ranks is "
-                "alone; call it inside the function that strategy.run runs, or use strategy.reduce and strategy.gather"
+                f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
+                "ranks is alone; call it inside the function that strategy.run runs, or use "
+                "strategy.reduce and strategy.gather"
             )
 
     def __repr__(self) -> str:

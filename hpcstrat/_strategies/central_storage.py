@@ -20,20 +20,21 @@ class CentralStorageStrategy(Strategy):
     Collective: all ranks construct it. The first strategy of a program starts MPI.
 
     Args:
-        compute_devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on a host
-            without GPUs all ranks use the CPU.
-        parameter_device: where variables live: the compute device of some rank, or `"CPU:0"`, the memory of the host;
-            by default rank 0's compute device.
-        shard_updates: whether each replica on a GPU keeps the optimizers' slots for its part of all elements, and
-            updates that part, instead of the parameter device alone. On CPUs the ranks share the updates, and one copy
-            of the slots, in any case.
+        compute_devices: the device of each rank, in rank order. By default rank i gets the host's
+            GPU i; on a host without GPUs all ranks use the CPU.
+        parameter_device: where variables live: the compute device of some rank, or `"CPU:0"`, the
+            memory of the host; by default rank 0's compute device.
+        shard_updates: whether each replica on a GPU keeps the optimizers' slots for its part of all
+            elements, and updates that part, instead of the parameter device alone. On CPUs the
+            ranks share the updates, and one copy of the slots, in any case.
 
     Raises:
         TypeError: `shard_updates` is not a bool.
-        ValueError: a string does not name a device, the list does not have one entry per rank, no rank computes on
-            the parameter device, or updates on GPUs are to be split and the parameter device is the host's memory.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on several hosts, or MPI or
-            NCCL cannot start.
+        ValueError: a string does not name a device, the list does not have one entry per rank, no
+            rank computes on the parameter device, or updates on GPUs are to be split and the
+            parameter device is the host's memory.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
+            several hosts, or MPI or NCCL cannot start.
     """
 
     @names_call("CentralStorageStrategy")
@@ -54,13 +55,15 @@ class CentralStorageStrategy(Strategy):
             if parameter not in (*devices, device_names.CPU):
                 names = ", ".join(map(str, dict.fromkeys([*devices, device_names.CPU])))
                 raise ValueError(
-                    f"{call}: parameter_device is {parameter}, and no rank computes there; name one of {names}"
+                    f"{call}: parameter_device is {parameter}, and no rank computes there; name "
+                    f"one of {names}"
                 )
             shards = shard_updates and isinstance(communicator, DeviceCommunicator)
             if shards and parameter not in devices:
                 raise ValueError(
-                    f"{call}: shard_updates=True keeps a part of the slots on every replica's GPU, and "
-                    f"parameter_device is {parameter.short}, the memory of the host; leave one of them out"
+                    f"{call}: shard_updates=True keeps a part of the slots on every replica's GPU, "
+                    f"and parameter_device is {parameter.short}, the memory of the host; leave one "
+                    "of them out"
                 )
             agree_on_placement(communicator, devices, shard_updates, str(parameter))
         # The host's memory belongs to no rank: rank 0 then updates the variables there.

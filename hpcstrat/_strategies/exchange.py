@@ -22,7 +22,8 @@ def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
         or not 0 <= root < communicator.size
     ):
         raise ValueError(
-            f"{current_call()}: root is {root!r}; it must be the index of a replica, 0..{communicator.size - 1}"
+            f"{current_call()}: root is {root!r}; it must be the index of a replica, "
+            f"0..{communicator.size - 1}"
         )
     return _moved(
         value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match)
@@ -57,8 +58,10 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
     nests = [_Nest(value) for value in values]
     if len({(nest.description, nest.dtypes) for nest in nests}) > 1:
         raise ValueError(
-            f"{current_call()}: what is for one replica differs from what is for another in its structure or its "
-            f"dtypes: {'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes may differ"
+            f"{current_call()}: what is for one replica differs from what is for another in its "
+            "structure or its dtypes: "
+            f"{'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes "
+            "may differ"
         )
     outgoing = [
         _outgoing(dict(enumerate(arrays)), range(size))

@@ -90,8 +90,8 @@ class StrategyExtended:
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a distributed value, or a nest of them.
-            destinations: where the result is wanted: a variable, a device string, or a distributed value for all
-                replicas.
+            destinations: where the result is wanted: a variable, a device string, or a distributed
+                value for all replicas.
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
@@ -99,8 +99,8 @@ class StrategyExtended:
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            ValueError: `destinations` is none of these, or a plain value other than zero is summed over several
-                replicas.
+            ValueError: `destinations` is none of these, or a plain value other than zero is summed
+                over several replicas.
         """
         del options
         return self._reduce(reduce_op, [(value, destinations)])[0]
@@ -162,8 +162,8 @@ class StrategyExtended:
                 one, "__array__"
             ):  # a plain array stands for the one replica that it came from
                 raise ValueError(
-                    f"{current_call()}: destinations is {destinations!r}; pass a variable, a device string or a "
-                    "distributed value"
+                    f"{current_call()}: destinations is {destinations!r}; pass a variable, a "
+                    "device string or a distributed value"
                 )
 
     def _sent(self, total: Any, destinations: Any) -> Any:
@@ -187,15 +187,17 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
 
-        That is the parameter rank only, or every rank for mirrored and `ON_READ` variables. Inside, writes are local,
-        no call may communicate, and only `var` and variables passed in `args` or `kwargs` may be written: under a
-        strategy whose variables live once only the `ON_READ` ones of them, or only the others, as `var` is. An
-        `ON_READ` variable is read there as this replica's own value.
+        That is the parameter rank only, or every rank for mirrored and `ON_READ` variables. Inside,
+        writes are local, no call may communicate, and only `var` and variables passed in `args` or
+        `kwargs` may be written: under a strategy whose variables live once only the `ON_READ` ones
+        of them, or only the others, as `var` is. An `ON_READ` variable is read there as this
+        replica's own value.
 
         Args:
             var: the variable.
-            fn: the update; what it returns, a nest, reaches every rank. For an `ON_READ` variable each replica has its
-                own result, and with several replicas the leaves are `PerReplica`.
+            fn: the update; what it returns, a nest, reaches every rank. For an `ON_READ` variable
+                each replica has its own result, and with several replicas the leaves are
+                `PerReplica`.
             args: plain values, or `Mirrored` ones.
             kwargs: likewise.
             group: if false, each leaf of the result is wrapped in a tuple.
@@ -208,8 +210,8 @@ class StrategyExtended:
         """
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise ValueError(
-                f"{current_call()}: {var!r} is not a variable of this strategy; pass one made under "
-                "`with strategy.scope():`"
+                f"{current_call()}: {var!r} is not a variable of this strategy; pass one made "
+                "under `with strategy.scope():`"
             )
         check_arguments(fn, args)
         return self._run_update(fn, (var, *args), dict(kwargs or {}), group)
@@ -253,17 +255,20 @@ class StrategyExtended:
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             raise ValueError(
-                f"{current_call()}: an argument is one value a replica; reduce it first: StrategyExtended.reduce_to"
+                f"{current_call()}: an argument is one value a replica; reduce it first: "
+                "StrategyExtended.reduce_to"
             )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
         is_on_read = any(
             state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
         )
-        # Where one rank writes what lives once, every rank writes its own values only, and neither does both.
+        # Where one rank writes what lives once, every rank writes its own values only, and neither
+        # does both.
         is_everyones = group.updates_on is UpdatesOn.ALL_RANKS
         writable = [v for v in variables if is_everyones or state_of(v).is_on_read is is_on_read]
-        # The function writes in place, and other ranks may still be reading: they must all have come here first.
+        # The function writes in place, and other ranks may still be reading: they must all have
+        # come here first.
         communicator.barrier()
         if is_on_read or is_everyones:
             with communicator.raise_together():
@@ -277,7 +282,8 @@ class StrategyExtended:
             try:
                 result = self._updated_by_root(lambda: fn(*args, **kwargs), variables, writable)
             except Exception:
-                # All ranks raise it. What was written before it stays, and must be the same for every reader.
+                # All ranks raise it. What was written before it stays, and must be the same for
+                # every reader.
                 group.storage.publish(written)
                 communicator.settle()
                 raise
@@ -296,7 +302,8 @@ class StrategyExtended:
         before = contexts.current.get()
         try:
             contexts.current.set(InUpdate(group, self._across.owner, writable))
-            # One rank may run this alone, so a collective call in it would wait for ranks that never come.
+            # One rank may run this alone, so a collective call in it would wait for ranks that
+            # never come.
             group.communicator.pause()
             with group.on_stream():
                 return nests.flatten(fn())
@@ -382,5 +389,6 @@ def _index(variable: Variable, variables: Sequence[Variable]) -> int:
         if one is variable:
             return i
     raise ValueError(
-        "StrategyExtended.update: the function returned a variable that was not passed to it; pass it too"
+        "StrategyExtended.update: the function returned a variable that was not passed to it; pass "
+        "it too"
     )

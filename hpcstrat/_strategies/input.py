@@ -37,21 +37,24 @@ class InputMethods:
         """Splits the batches of a dataset among the replicas. Collective, and so is iterating.
 
         Args:
-            dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any re-iterable of nests of
-                arrays, such as a PyTorch `DataLoader`. Every rank iterates over it and must get the same batches; the
-                first of each pass are compared, with `HPCSTRAT_CHECK=1` all. Of a batch of b elements replica r of N
-                gets the next `b // N + (1 if r < b % N else 0)`. Where b < N, the last get an empty batch; the first
-                time that happens rank 0 warns (`UserWarning`). With `AutoShardPolicy.OFF` in the dataset's options a
-                short batch fills the replicas in order, each up to its part of a full one.
+            dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any
+                re-iterable of nests of arrays, such as a PyTorch `DataLoader`. Every rank iterates
+                over it and must get the same batches; the first of each pass are compared, with
+                `HPCSTRAT_CHECK=1` all. Of a batch of b elements replica r of N gets the next
+                `b // N + (1 if r < b % N else 0)`. Where b < N, the last get an empty batch; the
+                first time that happens rank 0 warns (`UserWarning`). With `AutoShardPolicy.OFF` in
+                the dataset's options a short batch fills the replicas in order, each up to its part
+                of a full one.
             options: see `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. On a GPU the arrays are CuPy's, and
-            the next batches are copied there ahead of their use, unless the options say otherwise.
+            A re-iterable of nests of `PerReplica`; plain values with one replica. On a GPU the
+            arrays are CuPy's, and the next batches are copied there ahead of their use, unless the
+            options say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched; or its options say `AutoShardPolicy.OFF`, and there are several
-                workers.
+            ValueError: the dataset is not batched; or its options say `AutoShardPolicy.OFF`, and
+                there are several workers.
             TypeError: `dataset` cannot be iterated.
 
         Examples:
@@ -78,24 +81,27 @@ class InputMethods:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes the elements of `dataset_fn(InputContext)` to the replicas. Collective, and so is iterating.
+        """Distributes the elements of `dataset_fn(InputContext)` to the replicas.
+
+        Collective, and so is iterating.
 
         Args:
-            dataset_fn: returns a dataset batched with the batch size of one replica; called once on every rank. The
-                ranks of a host must all get the same elements: in step t the r-th of its n replicas takes element `t *
-                n + r`. On several hosts the context says which pipeline this is, and each host may have different
-                elements.
-            options: see `InputOptions`. With `PER_REPLICA`, of a `MirroredStrategy`, each replica has a pipeline of its
-                own, whose elements may differ from the others': the context has its index, and as many pipelines as
-                there are replicas.
+            dataset_fn: returns a dataset batched with the batch size of one replica; called once on
+                every rank. The ranks of a host must all get the same elements: in step t the r-th
+                of its n replicas takes element `t * n + r`. On several hosts the context says which
+                pipeline this is, and each host may have different elements.
+            options: see `InputOptions`. With `PER_REPLICA`, of a `MirroredStrategy`, each replica
+                has a pipeline of its own, whose elements may differ from the others': the context
+                has its index, and as many pipelines as there are replicas.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. If the elements run out within a
-            step, the replicas without one get an empty batch.
+            A re-iterable of nests of `PerReplica`; plain values with one replica. If the elements
+            run out within a step, the replicas without one get an empty batch.
 
         Raises:
             TypeError: `dataset_fn` does not return a dataset.
-            NotImplementedError: the options ask for `PER_REPLICA`, of another strategy than `MirroredStrategy`.
+            NotImplementedError: the options ask for `PER_REPLICA`, of another strategy than
+                `MirroredStrategy`.
             ValueError: the options contradict each other.
 
         Examples:
@@ -124,17 +130,20 @@ class InputMethods:
 
     @collective("Strategy.scatter", check_cross_replica)
     def scatter(self, value: Any, axis: int = 0) -> Any:
-        """Splits arrays between the replicas: the inverse of `gather`. Collective: all ranks call this.
+        """Splits arrays between the replicas: the inverse of `gather`.
+
+        Collective: all ranks call this.
 
         Args:
-            value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes, dtypes and samples
-                of their contents are compared; with `HPCSTRAT_CHECK=1` all of their contents.
+            value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes,
+                dtypes and samples of their contents are compared; with `HPCSTRAT_CHECK=1` all of
+                their contents.
             axis: the axis, counted from the end where negative.
 
         Returns:
-            A nest like `value` of `PerReplica`; of arrays where there is one replica. Of a size S along `axis` replica
-            r of N has the next `S // N + (1 if r < S % N else 0)`, which may be none. The parts are copies, on the
-            replicas' devices.
+            A nest like `value` of `PerReplica`; of arrays where there is one replica. Of a size S
+            along `axis` replica r of N has the next `S // N + (1 if r < S % N else 0)`, which may
+            be none. The parts are copies, on the replicas' devices.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
@@ -204,14 +213,16 @@ def _scatterable(value: Any, axis: Any) -> Any:
     """`value` as an array that has this axis."""
     if isinstance(value, DistributedValues):
         raise TypeError(
-            f"{current_call()}: {value!r} is distributed already; pass an array that is the same on every rank"
+            f"{current_call()}: {value!r} is distributed already; pass an array that is the same "
+            "on every rank"
         )
     array = as_numeric(value)
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
-            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; pass one that does"
+            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
+            "pass one that does"
         )
     return array
 
@@ -220,8 +231,8 @@ def _check_one_size(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
     # Split each by itself, elements that belong together would come to different replicas.
     if len({shape[axis] for shape in shapes}) > 1:
         raise ValueError(
-            f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes along axis {axis} "
-            "differ; pass arrays of one size, or each to a call of its own"
+            f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes "
+            f"along axis {axis} differ; pass arrays of one size, or each to a call of its own"
         )
 
 

@@ -24,17 +24,17 @@ class MirroredStrategy(Strategy):
     Collective: all ranks construct it. The first strategy of a program starts MPI.
 
     Args:
-        devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on a host without GPUs
-            all ranks use the CPU.
-        shard_updates: whether each replica keeps the optimizers' slots for its part of all elements only, and updates
-            that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO stage 1 do; on the CPU with the same
-            bits.
+        devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
+            a host without GPUs all ranks use the CPU.
+        shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
+            only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
+            stage 1 do; on the CPU with the same bits.
 
     Raises:
         TypeError: `shard_updates` is not a bool.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on several hosts, or MPI or
-            NCCL cannot start.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
+            several hosts, or MPI or NCCL cannot start.
     """
 
     _takes_pipeline_per_replica = True
@@ -49,24 +49,26 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(MirroredStrategy):
     """One replica per rank, on any number of hosts; each holds a copy of every variable, and all change together.
 
-    A worker is a host. Reductions run within each host first, then across hosts, one message per host. The script is
-    still one program, as if one worker ran it: every rank runs all its lines. Workers differ only in their own data:
-    `experimental_local_results` gives the components of this host's replicas, and `distribute_datasets_from_function`
-    one pipeline a host. `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
+    A worker is a host. Reductions run within each host first, then across hosts, one message per
+    host. The script is still one program, as if one worker ran it: every rank runs all its lines.
+    Workers differ only in their own data: `experimental_local_results` gives the components of this
+    host's replicas, and `distribute_datasets_from_function` one pipeline a host.
+    `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
     its own elements only.
 
     Collective: all ranks construct it. The first strategy of a program starts MPI.
 
     Args:
-        cluster_resolver: says which worker this process belongs to; by default MPI does. It must agree with MPI on the
-            number of hosts.
+        cluster_resolver: says which worker this process belongs to; by default MPI does. It must
+            agree with MPI on the number of hosts.
         communication_options: ignored; accepted for compatibility with TensorFlow.
         shard_updates: as of `MirroredStrategy`.
 
     Raises:
-        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or `shard_updates` is not a bool.
-        RuntimeError: the resolver's number of workers is not the number of hosts, there are more ranks than GPUs on a
-            host, or MPI or NCCL cannot start.
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or `shard_updates` is
+            not a bool.
+        RuntimeError: the resolver's number of workers is not the number of hosts, there are more
+            ranks than GPUs on a host, or MPI or NCCL cannot start.
     """
 
     _takes_pipeline_per_replica = False
@@ -88,7 +90,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         with communicator.raise_together():
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
                 raise TypeError(
-                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of hpcstrat.cluster_resolver, or None"
+                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of "
+                    "hpcstrat.cluster_resolver, or None"
                 )
             self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
             if cluster_resolver is not None:
@@ -97,8 +100,9 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
                 # Some resolvers list hosts and some list ranks: Slurm's has a task for each rank.
                 if tasks not in (group.workers.count, world.size):
                     raise RuntimeError(
-                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the {world.size} ranks run on "
-                        f"{group.workers.count} hosts; omit it, or make it name every host once"
+                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the "
+                        f"{world.size} ranks run on {group.workers.count} hosts; omit it, or make "
+                        "it name every host once"
                     )
             communicator.barrier()
         if cluster_resolver is None:
@@ -120,7 +124,8 @@ def mirrored_group(
     """The group of placed and connected replicas, over which variables are mirrored. Collective."""
     call = current_call()
     with given_back_on_error(communicator):
-        # Ranks that place their replicas differently would otherwise differ only in speed, or in rounding.
+        # Ranks that place their replicas differently would otherwise differ only in speed, or in
+        # rounding.
         agree_on_placement(communicator, devices, shard_updates)
     local = storage = replica_storage(communicator)
     updates_on = UpdatesOn.ALL_RANKS
@@ -132,7 +137,8 @@ def mirrored_group(
         isinstance(communicator, DeviceCommunicator)
         and len({device.kind for device in devices}) > 1
     ):
-        # A CPU and a GPU round differently, so that copies which each updates itself would not stay equal.
+        # A CPU and a GPU round differently, so that copies which each updates itself would not stay
+        # equal.
         storage, updates_on = central_storage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(
         call,

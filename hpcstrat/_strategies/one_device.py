@@ -39,7 +39,8 @@ class OneDeviceStrategy(Strategy):
         device_names.parse(device)
         if control.size > 1:
             raise RuntimeError(
-                f"{call} has one replica, and {control.size} ranks run; start the program without mpirun"
+                f"{call} has one replica, and {control.size} ranks run; start the program without "
+                "mpirun"
             )
         placed, communicator = place_on_one_host([device])
         storage = replica_storage(communicator)

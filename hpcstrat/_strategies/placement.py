@@ -21,14 +21,14 @@ def place_on_one_host(
     """Starts MPI, gives each rank its device after all checks, and connects the ranks. Collective.
 
     Returns:
-        The device of each rank, in rank order, and the communicator, which is a `DeviceCommunicator` where any of the
-        ranks computes on a GPU.
+        The device of each rank, in rank order, and the communicator, which is a
+        `DeviceCommunicator` where any of the ranks computes on a GPU.
 
     Raises:
         TypeError: `compute_devices` is a single string.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks than GPUs, or MPI,
-            NCCL or the GPUs' driver does not start.
+        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks
+            than GPUs, or MPI, NCCL or the GPUs' driver does not start.
     """
     return _placed(compute_devices, is_one_host=True)
 
@@ -72,17 +72,20 @@ def _placed(
         if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
             raise RuntimeError(
-                f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start them on one, such as "
-                "with `srun --nodes=1` or a host list of one, or take MultiWorkerMirroredStrategy"
+                f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start "
+                "them on one, such as with `srun --nodes=1` or a host list of one, or take "
+                "MultiWorkerMirroredStrategy"
             )
         named = device_names.named(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _visible_gpus()
-        # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from the same facts.
+        # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from
+        # the same facts.
         by_rank = control.all_gather_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
-        # Named devices are used or refused; only where nothing was named may the CPU stand in, and with a warning.
+        # Named devices are used or refused; only where nothing was named may the CPU stand in, and
+        # with a warning.
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in by_rank):
             _warn_of_missing_cupy(is_lead=control.rank == 0)
             seen = [()] * control.size
@@ -130,9 +133,9 @@ def _visible_gpus() -> tuple[str, ...]:
 
 def _warn_of_missing_cupy(is_lead: bool) -> None:
     warn_together(
-        f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so the replicas compute "
-        "on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's clone, or name devices: "
-        "compute_devices=['CPU:0', ...]",
+        f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so "
+        "the replicas compute on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's "
+        "clone, or name devices: compute_devices=['CPU:0', ...]",
         UserWarning,
         is_lead=is_lead,
     )
@@ -141,8 +144,9 @@ def _warn_of_missing_cupy(is_lead: bool) -> None:
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     """Makes the GPU current that this rank will probably compute on, before MPI starts.
 
-    MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810): without this on GPU 0, in
-    every rank. Only the launcher's variables are known by then; the ranks check the placement together afterwards.
+    MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810): without
+    this on GPU 0, in every rank. Only the launcher's variables are known by then; the ranks check
+    the placement together afterwards.
     """
     launcher = launchers.find()
     if worlds.started() is not None or launcher is None or launcher.local_rank is None:

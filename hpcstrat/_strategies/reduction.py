@@ -29,7 +29,8 @@ def as_numeric(value: Any) -> Array:
     array = as_array(current_call(), value, on_gpu=True)
     if not is_numeric(array.dtype):
         raise TypeError(
-            f"{current_call()}: {value!r} is not an array of numbers and does not become one; pass an array"
+            f"{current_call()}: {value!r} is not an array of numbers and does not become one; pass "
+            "an array"
         )
     return as_native(array)
 
@@ -57,7 +58,10 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
 def _reduce_leaves(
     communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str
 ) -> list[Any]:
-    """All leaves in one message. `None` stays `None`; slices are brought together, not made dense."""
+    """All leaves in one message.
+
+    `None` stays `None`; slices are brought together, not made dense.
+    """
     results: list[Any] = list(leaves)
     # All arrays of a nest travel in one message. A message costs more than its bytes.
     indices = [
@@ -87,7 +91,8 @@ def _reduce_slices(
     with communicator.raise_together():  # arrays beside the slices were reduced before
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(
-                f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass one of these"
+                f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; "
+                "pass one of these"
             )
         values, indices = as_numeric(slices.values), as_numeric(slices.indices)
         check_reducible(values.dtype, op)
@@ -150,8 +155,8 @@ def _reduce_along(
     """Reduces along axes within each replica, too."""
     inner = [_Inner(op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        # Sums and counts in one message. Dividing by what all replicas really have makes the mean right for a short
-        # last batch.
+        # Sums and counts in one message. Dividing by what all replicas really have makes the mean
+        # right for a short last batch.
         totals = [array for one in inner for array in (one.total, one.count)]
         sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *must_match)
         return [
@@ -216,8 +221,8 @@ class _Inner:
         if count == 0:
             if self._dtype.kind in "iub":
                 raise ValueError(
-                    f"{current_call()}: {self._op.name} along an axis that has no elements on any replica; "
-                    "give it at least one"
+                    f"{current_call()}: {self._op.name} along an axis that has no elements on any "
+                    "replica; give it at least one"
                 )
             total = self._xp.full_like(total, np.nan)
         return scalar(total)
@@ -227,12 +232,13 @@ class _Inner:
 def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
     """A value that is not distributed, with several replicas."""
     if op is ReduceOp.SUM:
-        # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals. Anything else is ambiguous.
+        # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals.
+        # Anything else is ambiguous.
         if not isinstance(value, (Variable, IndexedSlices)) and not as_numeric(value).any():
             return value
         raise ValueError(
-            f"{current_call()}: SUM of a value that is not distributed: is it one value, or one a replica? Return it "
-            "from Strategy.run to have one a replica, or leave it as it is"
+            f"{current_call()}: SUM of a value that is not distributed: is it one value, or one a "
+            "replica? Return it from Strategy.run to have one a replica, or leave it as it is"
         )
     if isinstance(value, IndexedSlices):
         return value
@@ -311,11 +317,13 @@ def _axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     axes: tuple[Any, ...] = tuple(axis) if isinstance(axis, (tuple, list)) else (axis,)
     if any(isinstance(a, bool) or not isinstance(a, (int, np.integer)) for a in axes):
         raise TypeError(
-            f"{current_call()}: axis is {axis!r}; it must be None, an int, or a tuple or list of ints"
+            f"{current_call()}: axis is {axis!r}; it must be None, an int, or a tuple or list of "
+            "ints"
         )
     if any(not -ndim <= a < ndim for a in axes):
         raise ValueError(
-            f"{current_call()}: axis {axis} does not exist in a value of {ndim} dimensions; pass one that does"
+            f"{current_call()}: axis {axis} does not exist in a value of {ndim} dimensions; pass "
+            "one that does"
         )
     if len({a % ndim for a in axes}) < len(axes):
         raise ValueError(f"{current_call()}: axis {axis} names a dimension twice; name each once")

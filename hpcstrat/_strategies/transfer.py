@@ -55,9 +55,10 @@ def require_equal_arguments(
         if any(one != found[0] for one in found):
             seen = "; ".join(f"rank {rank} {one}" for rank, one in enumerate(found))
             raise ReplicaMismatchError(
-                f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. Anything but a distributed "
-                "value must be equal on all ranks. Seed random numbers, pass rank 0's value to all "
-                "with hs.broadcast_object or, if each replica should have its own, make it in the function or with "
+                f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. "
+                "Anything but a distributed value must be equal on all ranks. Seed random numbers, "
+                "pass rank 0's value to all with hs.broadcast_object or, if each replica should "
+                "have its own, make it in the function or with "
                 "Strategy.experimental_distribute_values_from_function"
             )
 
@@ -73,9 +74,9 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     ):
         failure.add_note(
             error,
-            f"{current_call()}: this replica's part of the batch has no elements: the batch had too few for all "
-            "replicas. Drop it by Dataset.batch(..., drop_remainder=True), or write the function so that it takes "
-            "arrays of first dimension 0",
+            f"{current_call()}: this replica's part of the batch has no elements: the batch had "
+            "too few for all replicas. Drop it by Dataset.batch(..., drop_remainder=True), or "
+            "write the function so that it takes arrays of first dimension 0",
         )
 
 
@@ -107,7 +108,8 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
     if kind in _NUMBERS:
         size = group.communicator.size
         return result if size == 1 else PerReplica(result, group.communicator.rank, size)
-    # The nests that most functions return, without the flattening that costs more than all else that `run` does.
+    # The nests that most functions return, without the flattening that costs more than all else
+    # that `run` does.
     if kind is dict:
         return {key: regroup(group, value) for key, value in result.items()}
     if kind is list:
@@ -122,7 +124,8 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
         if leaf is None or isinstance(leaf, (Variable, DistributedValues)):
             continue
         if isinstance(leaf, np.ndarray):
-            # A read-only view may be a variable's storage, which the next update changes under the result.
+            # A read-only view may be a variable's storage, which the next update changes under the
+            # result.
             if not leaf.flags.writeable and leaf.base is not None:
                 leaf = leaf.copy()
         elif not isinstance(leaf, PLAIN):
@@ -194,7 +197,8 @@ def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
     return group.storage.has(array) or group.replica_storage.has(array)
 
 
-# ---- arrays in objects, which travel as host arrays; each rank puts what was on a GPU on a device of its own
+# ---- arrays in objects, which travel as host arrays; each rank puts what was on a GPU on a device
+# of its own
 
 
 class _FromGpu:
@@ -210,7 +214,8 @@ def to_wire(nest: Any) -> Any:
     """`nest` with host copies of its arrays that are on the GPU, and other libraries' arrays as NumPy's.
 
     Raises:
-        TypeError: an array has no values in memory, such as a sparse tensor, or a leaf is a distributed value.
+        TypeError: an array has no values in memory, such as a sparse tensor, or a leaf is a
+            distributed value.
     """
 
     def packed(leaf: Any) -> Any:

@@ -34,30 +34,36 @@ class ValueMethods:
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Combines the replicas' values into one, the same on every rank. Collective: all ranks call this.
+        """Combines the replicas' values into one, the same on every rank.
+
+        Collective: all ranks call this.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a nest of distributed values, of arrays or numbers, sent in one message.
-            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An int, or several,
-                reduces along these axes within each replica too; `MEAN` then divides by the true number of elements. So
-                with a last batch of 6 elements on 2 replicas, 4 and 2, the mean is the sum of the six divided by six.
-                Without any elements it is nan.
+            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An
+                int, or several, reduces along these axes within each replica too; `MEAN` then
+                divides by the true number of elements. So with a last batch of 6 elements on 2
+                replicas, 4 and 2, the mean is the sum of the six divided by six. Without any
+                elements it is nan.
 
         Returns:
-            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8- and 16-bit integers
-            become 64-bit along an axis, as in NumPy; means are `float32` of integers of up to 16 bits, `float64` of
-            wider ones. The mean of a plain value is the value itself, or its mean along `axis`; the sum of a plain zero
-            is that zero.
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8-
+            and 16-bit integers become 64-bit along an axis, as in NumPy; means are `float32` of
+            integers of up to 16 bits, `float64` of wider ones. The mean of a plain value is the
+            value itself, or its mean along `axis`; the sum of a plain zero is that zero.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            TypeError: a leaf is not an array of numbers, or its dtype does not support the reduction.
-            ValueError: an axis does not exist, or a plain value other than zero is summed over several replicas.
+            TypeError: a leaf is not an array of numbers, or its dtype does not support the
+                reduction.
+            ValueError: an axis does not exist, or a plain value other than zero is summed over
+                several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
         Examples:
-            As one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are `[4 6 8 10]` and 28:
+            As one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are
+            `[4 6 8 10]` and 28:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
@@ -74,11 +80,13 @@ class ValueMethods:
 
     @collective("Strategy.gather", check_cross_replica)
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values along `axis`, in replica order. Collective: all ranks call this.
+        """Concatenates the replicas' values along `axis`, in replica order.
+
+        Collective: all ranks call this.
 
         Args:
-            value: a distributed value, or a nest of them, of arrays with at least one dimension. Sizes may differ along
-                `axis` only. A plain array is returned as it is.
+            value: a distributed value, or a nest of them, of arrays with at least one dimension.
+                Sizes may differ along `axis` only. A plain array is returned as it is.
             axis: the axis, counted from the end where negative.
 
         Returns:
@@ -107,15 +115,18 @@ class ValueMethods:
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of this worker's replicas. Collective, except in a replica function: all ranks call this.
+        """The components of this worker's replicas.
+
+        Collective, except in a replica function: all ranks call this.
 
         Args:
             value: anything.
 
         Returns:
-            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all replicas or, in a
-            `MultiWorkerMirroredStrategy`, of this host's. For a nest with such leaves a tuple of nests; for anything
-            else `(value,)`. Arrays of other libraries become NumPy's or CuPy's.
+            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all
+                replicas or, in a
+            `MultiWorkerMirroredStrategy`, of this host's. For a nest with such leaves a tuple of
+            nests; for anything else `(value,)`. Arrays of other libraries become NumPy's or CuPy's.
 
         Raises:
             TypeError: a component cannot be sent between ranks, since it cannot be pickled.
@@ -123,7 +134,8 @@ class ValueMethods:
         """
         leaves, structure = nests.flatten(value)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
-        # Where this rank has nothing to send, another may: they must find out, and not wait for each other.
+        # Where this rank has nothing to send, another may: they must find out, and not wait for
+        # each other.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
             reduction.require_alike(self._group.communicator, structure)
         if not indices:
@@ -132,7 +144,8 @@ class ValueMethods:
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
                 with self._group.communicator.raise_together():
-                    # To all ranks, each of which returns the components of all its worker's replicas.
+                    # To all ranks, each of which returns the components of all its worker's
+                    # replicas.
                     packed = to_wire(own)
                     at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
                     by_rank = self._group.communicator.all_gather_obj(
@@ -171,7 +184,8 @@ class ValueMethods:
             ReplicaMismatchError: the replicas' nests differ in structure.
 
         Examples:
-            As one replica prints it: a constant, an element of an array by the replica's index, a computed value:
+            As one replica prints it: a constant, an element of an array by the replica's index, a
+                computed value:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
@@ -218,8 +232,8 @@ class ValueMethods:
         """
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise ValueError(
-                f"Strategy.experimental_assign_to_logical_device: there is no logical device {logical_device_id}; "
-                "a replica has one, so pass 0"
+                "Strategy.experimental_assign_to_logical_device: there is no logical device "
+                f"{logical_device_id}; a replica has one, so pass 0"
             )
         return tensor
 
@@ -230,25 +244,27 @@ class ValueMethods:
 
         Args:
             tensor: an array.
-            partition_dimensions: for each dimension the number of parts along it; all of them are 1.
+            partition_dimensions: for each dimension the number of parts along it; all of them are
+                1.
 
         Raises:
-            ValueError: the number of entries is not the number of dimensions, their product is not the number of
-                logical devices, or one does not divide the shape.
+            ValueError: the number of entries is not the number of dimensions, their product is not
+                the number of logical devices, or one does not divide the shape.
         """
         call = "Strategy.experimental_split_to_logical_devices"
         shape = np.shape(tensor)
         parts = list(partition_dimensions)
-        # TensorFlow's checks, though there is only one logical device: a program for several must not run as if it had
-        # them.
+        # TensorFlow's checks, though there is only one logical device: a program for several must
+        # not run as if it had them.
         if len(parts) != len(shape):
             raise ValueError(
-                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as the shape {shape} has"
+                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as "
+                f"the shape {shape} has"
             )
         if math.prod(parts) != _LOGICAL_DEVICES:
             raise ValueError(
-                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; for the replica's one "
-                "logical device all must be 1"
+                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; "
+                "for the replica's one logical device all must be 1"
             )
         if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
             raise ValueError(

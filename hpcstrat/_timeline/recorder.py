@@ -104,7 +104,8 @@ class Recorder:
 
     def save_before_the_end(self) -> None:
         """Writes what there is, with the spans that are still open, in the middle of whatever ends the job."""
-        # A write may be under way on a disk that stands still; the end of the job does not wait for that.
+        # A write may be under way on a disk that stands still; the end of the job does not wait for
+        # that.
         if os.getpid() == self._process and self._lock.acquire(timeout=_LAST_WRITE_SECONDS):
             try:
                 if self._is_open:
@@ -128,8 +129,8 @@ class Recorder:
                 if not self._is_open:
                     return
                 self._write()
-            # Waited for, unlocked, and not asked for: CuPy asks with Python's lock, and where the program waits for
-            # room among CUDA's launches the answer does not come.
+            # Waited for, unlocked, and not asked for: CuPy asks with Python's lock, and where the
+            # program waits for room among CUDA's launches the answer does not come.
             for span in tuple(self._on_gpu):
                 assert self._gpu is not None
                 self._gpu.wait_for(span)
@@ -137,8 +138,8 @@ class Recorder:
 
     def _write(self, is_last: bool = False, is_end: bool = False) -> None:
         """Writes what has ended since the last time, and the begin of what lasts."""
-        # What lasts longer than a period has its beginning written, so that the trace of a killed job shows what it was
-        # in.
+        # What lasts longer than a period has its beginning written, so that the trace of a killed
+        # job shows what it was in.
         before = time.perf_counter_ns() - (0 if is_end else int(_PERIOD * 1e9))
         lines = [*self._of_ended(), *([] if is_end else self._of_gpu(is_last))]
         for span in self._spans.open_since(before):
@@ -149,8 +150,8 @@ class Recorder:
         if self._spans.is_full and self._rank == 0:
             self._spans.is_full = False
             failure.say(
-                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not recorded; "
-                "make one of fewer steps"
+                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not "
+                "recorded; make one of fewer steps"
             )
         try:
             self._file.append(lines)
@@ -158,8 +159,8 @@ class Recorder:
             # A full disk must not end the program that it was to describe.
             self._is_open = False
             failure.say(
-                f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the program goes on: "
-                f"{error}. Name a file on a disk that has room"
+                f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the "
+                f"program goes on: {error}. Name a file on a disk that has room"
             )
 
     def _of_ended(self) -> Iterator[str]:
@@ -174,7 +175,10 @@ class Recorder:
                 self._on_gpu.append(span)
 
     def _of_gpu(self, is_last: bool) -> Iterator[str]:
-        """What the GPU has done. Not where the job ends: it may hang, and this one would wait for it."""
+        """What the GPU has done.
+
+        Not where the job ends: it may hang, and this one would wait for it.
+        """
         gpu = self._gpu
         if gpu is None:
             return
@@ -184,7 +188,8 @@ class Recorder:
             track, begin, end = gpu.times(span)
             yield self._events.whole(span, GPU_TRACKS + track, begin, end)
         self._done_on_gpu = 0
-        # Elapsed times are 32-bit floats, which lose precision with the distance, so the known event is renewed.
+        # Elapsed times are 32-bit floats, which lose precision with the distance, so the known
+        # event is renewed.
         gpu.compare_clocks()
 
     def _new_names(self) -> Iterator[str]:

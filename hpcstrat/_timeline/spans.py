@@ -87,15 +87,16 @@ class Spans:
     ) -> Span | None:
         """Opens a span of this thread.
 
-        `None`, and nothing, where all is full, or where the span would lie in one of the same category, which it is a
-        part of; `anyway` records the latter too.
+        `None`, and nothing, where all is full, or where the span would lie in one of the same
+        category, which it is a part of; `anyway` records the latter too.
         """
         try:
             # A stack for each thread, so that opening and closing a span takes no lock.
             stack, thread = self._local.own
         except AttributeError:
             stack, thread = self._local.own = self._new_thread()
-        # A reduction is made of exchanges: their own spans would only repeat what the outer one says.
+        # A reduction is made of exchanges: their own spans would only repeat what the outer one
+        # says.
         if stack and stack[-1].category == category and not anyway:
             return None
         if self._left <= 0:
@@ -132,8 +133,9 @@ class GpuSpans:
 
     The host waits for nothing.
 
-    CUDA tells how much time lies between two events, as a 32-bit number of milliseconds; so events are compared with
-    one that is seldom older than a second, whose time on the host's clock is known.
+    CUDA tells how much time lies between two events, as a 32-bit number of milliseconds; so events
+    are compared with one that is seldom older than a second, whose time on the host's clock is
+    known.
 
     Args:
         ordinal: CUDA's number of the GPU.
@@ -147,12 +149,16 @@ class GpuSpans:
         self.tracks: dict[int, int] = {}
         """The number of the track of each stream, by its address."""
         with self._cuda.Device(ordinal):
-            # Of its own, and empty: an event on it is done at once, whatever the program's streams are doing.
+            # Of its own, and empty: an event on it is done at once, whatever the program's streams
+            # are doing.
             self._stream = self._cuda.Stream(non_blocking=True)
         self.compare_clocks()
 
     def compare_clocks(self) -> None:
-        """Notes an event and its time on the host's clock. It waits for a stream on which nothing else is."""
+        """Notes an event and its time on the host's clock.
+
+        It waits for a stream on which nothing else is.
+        """
         event = self._event()
         with self._cuda.Device(self._ordinal):
             event.record(self._stream)

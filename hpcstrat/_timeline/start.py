@@ -42,7 +42,8 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     part = part_name(path, hosts[rank])
     is_first = hosts.index(hosts[rank]) == rank
     file = None
-    # Rank 0 removes what a run before has left, then the first rank of each host makes a file, which the others find.
+    # Rank 0 removes what a run before has left, then the first rank of each host makes a file,
+    # which the others find.
     turn = 0 if rank == 0 else 1 if is_first else 2
     for now in range(3):
         with communicator.raise_together():
@@ -71,7 +72,8 @@ def _open(path: str, is_first: bool) -> TraceFile:
         return TraceFile(path, is_first)
     except OSError as error:
         raise OSError(
-            f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; name one in a folder that is there"
+            f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; name one in a folder "
+            "that is there"
         ) from error
 
 
@@ -88,8 +90,8 @@ def _join(path: str, hosts: int) -> None:
         join_parts(path, [part_name(path, host) for host in range(1, hosts)])
     except OSError as error:  # the ranks still have to end together
         failure.say(
-            f"hpcstrat: the timeline {path} cannot be ended: {error}; `python -m hpcstrat timeline` reads it as it is. "
-            "Name a file on a disk that has room"
+            f"hpcstrat: the timeline {path} cannot be ended: {error}; `python -m hpcstrat "
+            "timeline` reads it as it is. Name a file on a disk that has room"
         )
 
 
@@ -97,10 +99,14 @@ def _join(path: str, hosts: int) -> None:
 
 
 def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
-    """Nanoseconds of this process's clock when the trace begins, at the same moment on all ranks. Collective.
+    """Nanoseconds of this process's clock when the trace begins, at the same moment on all ranks.
 
-    Processes of one host share a clock. Those of several meet some times: each leaves only after all have come, so of
-    two ranks the one's leaving is later than the other's coming, which bounds how far apart their clocks are.
+    Collective.
+
+    Processes of one host share a clock. Those of several meet some times: each leaves only after
+    all have come, so of
+    two ranks the one's leaving is later than the other's coming, which bounds how far apart their
+    clocks are.
 
     Args:
         communicator: of all ranks.
@@ -114,7 +120,10 @@ def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
 
 @names_call("HPCSTRAT_TIMELINE, the clocks")
 def meet(communicator: Communicator, rounds: int) -> list[list[tuple[int, int]]]:
-    """When each rank came to each meeting and left it, in nanoseconds of its own clock. Collective."""
+    """When each rank came to each meeting and left it, in nanoseconds of its own clock.
+
+    Collective.
+    """
     met = []
     for _ in range(rounds):
         come = time.perf_counter_ns()
@@ -125,8 +134,8 @@ def meet(communicator: Communicator, rounds: int) -> list[list[tuple[int, int]]]
 
 def difference(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """What the other's clock shows more than the one's, in nanoseconds: at least and at most."""
-    # Each leaving of one follows each coming of the other in the same meeting. Of many meetings the tightest bounds
-    # count.
+    # Each leaving of one follows each coming of the other in the same meeting. Of many meetings the
+    # tightest bounds count.
     least = max(come - left for (_, left), (come, _) in zip(one, other, strict=True))
     most = min(left - come for (come, _), (_, left) in zip(one, other, strict=True))
     return least, most

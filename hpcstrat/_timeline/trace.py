@@ -1,6 +1,7 @@
 """The file: a JSON array of Chrome's trace events, a line each, which all ranks of a host append to.
 
-The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "JSON Array Format", in which the
+The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "JSON Array
+Format", in which the
 array's end may be missing. So the file can be opened at any moment, also after a kill.
 """
 
@@ -21,7 +22,8 @@ GPU_TRACKS = 1000
 
 
 _BEGIN = b"[\n"
-_FIRST = b'{"name": "process_name", "ph": "M", "pid": '  # of each file: a recorder begins with its rank's name
+# of each file: a recorder begins with its rank's name
+_FIRST = b'{"name": "process_name", "ph": "M", "pid": '
 
 
 def part_name(path: str, host: int) -> str:
@@ -31,7 +33,10 @@ def part_name(path: str, host: int) -> str:
 
 
 def parts_beside(path: str) -> list[str]:
-    """The other hosts' files that this host sees beside the first host's. What else has such a name is the user's."""
+    """The other hosts' files that this host sees beside the first host's.
+
+    What else has such a name is the user's.
+    """
     stem, suffix = os.path.splitext(path)
     named = re.compile(rf"{re.escape(stem)}\.host[1-9][0-9]*{re.escape(suffix)}")
     found = glob.glob(f"{glob.escape(stem)}.host[0-9]*{glob.escape(suffix)}")
@@ -76,8 +81,8 @@ class TraceFile:
         """
         text = memoryview("".join(f"{line},\n" for line in lines).encode())
         while text:
-            # One call for whole lines: the system appends them in one piece, where buffered writes of several ranks
-            # would mix.
+            # One call for whole lines: the system appends them in one piece, where buffered writes
+            # of several ranks would mix.
             text = text[self._file.write(text) :]
 
     def close(self) -> None:

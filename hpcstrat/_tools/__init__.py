@@ -1,1 +1,4 @@
-"""What runs beside programs, behind `python -m hpcstrat`. Nothing else in the package imports it."""
+"""What runs beside programs, behind `python -m hpcstrat`.
+
+Nothing else in the package imports it.
+"""

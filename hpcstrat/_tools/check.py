@@ -23,7 +23,10 @@ _ROUNDS = 5
 
 @names_call("check")
 def check() -> int:
-    """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong. Collective."""
+    """Prints a table on the lead; returns the exit status, 1 if anything arrived wrong.
+
+    Collective.
+    """
     world = worlds.start()
     strategy = (
         MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
@@ -78,8 +81,8 @@ def _timed(communicator: Communicator, call: Callable[[], bool]) -> tuple[float,
 
 def _all_reduce(group: ReplicaGroup, count: int) -> bool:
     xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
-    # Numbers that differ from rank to rank and from element to element, and whose sum is exact: a mixed-up part cannot
-    # look right.
+    # Numbers that differ from rank to rank and from element to element, and whose sum is exact: a
+    # mixed-up part cannot look right.
     (total,) = group.communicator.all_reduce([xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
     return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
 

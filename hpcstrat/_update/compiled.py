@@ -1,8 +1,9 @@
 """Updates in one pass over memory: a rule's kernel as a loop in C, compiled by the host's own compiler.
 
-NumPy's operations go over a chunk a dozen times, from cache, and are four times slower than memory is. The loop gives
-the same bits, which is tried on a few numbers whenever one is loaded. Without a compiler, where its files cannot
-be kept or loaded, or where anything else goes wrong, NumPy does the work.
+NumPy's operations go over a chunk a dozen times, from cache, and are four times slower than memory
+is. The loop gives the same bits, which is tried on a few numbers whenever one is loaded. Without a
+compiler, where its files cannot be kept or loaded, or where anything else goes wrong, NumPy does
+the work.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
 NormLoop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
 """Likewise. It changes nothing, and gives for each row the sum of the squares of each term."""
 
-# CHUNK: what a chunk is copied to stays in the fastest cache, eight arrays of it. One or two messages are read in
-# place: a loop that reads several streams at once is faster than a copy of one of them, and then the others.
+# CHUNK: what a chunk is copied to stays in the fastest cache, eight arrays of it. One or two
+# messages are read in place: a loop that reads several streams at once is faster than a copy of one
+# of them, and then the others.
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
@@ -171,7 +173,8 @@ def norm_loop(norms: Norms, dtype: np.dtype[Any]) -> NormLoop | None:
 
 
 def _or_none(make: Callable[..., Any], *arguments: Any) -> Any:
-    # Whatever goes wrong, on one rank perhaps: in the middle of an update an exception would break it off.
+    # Whatever goes wrong, on one rank perhaps: in the middle of an update an exception would break
+    # it off.
     with contextlib.suppress(Exception):
         return make(*arguments)
     return None

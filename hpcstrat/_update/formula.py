@@ -20,8 +20,9 @@ class Formula:
 
     Args:
         call: the name of the formula for messages, such as `Adam.formula`.
-        function: takes the value, the gradient and the slots of one element by position, and the numbers and options by
-            name. It returns the new value, or a tuple of it and of the new slots.
+        function: takes the value, the gradient and the slots of one element by position, and the
+            numbers and options by name. It returns the new value, or a tuple of it and of the new
+            slots.
         slots: the slots' names.
         numbers: the names of the numbers.
         options: by name, what is known when the formula is compiled.
@@ -49,8 +50,8 @@ class Formula:
         kinds = [getattr(one, "kind", type(one).__name__) for one in results]
         if kinds != [ELEMENT] * len(state):
             raise TypeError(
-                f"{call} returned {kinds}; it must return the new value and {len(slots)} new slots, in this order, "
-                "all of them made of elements"
+                f"{call} returned {kinds}; it must return the new value and {len(slots)} new "
+                "slots, in this order, all of them made of elements"
             )
         self._names = tuple(numbers)
         self._options = {name: float(value) for name, value in options.items() if value is not None}
@@ -65,7 +66,8 @@ class Formula:
         self._kernel = _kernel(name, slots, taken, lines)
         self._norms: tuple[int, Kernel, Callable[..., Any]] | None = None
         if norms:
-            # A norm needs all elements of a variable before any can change: a first pass, which changes nothing.
+            # A norm needs all elements of a variable before any can change: a first pass, which
+            # changes nothing.
             wanted = [norm.operands[0] for norm in norms]
             order, taken = _in_order(wanted)
             lines, texts = _statements(given, order, taken)
@@ -179,7 +181,9 @@ class Formulas:
         self._last: tuple[tuple[Any, ...], UpdateRule] | None = None
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
-        """The update of this step. What the formula takes, but for these two, are the optimizer's attributes.
+        """The update of this step.
+
+        What the formula takes, but for these two, are the optimizer's attributes.
 
         Raises:
             AttributeError: the optimizer has no such attribute.

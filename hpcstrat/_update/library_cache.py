@@ -1,7 +1,8 @@
 """Libraries that the host's C compiler makes, kept in a folder for the next time.
 
-What is there is run, so nothing is trusted by its path. The folder is opened once, and must be this user's own; so must
-each library. Its checksum is compared before it is loaded: one that was cut off by a power cut would end the process.
+What is there is run, so nothing is trusted by its path. The folder is opened once, and must be this
+user's own; so must each library. Its checksum is compared before it is loaded: one that was cut off
+by a power cut would end the process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the two last flags take
-# away is errno, and traps that nobody has set.
+# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the
+# two last flags take away is errno, and traps that nobody has set.
 _FLAGS = (
     *(
         "-std=gnu11",
@@ -58,7 +59,8 @@ def load_library(source: str) -> ctypes.CDLL:
     if cc is None:
         raise FileNotFoundError("there is no C compiler")
     status = os.stat(cc)
-    # A compiler that was updated, or a home on several kinds of machines, must not find the other's code.
+    # A compiler that was updated, or a home on several kinds of machines, must not find the other's
+    # code.
     facts = (
         source,
         *_FLAGS,
@@ -69,8 +71,9 @@ def load_library(source: str) -> ctypes.CDLL:
     )
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     with _own_folder() as folder:
-        # Found from the open folder, to which nobody else can write. The name has to be in it: dlopen takes a path that
-        # it has seen for the library which it then loaded, and descriptors get the same numbers again.
+        # Found from the open folder, to which nobody else can write. The name has to be in it:
+        # dlopen takes a path that it has seen for the library which it then loaded, and descriptors
+        # get the same numbers again.
         library = f"/proc/self/fd/{folder}/{name}.so"
         if not _is_whole(library):
             _compile_once(os.path.abspath(cc), source, library)
@@ -138,8 +141,8 @@ def _compile(cc: str, source: str, library: str) -> None:
 
 
 def _run(command: list[str], source: str, folder: str) -> None:
-    # The compiler starts others: they are one group, which ends with this block, or by `timeout` if this process is
-    # killed. They hold neither this process's output nor its terminal.
+    # The compiler starts others: they are one group, which ends with this block, or by `timeout` if
+    # this process is killed. They hold neither this process's output nor its terminal.
     timeout = shutil.which("timeout")
     process = subprocess.Popen(
         [*((timeout, "-s", "KILL", str(_SECONDS + 1)) if timeout else ()), *command],
@@ -190,7 +193,8 @@ def _own_folder() -> Iterator[int]:
     """A block with the open folder, which nobody else can write to.
 
     Raises:
-        OSError: there is none, and it cannot be made; or an error in the block, with the folder's name.
+        OSError: there is none, and it cannot be made; or an error in the block, with the folder's
+            name.
         RuntimeError: this user has no home.
     """
     path = (

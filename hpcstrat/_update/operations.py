@@ -27,8 +27,9 @@ def operations(
 ) -> Callable[..., tuple[Apply, tuple[float, ...]]]:
     """NumPy's operations, as a function of the formula's numbers and norms.
 
-    It gives the operations, and the numbers that these take, computed in float64. It is made from text, as the kernel
-    is: a loop over a table of operations takes twice as long on small variables.
+    It gives the operations, and the numbers that these take, computed in float64. It is made from
+    text, as the kernel is: a loop over a table of operations takes twice as long on small
+    variables.
     """
     functions: dict[str, Any] = {
         "wide": _wide,
@@ -85,7 +86,8 @@ def norm_terms(
         f"    def terms(a{VALUE}, a{GRADIENT}, slots):",
         f"        dtype = a{VALUE}.dtype",
         "        if dtype.itemsize == 2:",
-        f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, a{GRADIENT}, *slots)]",
+        f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, "
+        f"a{GRADIENT}, *slots)]",
         f"            dtype = a{VALUE}.dtype",
         _unpacked(
             "n", len(numbers), "[dtype.type(number) for number in numbers]"
@@ -132,7 +134,8 @@ def _unpacked(prefix: str, count: int, of: str, first: int = 0) -> str:
 
 
 def _as_arrays(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    # NumPy takes an array of no dimensions in half the time of a scalar, and a small update is little else.
+    # NumPy takes an array of no dimensions in half the time of a scalar, and a small update is
+    # little else.
     return [np.array(number, dtype) for number in numbers]
 
 

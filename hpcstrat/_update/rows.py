@@ -52,15 +52,18 @@ def combine_rows(
 ) -> tuple[Array, Array]:
     """The rows that occur, each once and ascending, and for each its values as one, in the order in which they lie.
 
-    CuPy's own `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN to all rows.
+    CuPy's own `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a
+    NaN to all rows.
 
     Args:
         indices: integers of shape `(k,)`, none of them negative.
-        values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in `float32`.
+        values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in
+            `float32`.
         combination: how several values become one.
     """
     xp = gpu.array_module(indices)
-    # Stable, so that equal rows keep their order, and the results are the same bits on every rank and in every run.
+    # Stable, so that equal rows keep their order, and the results are the same bits on every rank
+    # and in every run.
     order = xp.argsort(indices, kind="stable")
     indices = indices[order]
     # No index is negative, so -1 makes the first row a new one.
@@ -87,7 +90,8 @@ def combine_rows(
 def _kernel(code: str, is_short: bool) -> Any:
     """A thread for each element of the result: the same bits in every run, and on every rank."""
     return gpu.load_cupy("a sparse gradient").ElementwiseKernel(
-        "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 rows",
+        "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 "
+        "rows",
         "T combined",
         _COMBINE.format(wide="float" if is_short else "T", combined=code),
         "hpcstrat_combine_rows",

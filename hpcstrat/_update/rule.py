@@ -25,9 +25,9 @@ class Kernel(NamedTuple):
         name: the kernel's name in profilers.
         slots: names of the slots in `body`.
         constants: names of the constants in `body`.
-        body: statements of CUDA C++ that change `value` and the slots by `gradient`, one element of each. All have the
-            variable's dtype; where that has 16 bits, `float`. Those of norms change nothing and assign to `term_0` and
-            so on.
+        body: statements of CUDA C++ that change `value` and the slots by `gradient`, one element of
+            each. All have the variable's dtype; where that has 16 bits, `float`. Those of norms
+            change nothing and assign to `term_0` and so on.
     """
 
     name: str
@@ -39,19 +39,19 @@ class Kernel(NamedTuple):
 class UpdateRule(NamedTuple):
     """One step of an optimizer: how a gradient changes a variable and its slots.
 
-    `apply(value, gradient, slots, scratch)` changes `value` and `slots` in place and may overwrite `gradient` and
-    `scratch`. All are flat arrays of one length and dtype, NumPy's or CuPy's. The update must be elementwise: an
-    element may depend on the same element of the other arrays and on nothing else, because `apply` is called on one
-    range of elements at a time, on any rank.
+    `apply(value, gradient, slots, scratch)` changes `value` and `slots` in place and may overwrite
+    `gradient` and `scratch`. All are flat arrays of one length and dtype, NumPy's or CuPy's. The
+    update must be elementwise: an element may depend on the same element of the other arrays and on
+    nothing else, because `apply` is called on one range of elements at a time, on any rank.
 
     Attributes:
         apply: the function. NumPy's functions work on both kinds of array.
-        constants: the numbers in `apply`, by name; the learning rate at least. Ranks whose constants differ raise
-            `ReplicaMismatchError`, which names them.
+        constants: the numbers in `apply`, by name; the learning rate at least. Ranks whose
+            constants differ raise `ReplicaMismatchError`, which names them.
         kernel: the same update as one GPU kernel; without it `apply` runs on CuPy arrays.
         kernel_constants: the constants of the kernel, in its order.
-        norms: what it takes of whole variables. Then `apply` is for a whole variable, and the kernel's constants are
-            those of `norms.bound`.
+        norms: what it takes of whole variables. Then `apply` is for a whole variable, and the
+            kernel's constants are those of `norms.bound`.
     """
 
     apply: Apply
@@ -66,7 +66,8 @@ class UpdateRule(NamedTuple):
             compiled = _compiled(self.kernel, value.dtype.itemsize == 2)
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:
-            # An assignment has no constants and uses no scratch: large variables need no memory beside them.
+            # An assignment has no constants and uses no scratch: large variables need no memory
+            # beside them.
             scratch = (
                 gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
             )
@@ -80,8 +81,8 @@ LANES = 16
 class Norms(NamedTuple):
     """The norms over a variable that an update of its elements depends on.
 
-    They take a first pass over all elements, which changes nothing. A rank that has a part of the elements only sums
-    up its own, and the ranks add their sums. Squares are summed in float64.
+    They take a first pass over all elements, which changes nothing. A rank that has a part of the
+    elements only sums up its own, and the ranks add their sums. Squares are summed in float64.
 
     Attributes:
         size: how many there are.

@@ -12,8 +12,8 @@ import numpy as np
 
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
-# What gives the same bits in NumPy, in C++ and from processor to processor: IEEE 754 says how these round. NumPy's exp
-# or log depend on the processor.
+# What gives the same bits in NumPy, in C++ and from processor to processor: IEEE 754 says how these
+# round. NumPy's exp or log depend on the processor.
 ON_ELEMENTS: dict[Any, str] = {
     np.add: "{} + {}",
     np.subtract: "{} - {}",
@@ -33,7 +33,8 @@ ON_ELEMENTS: dict[Any, str] = {
     np.where: "{} ? {} : {}",
 }
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
-# Which zero NumPy's own takes of two with different signs depends on the processor, and on the place in the array.
+# Which zero NumPy's own takes of two with different signs depends on the processor, and on the
+# place in the array.
 AS_OPERATIONS: dict[Any, Callable[..., Any]] = {
     np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
     np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
@@ -110,7 +111,8 @@ class Symbol:
     def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
             _refuse(
-                f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a formula"
+                f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a "
+                "formula"
             )
         return _applied(ufunc, *arguments)
 
@@ -123,7 +125,8 @@ class Symbol:
             return Symbol(NUMBER, np.linalg.norm, self)
         if function is not np.where or options or len(arguments) != 3:
             _refuse(
-                f"numpy.{function.__name__} has no place in a formula, where each element is by itself"
+                f"numpy.{function.__name__} has no place in a formula, where each element is by "
+                "itself"
             )
         return _applied(np.where, *arguments)
 
@@ -144,12 +147,14 @@ class Symbol:
 
     def __bool__(self) -> NoReturn:
         _refuse(
-            f"whether {_article(self)} is true is not known when the formula is compiled; use numpy.where"
+            f"whether {_article(self)} is true is not known when the formula is compiled; use "
+            "numpy.where"
         )
 
     def __float__(self) -> NoReturn:
         _refuse(
-            f"{_article(self)} has no value when the formula is compiled; use NumPy's functions, not math's"
+            f"{_article(self)} has no value when the formula is compiled; use NumPy's functions, "
+            "not math's"
         )
 
     __int__ = __index__ = __float__
@@ -165,7 +170,8 @@ def _applied(function: Any, *arguments: Any) -> Symbol:
             argument = Symbol(NUMBER, None, float(argument))
         elif not isinstance(argument, Symbol):
             _refuse(
-                f"an operand is of type {type(argument).__name__}; take what the formula is given, and numbers"
+                f"an operand is of type {type(argument).__name__}; take what the formula is given, "
+                "and numbers"
             )
         operands.append(argument)
     if all(operand.kind == NUMBER for operand in operands):
@@ -183,7 +189,8 @@ def _applied(function: Any, *arguments: Any) -> Symbol:
     if function not in table:
         names = ", ".join(sorted(known.__name__ for known in table))
         _refuse(
-            f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; take {names}"
+            f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; "
+            f"take {names}"
         )
     return Symbol(kind, function, *operands)
 

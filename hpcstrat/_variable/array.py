@@ -42,7 +42,10 @@ class VariableReference:
 
 
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """What reads a variable. Nothing here communicates; a variable with a value a replica refuses where it would."""
+    """What reads a variable.
+
+    Nothing here communicates; a variable with a value a replica refuses where it would.
+    """
 
     __slots__ = ("_state", "name")
 
@@ -92,21 +95,26 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     # ---- the array
 
     def value(self) -> Array:
-        """The array: in a replica context storage itself, read-only; elsewhere a copy. Never communicates.
+        """The array: in a replica context storage itself, read-only; elsewhere a copy.
 
-        Storage is shared memory, which every rank may be reading. NumPy refuses to write to it, but for `np.add.at` and
-        the like before NumPy 2.5, which do not look at whether an array is read-only: pass them a copy, `read_value()`.
-        With `HPCSTRAT_CHECK=1` the next update finds what they wrote.
+        Never communicates.
+
+        Storage is shared memory, which every rank may be reading. NumPy refuses to write to it, but
+        for `np.add.at` and the like before NumPy 2.5, which do not look at whether an array is
+        read-only: pass them a copy, `read_value()`. With `HPCSTRAT_CHECK=1` the next update finds
+        what they wrote.
 
         Raises:
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
+            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
+                several replicas.
         """
         state, context = self._state, contexts.current.get()
         view = state.block.view
         if type(context) is InReplica and context.group is state.group:
             return view.view()  # whose shape and flags the caller may change
         self._check_readable()
-        # Outside of a replica the next write may come at any line, so a value that changes would surprise.
+        # Outside of a replica the next write may come at any line, so a value that changes would
+        # surprise.
         return view.copy()
 
     def _readable(self) -> Array:
@@ -118,8 +126,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _check_readable(self) -> None:
         if self._state.needs_aggregation_to_read():
             raise RuntimeError(
-                f"Variable {self.name!r} has one value a replica (ON_READ), and in the cross-replica context "
-                "arithmetic does not bring them together; call read_value() or numpy(), which do"
+                f"Variable {self.name!r} has one value a replica (ON_READ), and in the "
+                "cross-replica context arithmetic does not bring them together; call read_value() "
+                "or numpy(), which do"
             )
 
     # ---- operators and indexing
@@ -131,15 +140,16 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         for out in written:
             if isinstance(out, ReadableAsArray):
                 raise TypeError(
-                    f"Variable {out.name!r} in {ufunc.__name__}: a variable is not written in place, as by `+=`, "
-                    "`out=` or `at`; use assign, assign_add or assign_sub"
+                    f"Variable {out.name!r} in {ufunc.__name__}: a variable is not written in "
+                    "place, as by `+=`, `out=` or `at`; use assign, assign_add or assign_sub"
                 )
         # Straight from storage: the result is a fresh array, so nothing has to be copied.
         arrays = [x._readable() if isinstance(x, ReadableAsArray) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __getitem__(self, index: Any) -> Array:
-        # A part of storage may leave only where reads are views; a single element is a copy already.
+        # A part of storage may leave only where reads are views; a single element is a copy
+        # already.
         part = self._readable()[index]
         return (
             part
@@ -152,8 +162,8 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         def __setitem__(self, index: Any, value: Any) -> None:
             raise TypeError(
                 f"Variable {self.name!r} does not support item assignment; write rows by "
-                "v.scatter_update(IndexedSlices(values, indices)), elements by v.scatter_nd_update(indices, values), "
-                "or all of it by v.assign(new)"
+                "v.scatter_update(IndexedSlices(values, indices)), elements by "
+                "v.scatter_nd_update(indices, values), or all of it by v.assign(new)"
             )
 
     def __len__(self) -> int:
@@ -197,7 +207,8 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         """The elements as Python numbers, in nested lists."""
         return self._readable().tolist()
 
-    # ---- other shapes and dtypes: like `value()` in place in a replica context, and a copy elsewhere
+    # ---- other shapes and dtypes: like `value()` in place in a replica context, and a copy
+    # elsewhere
 
     @property
     def T(self) -> Array:
@@ -222,7 +233,8 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
         """The array in another dtype; without `copy` the array itself if it has it."""
-        # Without `copy` NumPy gives storage itself where the dtype is right; that leaves as `value()` does.
+        # Without `copy` NumPy gives storage itself where the dtype is right; that leaves as
+        # `value()` does.
         array = self._readable().astype(dtype, copy=copy)
         return self.value() if array is self._state.block.view else array
 
@@ -305,30 +317,34 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
         array = self._readable()
-        # A copy to the host that nobody asked for would make each such line wait for the GPU, unseen.
+        # A copy to the host that nobody asked for would make each such line wait for the GPU,
+        # unseen.
         if gpu.is_on_gpu(array):
             raise TypeError(
-                f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; call numpy()"
+                f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; "
+                "call numpy()"
             )
         in_place = in_replica_of(self._state.group)
         if copy is False and not in_place:
             raise ValueError(
-                f"Variable {self.name!r} is read without a copy, copy=False, in a replica context only; "
-                "call value() there"
+                f"Variable {self.name!r} is read without a copy, copy=False, in a replica context "
+                "only; call value() there"
             )
         array = array.astype(dtype or array.dtype, copy=bool(copy) or not in_place)
         return array.view() if array is self._state.block.view else array
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        # It names memory, and keeps only the variable alive: a snapshot's would be gone before it is read.
+        # It names memory, and keeps only the variable alive: a snapshot's would be gone before it
+        # is read.
         if (
             self._state.interface is None
             or self._state.block.interrupted_by
             or not in_replica_of(self._state.group)
         ):
             raise AttributeError(
-                f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica context only; call numpy()"
+                f"Variable {self.name!r} has an __array_interface__ on the CPU in a replica "
+                "context only; call numpy()"
             )
         return self._state.interface.copy()
 
@@ -342,12 +358,13 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> Any:
         if copy is False:
             raise BufferError(
-                f"Variable {self.name!r} is exported as a copy, because who takes it could write to it; without a "
-                "copy, and read-only, pass value() in a replica context"
+                f"Variable {self.name!r} is exported as a copy, because who takes it could write "
+                "to it; without a copy, and read-only, pass value() in a replica context"
             )
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(
-                f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host memory"
+                f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host "
+                "memory"
             )
         del max_version  # what is writable needs no flag of the newer ones
         self._check_readable()
@@ -363,9 +380,11 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._state.group
         ):  # as `__array_interface__`
             raise AttributeError(
-                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica context; call value()"
+                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica "
+                "context; call value()"
             )
-        # Who takes it works on the stream that is current, with which the strategy's is ordered: nobody has to wait.
+        # Who takes it works on the stream that is current, with which the strategy's is ordered:
+        # nobody has to wait.
         return {**array.__cuda_array_interface__, "stream": None}
 
     @property
@@ -380,6 +399,7 @@ def note_read_only(error: BaseException) -> None:
     add_note = getattr(error, "add_note", None)
     if add_note is not None and isinstance(error, ValueError) and str(error).endswith("read-only"):
         add_note(
-            "In a replica context a variable's value() is its memory, which other ranks may be reading: change the "
-            "variable by assign, assign_add or assign_sub, or a copy of it, read_value()."
+            "In a replica context a variable's value() is its memory, which other ranks may be "
+            "reading: change the variable by assign, assign_add or assign_sub, or a copy of it, "
+            "read_value()."
         )

@@ -40,8 +40,8 @@ OPERATIONS: dict[VariableAggregation, Aggregation] = {
 """The operation of each aggregation."""
 
 NO_AGGREGATION = (
-    "it has no aggregation, so the replicas' values do not become one; make it with aggregation='SUM', 'MEAN' or "
-    "'ONLY_FIRST_REPLICA'"
+    "it has no aggregation, so the replicas' values do not become one; make it with "
+    "aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA'"
 )
 """What is wrong with a variable of aggregation `NONE` where replicas' values meet."""
 
@@ -57,7 +57,8 @@ creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar(
 def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[None]:
     """Inside, every variable is made by `variable_creator(next_creator, **kwargs)`.
 
-    `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the arguments of `Variable`.
+    `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the
+    arguments of `Variable`.
     """
     token = creators.set((*creators.get(), variable_creator))
     try:
@@ -66,7 +67,8 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
         creators.reset(token)
 
 
-# A metaclass, because TensorFlow's programs call `Variable(...)`, which a creator may answer with any object.
+# A metaclass, because TensorFlow's programs call `Variable(...)`, which a creator may answer with
+# any object.
 class VariableType(type):
     """Passes `Variable(...)` through the creators of `variable_creator_scope`."""
 

@@ -24,10 +24,11 @@ _Variable = TypeVar("_Variable", bound="WritableByRows")
 class WritableByRows(ReadableAsArray):
     """What reads and writes rows of a variable.
 
-    Each `scatter_...` is collective as `assign` is. At the script's level one value counts, the same on all ranks. In a
-    replica context the replicas' rows come together as TensorFlow's mirrored variables have it: with `SUM` all of them
-    are applied, with `MEAN` all of them after division by the number of replicas, with `ONLY_FIRST_REPLICA` the first
-    replica's. The others of an index that occurs several times are not lost: sums add up, products multiply, and of an
+    Each `scatter_...` is collective as `assign` is. At the script's level one value counts, the
+    same on all ranks. In a replica context the replicas' rows come together as TensorFlow's
+    mirrored variables have it: with `SUM` all of them are applied, with `MEAN` all of them after
+    division by the number of replicas, with `ONLY_FIRST_REPLICA` the first replica's. The others of
+    an index that occurs several times are not lost: sums add up, products multiply, and of an
     update the last one counts.
     """
 
@@ -49,7 +50,8 @@ class WritableByRows(ReadableAsArray):
 
         Raises:
             ValueError: an index is out of range, or is no integer.
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
+            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
+                several replicas.
         """
         del name
         with call_named(f"Variable.sparse_read of {self.name!r}"):
@@ -59,15 +61,18 @@ class WritableByRows(ReadableAsArray):
         """A copy of the elements, or parts, at these indices; never communicates.
 
         Args:
-            indices: integers of shape `(..., k)`: each row of them is an index into the first k dimensions.
+            indices: integers of shape `(..., k)`: each row of them is an index into the first k
+                dimensions.
             name: taken for TensorFlow's sake.
 
         Returns:
             An array of shape `(*indices.shape[:-1], *shape[k:])`.
 
         Raises:
-            ValueError: an index is out of range or is no integer, or k is more than the number of dimensions.
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of several replicas.
+            ValueError: an index is out of range or is no integer, or k is more than the number of
+                dimensions.
+            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
+                several replicas.
         """
         del name
         with call_named(f"Variable.gather_nd of {self.name!r}"):
@@ -90,8 +95,9 @@ class WritableByRows(ReadableAsArray):
         """Adds values to some rows. Collective: all ranks call it.
 
         Args:
-            sparse_delta: `indices` of rows, integers of any shape; and for each a row of `values`, whose dtype casts
-                safely, or one number for all elements. Of an index that occurs several times all values are added.
+            sparse_delta: `indices` of rows, integers of any shape; and for each a row of `values`,
+                whose dtype casts safely, or one number for all elements. Of an index that occurs
+                several times all values are added.
             use_locking: taken for TensorFlow's sake, as the next.
             name: not used.
 
@@ -100,8 +106,9 @@ class WritableByRows(ReadableAsArray):
 
         Raises:
             TypeError: `sparse_delta` is no `IndexedSlices`.
-            ValueError: an index is out of range, values have another shape, or a dtype that does not cast or that the
-                operation does not take; in a replica context an aggregation of `NONE`. Nothing has changed.
+            ValueError: an index is out of range, values have another shape, or a dtype that does
+                not cast or that the operation does not take; in a replica context an aggregation of
+                `NONE`. Nothing has changed.
             NotImplementedError: the variable is `ON_READ`.
             RuntimeError: the variable belongs to another strategy than the one this line runs in.
             ReplicaMismatchError: the replicas' calls differ.
@@ -161,8 +168,9 @@ class WritableByRows(ReadableAsArray):
     ) -> _Variable:
         """Sets some rows, otherwise as `scatter_add`. Collective.
 
-        Of an index that occurs several times the last value counts. In a replica context the aggregation must be
-        `ONLY_FIRST_REPLICA`; with `SUM` and `MEAN` it raises `NotImplementedError`, as in TensorFlow.
+        Of an index that occurs several times the last value counts. In a replica context the
+        aggregation must be `ONLY_FIRST_REPLICA`; with `SUM` and `MEAN` it raises
+        `NotImplementedError`, as in TensorFlow.
         """
         return self._scatter("scatter_update", sparse_delta)
 
@@ -172,7 +180,8 @@ class WritableByRows(ReadableAsArray):
         """Adds to elements, or to parts, otherwise as `scatter_add`. Collective.
 
         Args:
-            indices: integers of shape `(..., k)`: each row of them is an index into the first k dimensions.
+            indices: integers of shape `(..., k)`: each row of them is an index into the first k
+                dimensions.
             updates: of shape `(*indices.shape[:-1], *shape[k:])`.
             name: taken for TensorFlow's sake.
         """
@@ -187,7 +196,10 @@ class WritableByRows(ReadableAsArray):
     def scatter_nd_update(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Sets elements, or parts, otherwise as `scatter_nd_add` and `scatter_update`. Collective."""
+        """Sets elements, or parts, otherwise as `scatter_nd_add` and `scatter_update`.
+
+        Collective.
+        """
         return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
 
     def _scatter(self: _Variable, method: str, slices: Any) -> _Variable:
@@ -222,7 +234,8 @@ class WritableByRows(ReadableAsArray):
     ) -> tuple[Array, Array]:
         """The rows and values of all replicas, in rank order, as the aggregation has them."""
         communicator = self._state.group.communicator
-        # One value on all ranks, so at least of one size; in a replica context the others may have any.
+        # One value on all ranks, so at least of one size; in a replica context the others may have
+        # any.
         must_match = () if in_replica else (f"{rows.size} rows",)
         if op is FIRST_REPLICA and communicator.rank:
             rows, values = rows[:0], values[:0]
@@ -247,8 +260,9 @@ class WritableByRows(ReadableAsArray):
         op = self._write_operation()
         if op is not FIRST_REPLICA and not scatter.is_sum:
             raise NotImplementedError(
-                f"{current_call()} in a replica context: the variable's aggregation is {self.aggregation.name}, and it "
-                "takes ONLY_FIRST_REPLICA; make the variable with that, or call it outside of Strategy.run"
+                f"{current_call()} in a replica context: the variable's aggregation is "
+                f"{self.aggregation.name}, and it takes ONLY_FIRST_REPLICA; make the variable with "
+                "that, or call it outside of Strategy.run"
             )
         return op
 
@@ -261,8 +275,9 @@ class WritableByRows(ReadableAsArray):
             check_reducible(self.dtype, op)
         if op is ReduceOp.MEAN and self.dtype.kind in "iu":
             raise ValueError(
-                f"{current_call()}: the mean of the replicas' values is {mean_dtype(self.dtype)} and does not fit "
-                f"{self.dtype.name}; make the variable a float one, or aggregate by SUM or ONLY_FIRST_REPLICA"
+                f"{current_call()}: the mean of the replicas' values is {mean_dtype(self.dtype)} "
+                f"and does not fit {self.dtype.name}; make the variable a float one, or aggregate "
+                "by SUM or ONLY_FIRST_REPLICA"
             )
         return op
 
@@ -273,17 +288,18 @@ class WritableByRows(ReadableAsArray):
         dtype, group = self.dtype, self._state.group
         if self._state.is_on_read:
             raise NotImplementedError(
-                f"{current_call()}: the variable is ON_READ, one value a replica, and rows of it cannot be written; "
-                "use assign"
+                f"{current_call()}: the variable is ON_READ, one value a replica, and rows of it "
+                "cannot be written; use assign"
             )
         if not isinstance(slices, IndexedSlices):
             raise TypeError(
-                f"{current_call()}: sparse_delta is of type {type(slices).__name__}; pass IndexedSlices(values, "
-                "indices)"
+                f"{current_call()}: sparse_delta is of type {type(slices).__name__}; pass "
+                "IndexedSlices(values, indices)"
             )
         if dtype.kind not in scatter.kinds:
             raise ValueError(
-                f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or assign"
+                f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or "
+                "assign"
             )
         indices, is_nd = self._as_indices(slices.indices), method.startswith("scatter_nd")
         rows, shape = self._rows(indices if is_nd else indices[..., None])
@@ -292,8 +308,8 @@ class WritableByRows(ReadableAsArray):
         def check_shape(array: Array) -> None:
             if array.shape != wanted and (is_nd or array.shape != ()):
                 raise ValueError(
-                    f"{current_call()}: the values have shape {array.shape}; for indices of shape {indices.shape} and "
-                    f"a variable of shape {self.shape} it must be {wanted}"
+                    f"{current_call()}: the values have shape {array.shape}; for indices of shape "
+                    f"{indices.shape} and a variable of shape {self.shape} it must be {wanted}"
                 )
 
         values = as_castable_value(slices.values, dtype, group.stream is not None, check_shape)
@@ -321,15 +337,16 @@ class WritableByRows(ReadableAsArray):
         shape, depth = self.shape, indices.shape[-1]
         if depth > len(shape):
             raise ValueError(
-                f"{current_call()}: indices of {depth} dimensions, and the variable has shape {shape}; pass at most "
-                f"{len(shape)}"
+                f"{current_call()}: indices of {depth} dimensions, and the variable has shape "
+                f"{shape}; pass at most {len(shape)}"
             )
         count = math.prod(indices.shape[:-1])
         rows = self._state.group.xp.zeros(count, np.int64)
         for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
             if count and not 0 <= int(index.min()) <= int(index.max()) < size:
                 raise ValueError(
-                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, of shape {shape}"
+                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, of shape "
+                    f"{shape}"
                 )
             rows = rows * size + index
         return rows, shape[depth:]

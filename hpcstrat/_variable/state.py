@@ -30,7 +30,8 @@ class VariableState:
         is_on_read: as above.
         block: the numbers.
         plan: how to update this variable alone; made by the first such update.
-        interface: what `__array_interface__` gives in a replica context; `None` where NumPy cannot describe it.
+        interface: what `__array_interface__` gives in a replica context; `None` where NumPy cannot
+            describe it.
     """
 
     __slots__ = ("block", "group", "interface", "is_on_read", "plan")
@@ -41,9 +42,11 @@ class VariableState:
         self.block: Block = self.storage.create(initial)
         self.plan: Plan | None = None
         view = self.block.view
-        # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere outside of a replica.
+        # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere
+        # outside of a replica.
         has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
-        # Made once: `np.asarray` of a variable asks for it, and an array makes a new dict each time.
+        # Made once: `np.asarray` of a variable asks for it, and an array makes a new dict each
+        # time.
         self.interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
 
     @property
@@ -91,12 +94,12 @@ class VariableState:
     def _foreign_context_message(self, context: Context) -> str:
         if self.group is default_group():
             return (
-                f"{current_call()}: the variable was made outside of this strategy's scope, so every process has one "
-                "of its own; make it under `with strategy.scope():`"
+                f"{current_call()}: the variable was made outside of this strategy's scope, so "
+                "every process has one of its own; make it under `with strategy.scope():`"
             )
         return (
-            f"{current_call()}: the variable belongs to another strategy than {context.group.name}, which runs here; "
-            "write it in its own strategy's scope"
+            f"{current_call()}: the variable belongs to another strategy than "
+            f"{context.group.name}, which runs here; write it in its own strategy's scope"
         )
 
 

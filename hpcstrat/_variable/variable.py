@@ -28,24 +28,29 @@ from hpcstrat._variable.writing import RULES, as_initial_value, as_written_value
 
 
 class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
-    """An array that lives in the strategy's storage. In arithmetic a variable acts as that array, and has its methods.
+    """An array that lives in the strategy's storage.
 
-    Making one under a strategy is collective: all ranks do it, and the parameter rank's initial value is used.
+    In arithmetic a variable acts as that array, and has its methods.
 
-    A read never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the cross-replica context.
-    In a replica context `value()`, and what arithmetic and indexing use, is the array in storage itself, read-only,
-    valid until the next write to the variable; everywhere else reads are copies. `copy.deepcopy` makes another variable
-    of the same strategy, and is collective, too; `copy.copy` another object of the same numbers. A variable pickles as
-    its array, on the host.
+    Making one under a strategy is collective: all ranks do it, and the parameter rank's initial
+    value is used.
+
+    A read never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the
+    cross-replica context. In a replica context `value()`, and what arithmetic and indexing use, is
+    the array in storage itself, read-only, valid until the next write to the variable; everywhere
+    else reads are copies. `copy.deepcopy` makes another variable of the same strategy, and is
+    collective, too; `copy.copy` another object of the same numbers. A variable pickles as its
+    array, on the host.
 
     Args:
-        initial_value: an array, a number, a sequence of numbers, or a callable without arguments that returns one. As
-            in TensorFlow, Python floats become `float32` and ints `int32`; arrays keep their dtype.
+        initial_value: an array, a number, a sequence of numbers, or a callable without arguments
+            that returns one. As in TensorFlow, Python floats become `float32` and ints `int32`;
+            arrays keep their dtype.
         trainable: whether optimizers should change it. By default true, except for `ON_READ`.
         name: a name; by default `Variable`.
         dtype: the dtype, if not the initial value's.
-        synchronization: `ON_READ` keeps a separate value on each replica. Reading it in the cross-replica context
-            aggregates them.
+        synchronization: `ON_READ` keeps a separate value on each replica. Reading it in the
+            cross-replica context aggregates them.
         aggregation: how the values that the replicas write become one.
         shape: the shape that the initial value must have.
 
@@ -98,7 +103,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         self.aggregation: VariableAggregation = parse_choice(
             VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
         )
-        # Without synchronization a write would change this rank's copy only, and mirrors must stay equal.
+        # Without synchronization a write would change this rank's copy only, and mirrors must stay
+        # equal.
         if self.synchronization is VariableSynchronization.NONE and group.mirrors:
             raise ValueError(
                 f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
@@ -109,7 +115,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
         self.name: str = _common_name(group.communicator, "Variable" if name is None else name)
         with call_named(f"Variable {self.name!r}"):
-            # Only the parameter rank's value counts; a rank that meant another one would never notice.
+            # Only the parameter rank's value counts; a rank that meant another one would never
+            # notice.
             group.communicator.require_equal([initial])
             self._state = VariableState(group, is_on_read, initial)
 
@@ -118,7 +125,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         # One of its own with the same value, of the same strategy; as collective as making one is.
         state = self._state
         _require_no_update()
-        # Through storage, as any new variable: the copy has its own memory, on every rank at the same place.
+        # Through storage, as any new variable: the copy has its own memory, on every rank at the
+        # same place.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # where making one took the first replica's value
             state.storage.write(copied.block, state.block.view, RULES["assign"])
@@ -149,11 +157,12 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def read_value(self) -> Array:
         """A copy of the value.
 
-        Collective for an `ON_READ` variable in the cross-replica context, where it aggregates the replicas' values:
-        all ranks call it.
+        Collective for an `ON_READ` variable in the cross-replica context, where it aggregates the
+        replicas' values: all ranks call it.
 
         Raises:
-            ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica context.
+            ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica
+                context.
         """
         if not self._state.needs_aggregation_to_read():
             return self._state.block.view.copy()
@@ -185,11 +194,14 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | MaybeNone:
-        """Sets the variable. Collective: all ranks call it; in a replica context their values are aggregated first.
+        """Sets the variable.
+
+        Collective: all ranks call it; in a replica context their values are aggregated first.
 
         Args:
-            value: an array, a number or a sequence, of exactly the variable's shape, whose dtype casts safely. In a
-                replica context a Python number is aggregated as an array is: with `SUM`, over all replicas.
+            value: an array, a number or a sequence, of exactly the variable's shape, whose dtype
+                casts safely. In a replica context a Python number is aggregated as an array is:
+                with `SUM`, over all replicas.
             use_locking: ignored; accepted for compatibility with TensorFlow.
             name: ignored, likewise.
             read_value: whether the variable is returned.
@@ -198,8 +210,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
             The variable; `None` without `read_value`.
 
         Raises:
-            ValueError: a wrong shape; a dtype that does not cast; a `PerReplica` value; in a replica context an
-                aggregation of `NONE`. Nothing has changed.
+            ValueError: a wrong shape; a dtype that does not cast; a `PerReplica` value; in a
+                replica context an aggregation of `NONE`. Nothing has changed.
             RuntimeError: the variable belongs to another strategy than the one this line runs in.
             ReplicaMismatchError: the replicas' calls differ.
         """
@@ -255,7 +267,8 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
         """A write to a variable that all replicas share."""
         state, communicator = self._state, self._state.group.communicator
-        # Replicas write a value each, to be aggregated. The script's own level writes one, the same on all ranks.
+        # Replicas write a value each, to be aggregated. The script's own level writes one, the same
+        # on all ranks.
         is_aggregated = is_replica and state.group.requires_aggregation
         with communicator.raise_together():
             op = self._write_operation() if is_aggregated else FIRST_REPLICA
@@ -270,21 +283,23 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
             state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
-        # One value for all replicas. Reading it back must give that value, also where the reading adds the replicas'
-        # own ones.
+        # One value for all replicas. Reading it back must give that value, also where the reading
+        # adds the replicas' own ones.
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.raise_together():
             if is_sum and verb != "assign":
                 raise ValueError(
-                    f"{current_call()}: how a change is shared out over the replicas of an ON_READ variable that sums "
-                    "is not defined in the cross-replica context; use assign, or write it in a replica context"
+                    f"{current_call()}: how a change is shared out over the replicas of an ON_READ "
+                    "variable that sums is not defined in the cross-replica context; use assign, "
+                    "or write it in a replica context"
                 )
             new = self._as_written(verb, value)
             if is_sum:
                 new = shared_out(new, group.communicator.size)
         group.communicator.require_equal([new])
         with group.communicator.change():
-            # The root's, so that all replicas have the same bits even where ranks computed slightly different ones.
+            # The root's, so that all replicas have the same bits even where ranks computed slightly
+            # different ones.
             new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
             state.storage.write(state.block, new, RULES[verb])
 
@@ -320,7 +335,8 @@ def _common_name(communicator: Communicator, name: str) -> str:
     if communicator.size == 1 or not isinstance(contexts.context(), InReplica):
         return name
     names = communicator.all_gather_obj(name)
-    # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 are one variable's.
+    # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 are one
+    # variable's.
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
 
@@ -328,5 +344,6 @@ def _common_name(communicator: Communicator, name: str) -> str:
 def _require_no_update() -> None:
     if isinstance(contexts.context(), InUpdate):
         raise RuntimeError(
-            f"{current_call()} was made inside an update, which one rank runs; make it under strategy.scope()"
+            f"{current_call()} was made inside an update, which one rank runs; make it under "
+            "strategy.scope()"
         )

@@ -28,7 +28,8 @@ def _by(ufunc: np.ufunc) -> UpdateRule:
     return UpdateRule(apply)
 
 
-# As rules of storage, so that an assignment takes the way of an optimizer's step: one record, one barrier, any storage.
+# As rules of storage, so that an assignment takes the way of an optimizer's step: one record, one
+# barrier, any storage.
 RULES = {"assign": UpdateRule(_assign), "assign_add": _by(np.add), "assign_sub": _by(np.subtract)}
 """How each verb changes a variable, in the form that storage applies."""
 
@@ -40,7 +41,8 @@ class Scatter(NamedTuple):
         rule: how the value of a row changes it.
         combination: how several values of one row become one first.
         kinds: of the dtypes that it takes.
-        is_sum: whether values of several replicas become one by the variable's aggregation, as a sum's do.
+        is_sum: whether values of several replicas become one by the variable's aggregation, as a
+            sum's do.
     """
 
     rule: UpdateRule
@@ -67,7 +69,8 @@ def as_initial_value(
     """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
 
     Raises:
-        TypeError: it is not an array of numbers and does not become one, or is on a GPU and `on_gpu` is false.
+        TypeError: it is not an array of numbers and does not become one, or is on a GPU and
+            `on_gpu` is false.
         ValueError: its shape is not `shape`, or it does not fit `dtype`.
     """
     if callable(value) and not has_own_dtype(value):
@@ -77,12 +80,12 @@ def as_initial_value(
     array = as_array("Variable", value, on_gpu)
     if not is_numeric(array.dtype):
         raise TypeError(
-            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence of numbers, or a "
-            "callable without arguments that gives one"
+            f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence "
+            "of numbers, or a callable without arguments that gives one"
         )
     if dtype is None and not has_own_dtype(value):
-        # TensorFlow's defaults. NumPy's 64 bits would double the memory of every model that is written with plain
-        # numbers.
+        # TensorFlow's defaults. NumPy's 64 bits would double the memory of every model that is
+        # written with plain numbers.
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
         dtype = np.dtype(dtype)
@@ -94,14 +97,15 @@ def as_initial_value(
             else _fits(array, dtype)
         ):
             raise ValueError(
-                f"Variable: the initial value {value!r} does not go into {dtype.name} without loss; cast it first"
+                f"Variable: the initial value {value!r} does not go into {dtype.name} without "
+                "loss; cast it first"
             )
         array = array.astype(dtype)
     array = as_native(array)
     if shape is not None and tuple(shape) != array.shape:
         raise ValueError(
-            f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was asked for; "
-            "they must be equal"
+            f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was "
+            "asked for; they must be equal"
         )
     return array
 
@@ -119,8 +123,8 @@ def as_written_value(
     def check_shape(array: Array) -> None:
         if array.shape != shape:
             raise ValueError(
-                f"{current_call()}: the value has shape {array.shape} and the variable {shape}; nothing is broadcast "
-                "into a variable, so pass an array of exactly its shape"
+                f"{current_call()}: the value has shape {array.shape} and the variable {shape}; "
+                "nothing is broadcast into a variable, so pass an array of exactly its shape"
             )
 
     array = as_castable_value(value, dtype, on_gpu, check_shape)
@@ -140,25 +144,26 @@ def as_castable_value(
     """
     if isinstance(value, DistributedValues):
         raise ValueError(
-            f"{current_call()}: the value is a {type(value).__name__}, one value a replica; reduce it first: "
-            "strategy.reduce(ReduceOp.SUM, value, axis=None)"
+            f"{current_call()}: the value is a {type(value).__name__}, one value a replica; reduce "
+            "it first: strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
     array = as_read_only(current_call(), value, on_gpu)
     if not is_numeric(array.dtype):
         raise ValueError(
-            f"{current_call()}: the value is {reprlib.repr(value)}; it must be an array, a number or a sequence of "
-            "numbers"
+            f"{current_call()}: the value is {reprlib.repr(value)}; it must be an array, a number "
+            "or a sequence of numbers"
         )
     check_shape(array)
-    # A Python int is int64 only because NumPy must choose a dtype: whether it fits depends on its value.
+    # A Python int is int64 only because NumPy must choose a dtype: whether it fits depends on its
+    # value.
     from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not ((integers and from_python) or _casts(array, dtype)) or (
         integers and not _fits(array, dtype)
     ):
         raise ValueError(
-            f"{current_call()}: a value of dtype {array.dtype.name} does not go into a variable of {dtype.name} "
-            f"without loss; cast it first: value.astype({dtype.name!r})"
+            f"{current_call()}: a value of dtype {array.dtype.name} does not go into a variable of "
+            f"{dtype.name} without loss; cast it first: value.astype({dtype.name!r})"
         )
     return array
 
@@ -175,8 +180,8 @@ def shared_out(value: Array, replicas: int) -> Array:
     # Rounded shares would sum to another number than the one that was assigned.
     if (share * replicas != value).any():
         raise ValueError(
-            f"{current_call()}: the variable sums over {replicas} replicas, and {value!r} cannot be shared out to them "
-            "in integers; assign a multiple, or make the variable a float one"
+            f"{current_call()}: the variable sums over {replicas} replicas, and {value!r} cannot "
+            "be shared out to them in integers; assign a multiple, or make the variable a float one"
         )
     return share
 

@@ -79,8 +79,8 @@ class SharedMemoryChannel(StatusChannel):
                 with contextlib.suppress(
                     OSError, AttributeError
                 ):  # then it is the launcher's to notice
-                    # A pidfd turns readable when its process ends, so a death needs no polling, and a process id that
-                    # is used again is not mistaken for the old process.
+                    # A pidfd turns readable when its process ends, so a death needs no polling, and
+                    # a process id that is used again is not mistaken for the old process.
                     self._files[os.pidfd_open(process)] = other
         for file in self._files:
             self._poll.register(file, select.POLLIN)
@@ -143,7 +143,9 @@ _LOOK_SECONDS = 0.2  # after which it may be found that the time is over
 
 @final
 class TcpChannel(StatusChannel):
-    """Every rank sends its statuses to rank 0, which answers that it watches. If a rank ends, its connection closes.
+    """Every rank sends its statuses to rank 0, which answers that it watches.
+
+    If a rank ends, its connection closes.
 
     Args:
         rank: this process's.
@@ -175,7 +177,8 @@ class TcpChannel(StatusChannel):
                     one.sendall(_BEAT)
             return self._statuses
         message = status.pack()
-        # A status that does not fit now is dropped: the next one, half a second later, says all that it would have.
+        # A status that does not fit now is dropped: the next one, half a second later, says all
+        # that it would have.
         if 0 in self._sockets:
             with contextlib.suppress(OSError):  # full for a moment, or closed, which `wait` finds
                 self._sockets[0].sendall(_PREFIX.pack(len(message)) + message)
@@ -228,7 +231,8 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
     Args:
         comm: their MPI communicator.
     """
-    # Not MPI, whose calls the watchdog's thread must not make. The token keeps strangers out who find the port.
+    # Not MPI, whose calls the watchdog's thread must not make. The token keeps strangers out who
+    # find the port.
     token = secrets.token_bytes(16)
     if comm.rank == 0:
         listener = socket.create_server(("", 0), backlog=comm.size + _STRANGERS)
@@ -239,8 +243,8 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
             target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True
         )
         thread.start()
-        # Here all ranks have tried. What is still on its way gets some seconds, unless somebody already knows that it
-        # failed.
+        # Here all ranks have tried. What is still on its way gets some seconds, unless somebody
+        # already knows that it failed.
         are_connected = comm.allgather(True)
         thread.join(_CONNECT_SECONDS if all(are_connected) else 0.0)
         is_over.set()
@@ -291,7 +295,8 @@ def _addresses_of_links() -> list[str]:
 def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> socket.socket | None:
     for address in addresses:
         try:
-            # Not every name of rank 0's host need work from here, so several are tried; they share the time.
+            # Not every name of rank 0's host need work from here, so several are tried; they share
+            # the time.
             one = socket.create_connection(address, _CONNECT_SECONDS / len(addresses))
             one.sendall(token + _PREFIX.pack(rank))
             return one
@@ -307,7 +312,10 @@ def _accept(
     accepted: dict[int, socket.socket],
     is_over: threading.Event,
 ) -> None:
-    """Waits for all other ranks. Strangers that connect meanwhile, whatever they do, delay nobody."""
+    """Waits for all other ranks.
+
+    Strangers that connect meanwhile, whatever they do, delay nobody.
+    """
     length = len(token) + _PREFIX.size
     listener.setblocking(False)
     poll = select.poll()

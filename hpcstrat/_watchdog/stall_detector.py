@@ -63,16 +63,17 @@ class StallDetector:
         if missing:
             if self._dead_since is None:
                 self._dead_since = now
-            # A rank that reports its own error dies too. Its report, and the launcher's, know more, so they get a head
-            # start.
+            # A rank that reports its own error dies too. Its report, and the launcher's, know more,
+            # so they get a head start.
             if now - self._dead_since >= SETTLING_SECONDS:
                 first = statuses[missing[0]]
                 process = (
                     f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 )
                 text = (
-                    f"the job ends: {_listed(missing)}{process} exited without shutting down (os._exit, a signal, or "
-                    "out of memory); look at its last output and at its host's memory"
+                    f"the job ends: {_listed(missing)}{process} exited without shutting down "
+                    "(os._exit, a signal, or out of memory); look at its last output and at its "
+                    "host's memory"
                 )
                 return self._diagnosis(True, text, statuses, dead, silence)
             return None
@@ -94,8 +95,9 @@ class StallDetector:
             self._reported = True
             left = self._timeout_seconds + extra - quiet
             text = (
-                f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                "`with hs.extend_timeout(seconds):` around it allows a known long wait"
+                f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s "
+                "(HPCSTRAT_TIMEOUT_SECONDS); `with hs.extend_timeout(seconds):` around it allows a "
+                "known long wait"
             )
             return self._diagnosis(False, text, statuses, dead, silence)
         return None

@@ -29,7 +29,8 @@ _GRACE_SECONDS = 5.0  # that the reporter gets to end the job; after them anothe
 class Watchdog:
     """Tells the other ranks where this one is, and ends the job when they wait for each other forever.
 
-    It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of the one that works.
+    It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of
+    the one that works.
 
     Args:
         rank: this process's.
@@ -62,7 +63,8 @@ class Watchdog:
 
         Args:
             check: a text that it returns ends the job with it.
-            waits: whether this rank waits for others, though its thread is not inside a collective call.
+            waits: whether this rank waits for others, though its thread is not inside a collective
+                call.
         """
         self._checks.append(check)
         self._waits.append(waits)
@@ -87,9 +89,13 @@ class Watchdog:
             self._extensions.remove(seconds)
 
     def leave(self) -> None:
-        """Tells the others that this process may end from now on. The watchdog goes on, for ranks that do not come."""
+        """Tells the others that this process may end from now on.
+
+        The watchdog goes on, for ranks that do not come.
+        """
         self._gone = True
-        # The others learn of it at once: without this they would take an early end for a crash until the next beat.
+        # The others learn of it at once: without this they would take an early end for a crash
+        # until the next beat.
         with contextlib.suppress(Exception), self._lock:
             self._channel.publish(self._status())
 
@@ -138,8 +144,8 @@ class Watchdog:
                 ) < _MOST_OWN_ERRORS:
                     reported.add(what)
                     failure.say(
-                        f"hpcstrat: the watchdog goes on after an error of its own, {what}; look whether the "
-                        "program causes it"
+                        f"hpcstrat: the watchdog goes on after an error of its own, {what}; look "
+                        "whether the program causes it"
                     )
                 time.sleep(beat)
 
@@ -160,12 +166,15 @@ class Watchdog:
 
     def _require_rank_0(self) -> None:
         """Ends the job where rank 0, which alone sees all statuses, is no more, or says nothing."""
-        # On several hosts the other ranks hear from nobody else. Without rank 0 they would wait unwatched.
+        # On several hosts the other ranks hear from nobody else. Without rank 0 they would wait
+        # unwatched.
         if self._channel.dead:
-            # Rank 0's own report, or the launcher's, says more than this one can, and needs a moment.
+            # Rank 0's own report, or the launcher's, says more than this one can, and needs a
+            # moment.
             time.sleep(SETTLING_SECONDS)
             failure.end_job(
-                "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what rank 0 printed last"
+                "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what "
+                "rank 0 printed last"
             )
         heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._extensions)
@@ -175,8 +184,9 @@ class Watchdog:
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
             failure.end_job(
-                f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s (HPCSTRAT_TIMEOUT_SECONDS); "
-                f"this rank was at {self._location()}. Check whether rank 0 still runs and its host still answers"
+                f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s "
+                f"(HPCSTRAT_TIMEOUT_SECONDS); this rank was at {self._location()}. Check whether "
+                "rank 0 still runs and its host still answers"
             )
 
     def _act(self, diagnosis: Diagnosis) -> None:
@@ -192,9 +202,12 @@ class Watchdog:
 
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[None]:
-    """A block in which the ranks meet for the first time. There is no channel yet, so each rank watches only itself.
+    """A block in which the ranks meet for the first time.
 
-    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's location.
+    There is no channel yet, so each rank watches only itself.
+
+    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's
+    location.
 
     Args:
         what: what this rank waits for, in words.
@@ -203,13 +216,14 @@ def waiting_for_all(what: str) -> Iterator[None]:
     timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
     location = user_frame()
     report = (
-        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} (HPCSTRAT_STALL_SECONDS), at {location}: not "
-        "all ranks have come; all must create a strategy. The job ends after "
-        f"{timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
+        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
+        f"(HPCSTRAT_STALL_SECONDS), at {location}: not all ranks have come; all must create a "
+        f"strategy. The job ends after {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
     )
     end = (
-        f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} (HPCSTRAT_TIMEOUT_SECONDS), "
-        f"at {location}: not all ranks have come; all must create a strategy"
+        f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} "
+        f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
+        "strategy"
     )
     steps = [guard.Step(timeout_seconds + _GUARD_SECONDS, failure.tagged(end), True)]
     if stall_seconds < timeout_seconds:
@@ -246,6 +260,6 @@ def _watch(name: str, process: int) -> None:
     while launchers.is_there(process):
         time.sleep(_LOOK_SECONDS)
     failure.end_rank(
-        f"hpcstrat: this rank ends: the process that has started it ({name}, process {process}) was killed; look who "
-        "ends it, and at its host's memory"
+        f"hpcstrat: this rank ends: the process that has started it ({name}, process {process}) "
+        "was killed; look who ends it, and at its host's memory"
     )

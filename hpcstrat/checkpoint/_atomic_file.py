@@ -23,17 +23,21 @@ _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     """An empty file to write to, unbuffered, which replaces `path` once everything is written and on disk.
 
-    Until then its name is `path.partial-` and eight random digits, so that two programs may write at once: each writes
-    a whole file, and the last one stays. Leftovers of killed programs are removed first. An exception inside leaves
-    only the previous file. Owner and permissions are those of the previous file.
+    Until then its name is `path.partial-` and eight random digits, so that two programs may write
+    at once: each writes
+    a whole file, and the last one stays. Leftovers of killed programs are removed first. An
+    exception inside leaves only the previous file. Owner and permissions are those of the previous
+    file.
 
     Args:
         path: the file; symbolic links are followed.
-        keep: the number of files to keep: `path` and the previous ones, `path.1`, `path.2` ... Older files are
-            removed. `None` keeps no previous file, and removes none. Directories of such names stay.
+        keep: the number of files to keep: `path` and the previous ones, `path.1`, `path.2` ...
+            Older files are removed. `None` keeps no previous file, and removes none. Directories of
+            such names stay.
 
     Raises:
-        OSError: the file system's error; or another program writes to the same file, on a file system without locks.
+        OSError: the file system's error; or another program writes to the same file, on a file
+            system without locks.
     """
     path = followed(path)
     folder = os.path.dirname(path) or "."
@@ -53,7 +57,8 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     _remove_left(path)
     with _beside(path, before) as (partial, file):
         yield file
-        # Before the rename: after a power cut the name must not lead to a file whose blocks never reached the disk.
+        # Before the rename: after a power cut the name must not lead to a file whose blocks never
+        # reached the disk.
         os.fsync(file.fileno())
         # Without locks another program may have taken our file for a leftover, and removed it.
         if not _is_at(partial, file):
@@ -129,10 +134,12 @@ def _regular_file(path: str) -> os.stat_result | None:
 def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
     """The name of a new file next to `path`, and the file, locked. Afterwards the name is gone.
 
-    Next to it, because a rename is atomic only within one file system. The lock tells other programs that the file is
-    in use. The kernel drops it when the program is killed, which makes the file a leftover that anyone may remove.
+    Next to it, because a rename is atomic only within one file system. The lock tells other
+    programs that the file is in use. The kernel drops it when the program is killed, which makes
+    the file a leftover that anyone may remove.
     """
-    # Nobody else may read it until it has the previous file's owner and permissions: the contents may be secret.
+    # Nobody else may read it until it has the previous file's owner and permissions: the contents
+    # may be secret.
     mode = 0o666 if like is None else 0o600
     while True:  # again if another program removed the file as a leftover before we locked it
         partial = f"{path}.partial-{secrets.token_hex(4)}"
@@ -155,7 +162,10 @@ def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, Binar
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Takes the file's lock, unless another program has it. Closing the file releases it, and so does a kill."""
+    """Takes the file's lock, unless another program has it.
+
+    Closing the file releases it, and so does a kill.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -179,7 +189,8 @@ def _remove_left(path: str) -> None:
 def _make_way(path: str, keep: int) -> None:
     """Renames `path.1` to `path.2` and so on, and links `path` as `path.1`.
 
-    A link, not a rename: `path` must exist at every moment, also between this and the rename of the new file.
+    A link, not a rename: `path` must exist at every moment, also between this and the rename of the
+    new file.
     """
     newest = f"{path}.1"
     with contextlib.suppress(FileNotFoundError):

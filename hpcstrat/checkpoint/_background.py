@@ -25,14 +25,17 @@ _waits_at_exit = False
 
 
 class _Save:
-    """One save, whose thread has started. It writes from `_buffer`, so there is one at a time in a process."""
+    """One save, whose thread has started.
+
+    It writes from `_buffer`, so there is one at a time in a process.
+    """
 
     def __init__(self, path: str, write: Callable[[], None]) -> None:
         self.path = path
         self._write = write
         self._error: Exception | None = None
-        # A daemon, because Python itself waits for others before any hook runs, when the other ranks know nothing of
-        # it. `_finish_at_exit` waits for this one.
+        # A daemon, because Python itself waits for others before any hook runs, when the other
+        # ranks know nothing of it. `_finish_at_exit` waits for this one.
         self._thread = threading.Thread(target=self._run, name="hpcstrat-save", daemon=True)
         self._thread.start()
 
@@ -43,7 +46,10 @@ class _Save:
             self._error = error
 
     def join(self) -> Exception | None:
-        """What it raised, once it has ended. Meanwhile the other ranks wait, for as long as the disk takes."""
+        """What it raised, once it has ended.
+
+        Meanwhile the other ranks wait, for as long as the disk takes.
+        """
         watchdog = connect().watchdog
         with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
             self._thread.join()
@@ -51,7 +57,9 @@ class _Save:
 
 
 def copied(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
-    """Copies of pieces of a file, of `nbytes` together. The save before this one must have finished.
+    """Copies of pieces of a file, of `nbytes` together.
+
+    The save before this one must have finished.
 
     Raises:
         MemoryError: there is no room for them.
@@ -74,8 +82,8 @@ def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
     """Leaves the writing of copies to a thread, on each rank, and returns."""
     global _pending, _waits_at_exit
     if not _waits_at_exit:
-        # Not when this module is imported: then it would run after the hook that ends MPI, with which a failure ends
-        # the other ranks.
+        # Not when this module is imported: then it would run after the hook that ends MPI, with
+        # which a failure ends the other ranks.
         atexit.register(_finish_at_exit)
         _waits_at_exit = True
 
@@ -87,7 +95,10 @@ def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
 
 
 def finish() -> tuple[str, Exception | None]:
-    """Waits for the save that is under way on this rank; returns its path and its error. Without one: nothing."""
+    """Waits for the save that is under way on this rank; returns its path and its error.
+
+    Without one: nothing.
+    """
     global _pending
     if _pending is None:
         return "", None

@@ -19,14 +19,16 @@ from hpcstrat.checkpoint._saving import checked_keep, checked_path, finish_backg
 class Checkpoint:
     """Objects that are saved to a file and restored from one: `Checkpoint(model=[w, b], optimizer=optimizer)`.
 
-    A checkpoint holds the values of variables; an optimizer's number of steps, and the slots of its variables, which
-    must be among the objects too; the totals of a metric; and the position of a dataset or an iterator: which elements
-    come next, in which order. A dataset's position is that of the iteration under way: after `restore`, the next
-    `for batch in dataset:` yields the rest. Arguments of constructors, such as a learning rate, are not saved.
+    A checkpoint holds the values of variables; an optimizer's number of steps, and the slots of its
+    variables, which must be among the objects too; the totals of a metric; and the position of a
+    dataset or an iterator: which elements come next, in which order. A dataset's position is that
+    of the iteration under way: after `restore`, the next `for batch in dataset:` yields the rest.
+    Arguments of constructors, such as a learning rate, are not saved.
 
     Args:
-        **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators, and nests of them.
-            Their names and their paths in nests are the names in the file, so restore with the same ones.
+        **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators,
+            and nests of them. Their names and their paths in nests are the names in the file, so
+            restore with the same ones.
     """
 
     @names_call("Checkpoint")
@@ -39,31 +41,38 @@ class Checkpoint:
     def save(
         self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True
     ) -> str:
-        """Writes the objects to a file and replaces the previous one. Collective: all ranks call this.
+        """Writes the objects to a file and replaces the previous one.
 
-        All ranks write their shares of one file at the same time; where a rank does not see the parameter rank's file,
-        because it is on another host, the parameter rank writes alone. The file is next to `path` first, so that a kill
-        at any moment leaves the previous file whole; when this returns, the new one is on disk. Permissions stay.
-        Arrays are not copied in memory. Variables made outside every scope may differ between ranks; those of the
-        parameter rank are saved.
+        Collective: all ranks call this.
 
-        With `blocking=False` this returns as soon as each rank has copied its share; threads write the file while the
-        program goes on. The copies take as much memory once more, which is kept for the next ones. The next `save`,
-        `restore` or `sync` of any checkpoint waits for the file, and raises what its writing met; so does the end of
-        the program, with a non-zero status.
+        All ranks write their shares of one file at the same time; where a rank does not see the
+        parameter rank's file, because it is on another host, the parameter rank writes alone. The
+        file is next to `path` first, so that a kill at any moment leaves the previous file whole;
+        when this returns, the new one is on disk. Permissions stay. Arrays are not copied in
+        memory. Variables made outside every scope may differ between ranks; those of the parameter
+        rank are saved.
+
+        With `blocking=False` this returns as soon as each rank has copied its share; threads write
+        the file while the program goes on. The copies take as much memory once more, which is kept
+        for the next ones. The next `save`, `restore` or `sync` of any checkpoint waits for the
+        file, and raises what its writing met; so does the end of the program, with a non-zero
+        status.
 
         Args:
-            path: the file; symbolic links are followed, and missing folders are made, as by TensorFlow.
-            keep: the number of files to keep: `path`, always the newest, and the previous ones, `path.1`, `path.2`
-                ...; older files are removed. `None` keeps no previous file, and removes none.
+            path: the file; symbolic links are followed, and missing folders are made, as by
+                TensorFlow.
+            keep: the number of files to keep: `path`, always the newest, and the previous ones,
+                `path.1`, `path.2` ...; older files are removed. `None` keeps no previous file, and
+                removes none.
             blocking: whether to wait until the file is on disk.
 
         Returns:
             `path`, as text.
 
         Raises:
-            OSError: the file system refuses on any rank, or `path` is a folder, a device or a FIFO; all ranks raise.
-                The previous file is whole. Or it refused the save before, in the background; this one has not begun.
+            OSError: the file system refuses on any rank, or `path` is a folder, a device or a FIFO;
+                all ranks raise. The previous file is whole. Or it refused the save before, in the
+                background; this one has not begun.
             MemoryError: there is no memory for the copy that `blocking=False` makes.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be saved, or `path` is not a path.
@@ -76,7 +85,9 @@ class Checkpoint:
 
     @collective("Checkpoint.sync", communicator_of=lambda _: connect())
     def sync(self) -> None:
-        """Waits until what `save(blocking=False)` writes is on disk. Collective: all ranks call this.
+        """Waits until what `save(blocking=False)` writes is on disk.
+
+        Collective: all ranks call this.
 
         Raises:
             OSError: the file system refused; all ranks raise. The previous file is whole.
@@ -90,13 +101,15 @@ class Checkpoint:
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
         """Sets the objects to the contents of a file. Collective: all ranks call this.
 
-        Only the parameter rank reads. Before anything changes, it checks the whole file, and all ranks check that the
-        file fits the objects. The number of ranks, the strategy and the devices may differ from those of the program
-        that saved. Optimizers without slots get theirs.
+        Only the parameter rank reads. Before anything changes, it checks the whole file, and all
+        ranks check that the file fits the objects. The number of ranks, the strategy and the
+        devices may differ from those of the program that saved. Optimizers without slots get
+        theirs.
 
         Args:
             path: the file.
-            partial: whether to skip objects that are not in the file, and contents of the file without an object.
+            partial: whether to skip objects that are not in the file, and contents of the file
+                without an object.
 
         Returns:
             The names of whatever was skipped.
@@ -104,8 +117,8 @@ class Checkpoint:
         Raises:
             FileNotFoundError: there is no such file; the message names older ones.
             OSError: the file cannot be read.
-            ValueError: the file is not a checkpoint, or truncated, damaged, or does not fit the objects; the message
-                says where.
+            ValueError: the file is not a checkpoint, or truncated, damaged, or does not fit the
+                objects; the message says where.
             MemoryError: there is not enough memory for slots.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be restored, or `path` is not a path.

@@ -38,20 +38,24 @@ class _Source(NamedTuple):
 class CheckpointManager:
     """Saves a checkpoint every so many steps, and restores the newest one: two lines make a program restartable.
 
-    Make it, `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training, call
-    `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
+    Make it, `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training,
+    call `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of
+    each.
 
-    Under `hpcstrat run --restarts` it also takes snapshots, which are checkpoints in memory of the launcher's host.
-    They outlive the ranks, and cost no disk; the file is for what ends the launcher too. Snapshots are taken where
-    the rank that writes the file runs on the launcher's host. One manager at a time takes them.
+    Under `hpcstrat run --restarts` it also takes snapshots, which are checkpoints in memory of the
+    launcher's host. They outlive the ranks, and cost no disk; the file is for what ends the
+    launcher too. Snapshots are taken where the rank that writes the file runs on the launcher's
+    host. One manager at a time takes them.
 
-    In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks save at the end of
+    In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
+    save at the end of
     the step, and exit with status 75.
 
     Args:
         checkpoint: what to save.
         path: as in `Checkpoint.save`.
-        every: steps from one file to the next; `None` for files by `save`, and when preempted, only.
+        every: steps from one file to the next; `None` for files by `save`, and when preempted,
+            only.
         snapshot_every: steps from one snapshot to the next; `None` for no snapshots.
         keep: as in `Checkpoint.save`.
 
@@ -73,7 +77,8 @@ class CheckpointManager:
         for name, steps in (("every", every), ("snapshot_every", snapshot_every)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
                 raise ValueError(
-                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, from 1 up, or None"
+                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, from 1 "
+                    "up, or None"
                 )
         self._checkpoint = checkpoint
         self._path = checked_path(path)
@@ -94,14 +99,17 @@ class CheckpointManager:
 
     @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint, the snapshot or the file. Collective: all ranks call this.
+        """Restores the newest checkpoint, the snapshot or the file.
+
+        Collective: all ranks call this.
 
         Returns:
-            The file's path, or `"the snapshot in memory"`; `None` where there is neither, and nothing has changed.
+            The file's path, or `"the snapshot in memory"`; `None` where there is neither, and
+            nothing has changed.
 
         Raises:
-            Exception: what `Checkpoint.restore` raises. A damaged snapshot is passed over, and so is a damaged file
-                where there is a snapshot.
+            Exception: what `Checkpoint.restore` raises. A damaged snapshot is passed over, and so
+                is a damaged file where there is a snapshot.
         """
         source = self._prepare()
         if source.snapshot is not None:
@@ -117,7 +125,9 @@ class CheckpointManager:
     @span(CHECKPOINT, "step")
     @collective("CheckpointManager.step", communicator_of=lambda _: connect())
     def step(self) -> None:
-        """Counts a step, and saves if it is time to. Collective: all ranks call this at the end of each step.
+        """Counts a step, and saves if it is time to.
+
+        Collective: all ranks call this at the end of each step.
 
         Outside of the `with` block, and when there is nothing to save, it does not communicate.
 
@@ -128,7 +138,8 @@ class CheckpointManager:
         """
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
+                f"{current_call()} was called inside a replica function; call it outside of "
+                "Strategy.run"
             )
         if not self._is_ready:
             self._prepare()
@@ -195,8 +206,9 @@ class CheckpointManager:
         if self._takes_snapshots:
             if _owner not in ("", self._path):
                 raise ValueError(
-                    f"{current_call()}: the CheckpointManager of {_owner} takes snapshots; pass all objects to "
-                    "one Checkpoint, leave the other's `with` block first, or pass snapshot_every=None to one of them"
+                    f"{current_call()}: the CheckpointManager of {_owner} takes snapshots; pass "
+                    "all objects to one Checkpoint, leave the other's `with` block first, or pass "
+                    "snapshot_every=None to one of them"
                 )
             _owner = self._path
         self._is_ready = True

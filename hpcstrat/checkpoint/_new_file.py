@@ -30,7 +30,8 @@ class _Place(NamedTuple):
         inode: its number.
         header: bytes before the arrays.
         nbytes: of the whole.
-        pipe: where the root hears of the others, without the communicator; `None` where it need not.
+        pipe: where the root hears of the others, without the communicator; `None` where it need
+            not.
     """
 
     path: str
@@ -41,7 +42,9 @@ class _Place(NamedTuple):
 
 
 class NewFile:
-    """The file of a save. Collective: all ranks make it, with the same arguments but for `contents`.
+    """The file of a save.
+
+    Collective: all ranks make it, with the same arguments but for `contents`.
 
     It is a context: an exception inside leaves only the previous file.
 
@@ -51,11 +54,13 @@ class NewFile:
         path: as in `replacing`.
         keep: as in `replacing`.
         contents: what is to be written; `None` on the other ranks.
-        blocking: whether the communicator can be used until the end; otherwise a thread may go on without it.
+        blocking: whether the communicator can be used until the end; otherwise a thread may go on
+            without it.
 
     Attributes:
         header: bytes before the arrays.
-        is_shared: whether every rank has it open. A rank on another host may see other files; then the root writes.
+        is_shared: whether every rank has it open. A rank on another host may see other files; then
+            the root writes.
 
     Raises:
         OSError: the file system refuses the root; all ranks raise.
@@ -77,7 +82,8 @@ class NewFile:
         self._descriptors = contextlib.ExitStack()
         self._file = self._pipe = -1
         try:
-            # The root closes its own writing end of the pipe: that of the others is the last one then.
+            # The root closes its own writing end of the pipe: that of the others is the last one
+            # then.
             with contextlib.ExitStack() as opening:
                 with communicator.raise_together():
                     own = (
@@ -175,7 +181,8 @@ class NewFile:
     def _write(self, pieces: Iterable[Piece]) -> int:
         checksum = write_pieces(self._file, pieces, self._nbytes)
         if self._size > 1:
-            # By each rank: a host knows what it has written itself. The root does it once more, for the header.
+            # By each rank: a host knows what it has written itself. The root does it once more, for
+            # the header.
             os.fsync(self._file)
         return checksum
 

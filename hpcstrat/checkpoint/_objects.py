@@ -136,8 +136,9 @@ class CheckpointObjects:
             for v, blocks in state_of_optimizer(optimizer).slots.values():
                 if id(v) not in names:
                     raise ValueError(
-                        f"{current_call()}: {name} has slots of the variable {v.name!r}, shape {v.shape}, which is not "
-                        f"among the objects; pass it too: Checkpoint({name}=..., variable=...)"
+                        f"{current_call()}: {name} has slots of the variable {v.name!r}, shape "
+                        f"{v.shape}, which is not among the objects; pass it too: "
+                        f"Checkpoint({name}=..., variable=...)"
                     )
                 for slot, block in zip(optimizer.all_slots, blocks, strict=True):
                     found[f"{name}/{slot}/{names[id(v)]}"] = Slot(
@@ -145,7 +146,8 @@ class CheckpointObjects:
                     )
         if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
             raise ValueError(
-                f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the object"
+                f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the "
+                "object"
             )
         return found
 
@@ -166,8 +168,9 @@ class CheckpointObjects:
             accumulator = state_of_optimizer(optimizer).accumulator
             if accumulator is not None and accumulator.calls:
                 raise ValueError(
-                    f"{current_call()}: {name} has the gradients of {accumulator.calls} of {accumulator.steps} calls, "
-                    "each replica its own, which no checkpoint holds; save after the call that changes the variables"
+                    f"{current_call()}: {name} has the gradients of {accumulator.calls} of "
+                    f"{accumulator.steps} calls, each replica its own, which no checkpoint holds; "
+                    "save after the call that changes the variables"
                 )
             found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.all_slots)}
         for name, resumable in self.positions.items():
@@ -180,7 +183,8 @@ class CheckpointObjects:
         self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]
     ) -> Compatibility:
         """Compares the objects with what a file holds."""
-        # All slots that the optimizers could have: usually none exists yet, because the program has made no step.
+        # All slots that the optimizers could have: usually none exists yet, because the program has
+        # made no step.
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
@@ -229,8 +233,9 @@ class CheckpointObjects:
         roots = {group.root for group in self.groups() if group.updates_on is UpdatesOn.ROOT}
         if len(roots) > 1:
             raise ValueError(
-                f"{current_call()}: the objects belong to strategies whose variables live on the ranks "
-                f"{sorted(roots)}, but one rank writes the file; make a checkpoint for each strategy"
+                f"{current_call()}: the objects belong to strategies whose variables live on the "
+                f"ranks {sorted(roots)}, but one rank writes the file; make a checkpoint for each "
+                "strategy"
             )
         return roots.pop() if roots else 0
 
@@ -239,8 +244,8 @@ class CheckpointObjects:
         context = contexts.context()
         if isinstance(context, (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function or an update; call it at the top level of the "
-                "script, outside Strategy.run"
+                f"{current_call()} was called inside a replica function or an update; call it at "
+                "the top level of the script, outside Strategy.run"
             )
         for group in self.groups():
             # Variables that were made outside of all scopes may be saved anywhere.
@@ -267,9 +272,10 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     """This replica's share of an ON_READ variable's saved values, of shape `(n, ...)` for n replicas.
 
-    With n replicas again, each gets its own value back. With another number, reading the variable must still return
-    what it did: of a SUM variable the first replica gets the sum and the others zeros, because dividing the sum would
-    round; of a MEAN variable all get the mean; otherwise all get the first value.
+    With n replicas again, each gets its own value back. With another number, reading the variable
+    must still return what it did: of a SUM variable the first replica gets the sum and the others
+    zeros, because dividing the sum would round; of a MEAN variable all get the mean; otherwise all
+    get the first value.
     """
     communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
@@ -294,7 +300,8 @@ def listed(names: Sequence[str], most: int = 8) -> str:
 def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     """Each object with the path to it, in the order of the paths."""
     leaves, structure = nests.flatten(objects)
-    # Sorted by path: dicts may be filled in another order on another rank, or in the program that restores.
+    # Sorted by path: dicts may be filled in another order on another rank, or in the program that
+    # restores.
     paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
     return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]
 
@@ -310,7 +317,8 @@ def _optimizer_problems(name: str, optimizer: Optimizer, metadata: Mapping[str, 
     if slots == saved:
         return []
     return [
-        f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the same arguments"
+        f"{name} has the slots {slots} here and {saved} in the file; make the optimizer with the "
+        "same arguments"
     ]
 
 
@@ -327,8 +335,8 @@ def _on_read_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
     integer_mean = v.aggregation is VariableAggregation.MEAN and v.dtype.kind not in "fcV"
     if entry.shape[0] != replicas and (v.aggregation is VariableAggregation.NONE or integer_mean):
         return [
-            f"{name} has the values of {entry.shape[0]} replicas in the file, which its aggregation, "
-            f"{v.aggregation.name} of {v.dtype.name}, cannot convert to {replicas}"
+            f"{name} has the values of {entry.shape[0]} replicas in the file, which its "
+            f"aggregation, {v.aggregation.name} of {v.dtype.name}, cannot convert to {replicas}"
         ]
     return []
 

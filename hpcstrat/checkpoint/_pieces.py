@@ -48,10 +48,12 @@ def share_of(
         size: the number of ranks.
         root: the rank that alone has some arrays.
         nbytes: of each array.
-        cuts: of arrays that are split over the ranks, where each rank's part begins, and where the last one ends.
+        cuts: of arrays that are split over the ranks, where each rank's part begins, and where the
+            last one ends.
         of_root: arrays that only the root has. All others every rank has.
     """
-    # Equal parts of all bytes, not of each array's: few and large writes, however many arrays there are.
+    # Equal parts of all bytes, not of each array's: few and large writes, however many arrays there
+    # are.
     common = sum(
         count for name, count in nbytes.items() if name not in cuts and name not in of_root
     )
@@ -89,8 +91,8 @@ def write_pieces(file: int, pieces: Iterable[Piece], nbytes: int) -> int:
         while data:  # a write may take less than it was given
             written = os.pwrite(file, data, at)
             data, at = data[written:], at + written
-        # The disk begins now, beside the work on the next piece, instead of when all is there. (Nobody reads these
-        # pages soon; Linux starts to write them, whatever the name says.)
+        # The disk begins now, beside the work on the next piece, instead of when all is there.
+        # (Nobody reads these pages soon; Linux starts to write them, whatever the name says.)
         with contextlib.suppress(OSError):
             os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
     return _followed(checksum, nbytes - end)
@@ -99,8 +101,8 @@ def write_pieces(file: int, pieces: Iterable[Piece], nbytes: int) -> int:
 def _followed(checksum: int, nbytes: int) -> int:
     """What a CRC-32 contributes to that of a longer text, in which `nbytes` others follow.
 
-    As in zlib's `crc32_combine`: a CRC is a remainder of polynomials over GF(2), and each byte that follows multiplies
-    it by x**8.
+    As in zlib's `crc32_combine`: a CRC is a remainder of polynomials over GF(2), and each byte that
+    follows multiplies it by x**8.
     """
     return _product(checksum, _power(nbytes)) if checksum and nbytes else checksum
 

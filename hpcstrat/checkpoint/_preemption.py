@@ -30,9 +30,10 @@ class Saved(Protocol):
 class PreemptionHandler:
     """Records signals that announce the end of the job; at the end of the step all ranks save and exit.
 
-    Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call `handler.check()` after
-    each step. A signal to any rank is enough. While the ranks save and exit, further signals have no effect. The
-    end of the `with` block, or `close`, restores the previous handlers.
+    Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call
+    `handler.check()` after each step. A signal to any rank is enough. While the ranks save and
+    exit, further signals have no effect. The end of the `with` block, or `close`, restores the
+    previous handlers.
 
     Args:
         checkpoint: what to save.
@@ -58,17 +59,20 @@ class PreemptionHandler:
         call = "PreemptionHandler"
         if not 1 <= exit_status <= 255:
             raise ValueError(
-                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, so that it does not look like success"
+                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, so that it does "
+                "not look like success"
             )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f"{call} was made in the thread {threading.current_thread().name!r}; make it in the main one"
+                f"{call} was made in the thread {threading.current_thread().name!r}; make it in "
+                "the main one"
             )
         self._checkpoint = checkpoint
         self._path = path
         self._keep = keep
         self._exit_status = exit_status
-        # The handler only takes a note: it may run in the middle of a collective call, where nothing can be saved.
+        # The handler only takes a note: it may run in the middle of a collective call, where
+        # nothing can be saved.
         self._noted = 0  # the number of the received signal, or 0
         self._leaves = False
         self._previous: dict[signal.Signals, Any] = {
@@ -80,22 +84,29 @@ class PreemptionHandler:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether this rank has received a signal, or `check` learnt of one on another. May differ between ranks."""
+        """Whether this rank has received a signal, or `check` learnt of one on another.
+
+        May differ between ranks.
+        """
         return bool(self._noted)
 
     @collective("PreemptionHandler.check", communicator_of=lambda _: connect())
     def check(self) -> None:
-        """Saves and exits on all ranks if any has received a signal. Collective: all ranks call this after each step.
+        """Saves and exits on all ranks if any has received a signal.
+
+        Collective: all ranks call this after each step.
 
         Raises:
-            SystemExit: a signal was received, and the checkpoint is saved; the status is `exit_status`.
+            SystemExit: a signal was received, and the checkpoint is saved; the status is
+                `exit_status`.
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
         """
         communicator = connect()
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside of Strategy.run"
+                f"{current_call()} was called inside a replica function; call it outside of "
+                "Strategy.run"
             )
         noted = self._noted
 
@@ -107,7 +118,8 @@ class PreemptionHandler:
             int(message[0])
             for message in communicator.exchange(signature_of(current_call()), 1, write)
         ]
-        # One rank's signal is enough: Slurm may signal them at different moments, and all must save the same step.
+        # One rank's signal is enough: Slurm may signal them at different moments, and all must save
+        # the same step.
         if not any(numbers):
             return
         self._noted = max(numbers)
@@ -117,13 +129,14 @@ class PreemptionHandler:
                 self._noted, f"signal {self._noted}"
             )
             print(
-                f"hpcstrat: received {name}; the checkpoint {os.fspath(self._path)} is saved, and the job exits with "
-                f"status {self._exit_status}",
+                f"hpcstrat: received {name}; the checkpoint {os.fspath(self._path)} is saved, and "
+                f"the job exits with status {self._exit_status}",
                 file=sys.stderr,
                 flush=True,
             )
         self._leaves = True
-        # Python removes its handlers before the process ends; a signal after that would kill it, and change the status.
+        # Python removes its handlers before the process ends; a signal after that would kill it,
+        # and change the status.
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         if (memory := job_files.find()) is not None:

@@ -55,7 +55,8 @@ def restore_from(
     Args:
         objects: what to set.
         source: the file's name, for messages; equal on all ranks.
-        open_source: opens it on the parameter rank, given what to call now and then to show progress.
+        open_source: opens it on the parameter rank, given what to call now and then to show
+            progress.
         partial: as in `Checkpoint.restore`.
     """
     communicator = connect()
@@ -69,8 +70,8 @@ def restore_from(
             if communicator.rank == root:
                 file = open_source(communicator.work)
             header = None if file is None else (file.entries, file.metadata, file.step)
-            # The header alone tells whether a file fits, so every rank can check its own objects before anything
-            # changes.
+            # The header alone tells whether a file fits, so every rank can check its own objects
+            # before anything changes.
             saved, metadata, step = communicator.broadcast_obj(header, root)
         with communicator.raise_together():
             compatibility = _require_compatible(source, objects, saved, metadata, partial)
@@ -101,12 +102,15 @@ class _Restoring:
         self._file = file
 
     def run(self) -> None:
-        """Makes missing slots first, since that may fail for lack of memory; then writes. Collective."""
+        """Makes missing slots first, since that may fail for lack of memory; then writes.
+
+        Collective.
+        """
         try:
             self._run()
         except BaseException as error:
-            # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Nobody may compute with
-            # such a mixture, so reading them raises until they are assigned again.
+            # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Nobody
+            # may compute with such a mixture, so reading them raises until they are assigned again.
             for v in self._objects.variables.values():
                 storage_of(v).mark_interrupted(error, [state_of(v).block])
             raise
@@ -116,7 +120,8 @@ class _Restoring:
         for name in names:
             if (optimizer := objects.optimizers.get(name)) is not None:
                 with_slots = [v for of, v in objects.variables.items() if self._has_slots(name, of)]
-                # A new optimizer has no slots before its first step, and what the file has for them would be lost.
+                # A new optimizer has no slots before its first step, and what the file has for them
+                # would be lost.
                 state_of_optimizer(optimizer).make_slots(
                     with_slots, optimizer.name, optimizer.all_slots
                 )
@@ -160,12 +165,12 @@ class _Restoring:
     def _load(self, name: str, v: Variable, block: Block) -> None:
         """Reads an array of the file into a block: on the rank that owns the block, or on every rank.
 
-        It goes part by part, so that a model that fills the memory can be restored, and an error in reading a part is
-        raised on all ranks.
+        It goes part by part, so that a model that fills the memory can be restored, and an error in
+        reading a part is raised on all ranks.
         """
         communicator, is_root = self._communicator, self._file is not None
-        # Where each rank keeps a copy, each gets every part. Central storage is written by one rank, and published at
-        # the end.
+        # Where each rank keeps a copy, each gets every part. Central storage is written by one
+        # rank, and published at the end.
         is_everywhere = (
             state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
         )
@@ -255,7 +260,8 @@ def _require_compatible(
         compatibility = objects.compatibility(entries, metadata)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{current_call()}: the description of the objects in {path} makes no sense: {error!r}; pass another file"
+            f"{current_call()}: the description of the objects in {path} makes no sense: "
+            f"{error!r}; pass another file"
         ) from error
     problems = list(compatibility.problems)
     if not partial:
@@ -272,7 +278,7 @@ def _require_compatible(
             else "\nrestore(path, partial=True) restores what both have."
         )
         raise ValueError(
-            f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects like those that "
-            f"were saved.{lines}{more}{hint}"
+            f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects "
+            f"like those that were saved.{lines}{more}{hint}"
         )
     return compatibility

@@ -1,7 +1,8 @@
 """The format of a checkpoint: a safetensors file whose header begins with the file's size and checksum.
 
-It holds text and numbers, so reading it cannot run code as unpickling can. Any safetensors reader opens it. We write it
-ourselves because the safetensors package needs all arrays in memory at once, and has no checksum.
+It holds text and numbers, so reading it cannot run code as unpickling can. Any safetensors reader
+opens it. We write it ourselves because the safetensors package needs all arrays in memory at once,
+and has no checksum.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ _HEAD = '{{"__metadata__":{{"hpcstrat":"{version}","bytes":"{nbytes:020}","crc32
 _HEAD_PATTERN = re.compile(
     rb'\{"__metadata__":\{"hpcstrat":"(?P<version>\d{1,9})","bytes":"(?P<nbytes>\d{20})","crc32":"(?P<checksum>[0-9a-f]{8})"'
 )
-# The dtype names of safetensors. Other dtypes are stored as bytes; so is complex64, whose name older readers refuse.
+# The dtype names of safetensors. Other dtypes are stored as bytes; so is complex64, whose name
+# older readers refuse.
 _NAMES = {
     **{
         "bool": "BOOL",
@@ -128,14 +130,15 @@ class Contents:
 
     def seal(self, file: int, checksum: int) -> None:
         """Writes the checksum to a file in which all else is."""
-        # Arrays are read only once, while they are written, so the checksum is known only now. Its own eight digits
-        # count as zeros.
+        # Arrays are read only once, while they are written, so the checksum is known only now. Its
+        # own eight digits count as zeros.
         os.pwrite(file, b"%08x" % checksum, self.header.index(b'"crc32":"') + len(b'"crc32":"'))
 
 
 def sizes(entries: Mapping[str, Entry]) -> dict[str, int]:
     """Bytes of each array, in the order of the file."""
-    # Large elements first, so that every array is aligned to its element size, and readers can map it.
+    # Large elements first, so that every array is aligned to its element size, and readers can map
+    # it.
     names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
     return {name: entries[name].nbytes for name in names}
 
@@ -179,13 +182,14 @@ def _header(
     body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
     rest = f",{own}}}{body}}}".encode()
     length = len(_HEAD.format(version=_VERSION, nbytes=0, checksum=0)) + len(rest)
-    # The arrays begin behind the header, at a multiple of 8 bytes, as readers that map the file want it.
+    # The arrays begin behind the header, at a multiple of 8 bytes, as readers that map the file
+    # want it.
     padding = -length % 8
     length += padding
     if length > _LARGEST_HEADER:
         raise ValueError(
-            f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of {length} bytes, and "
-            f"the format allows {_LARGEST_HEADER}; make several checkpoints"
+            f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of "
+            f"{length} bytes, and the format allows {_LARGEST_HEADER}; make several checkpoints"
         )
     head = _HEAD.format(
         version=_VERSION, nbytes=_LENGTH_BYTES + length + offset, checksum=0
@@ -203,8 +207,8 @@ class CheckpointFile:
     Args:
         path: the file.
         work: called repeatedly while the file is read, to show progress.
-        checked: the number of its first bytes that are a checkpoint, whose checksum is known to be right; by default
-            the whole file is, and its own checksum is compared.
+        checked: the number of its first bytes that are a checkpoint, whose checksum is known to be
+            right; by default the whole file is, and its own checksum is compared.
 
     Attributes:
         entries: the arrays, by name.
@@ -288,8 +292,9 @@ class CheckpointFile:
     def _checked_header(self) -> bytes:
         """The header, after a check of the whole file.
 
-        The checksum comes first. Whatever is read after it can be trusted to be what some program wrote, but not that
-        the program was this one: `_parse` still checks every number before it is used.
+        The checksum comes first. Whatever is read after it can be trusted to be what some program
+        wrote, but not that the program was this one: `_parse` still checks every number before it
+        is used.
         """
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -307,8 +312,8 @@ class CheckpointFile:
         # Before the checksum, which a newer format may compute in another way.
         if int(head["version"]) != _VERSION:
             raise ValueError(
-                f"{self.path} has format {int(head['version'])}, but this version of hpcstrat reads format {_VERSION}; "
-                "restore it with the version that wrote it"
+                f"{self.path} has format {int(head['version'])}, but this version of hpcstrat "
+                f"reads format {_VERSION}; restore it with the version that wrote it"
             )
         length, nbytes = int.from_bytes(start[:_LENGTH_BYTES], "little"), int(head["nbytes"])
         if nbytes != actual:
@@ -335,8 +340,8 @@ class CheckpointFile:
             checksum = zlib.crc32(part.data, checksum)
         if checksum != int(head["checksum"], 16):
             raise ValueError(
-                f"{self.path} is damaged: its checksum is {checksum:08x} and should be {head['checksum'].decode()}"
-                f"{_what_else(self.path, '. Before it ')}"
+                f"{self.path} is damaged: its checksum is {checksum:08x} and should be "
+                f"{head['checksum'].decode()}{_what_else(self.path, '. Before it ')}"
             )
 
     def _size(self) -> int:

@@ -31,7 +31,10 @@ def save_to_file(
     blocking: bool = True,
     step: int | None = None,
 ) -> None:
-    """What `Checkpoint.save` does, and `CheckpointManager` with the number of a step. Collective."""
+    """What `Checkpoint.save` does, and `CheckpointManager` with the number of a step.
+
+    Collective.
+    """
     finish_background()
     communicator = connect()
     saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
@@ -58,7 +61,8 @@ def save_to_file(
             checksums = communicator.all_gather_obj(checksum or 0)
         with communicator.raise_together():
             file.finish(checksums)
-            # A full disk is an error on all ranks, and no rank continues before the file exists: it may be killed next.
+            # A full disk is an error on all ranks, and no rank continues before the file exists: it
+            # may be killed next.
             communicator.exchange(signature_of(f"{current_call()}: written"))
 
 
@@ -88,7 +92,8 @@ class Saved:
         )
         # Before any file is touched, all ranks find out whether they save the same.
         communicator.exchange(signature(target, self.root, objects, entries))
-        # ON_READ variables have a value on each rank, so all ranks gather them before one begins to write.
+        # ON_READ variables have a value on each rank, so all ranks gather them before one begins to
+        # write.
         self._arrays = {name: _all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
         self._blocks |= {
@@ -102,7 +107,9 @@ class Saved:
             communicator.exchange(signature_of(f"{current_call()}: contents"))
 
     def by_root(self, use: Callable[[_safetensors.Contents], _Result]) -> _Result | None:
-        """Has the root use the contents, while the others wait and send it what it has not. Collective.
+        """Has the root use the contents, while the others wait and send it what it has not.
+
+        Collective.
 
         What `use` raises, all ranks raise, in a block of `raise_together`.
         """
@@ -116,7 +123,8 @@ class Saved:
         try:
             return use(self.contents)
         except Exception as error:
-            # The others wait for the next part of a slot, or for the end: for this rank's next call in any case.
+            # The others wait for the next part of a slot, or for the end: for this rank's next call
+            # in any case.
             if communicator.calls.settled != communicator.number:  # else all ranks raise it already
                 communicator.share_error(error, communicator.number)
             raise
@@ -125,7 +133,10 @@ class Saved:
         return name in self._blocks and self._blocks[name][1].cuts is not None
 
     def _parts(self, name: str) -> Iterator[Bytes]:
-        """The bytes of an array. Of one that is split over the ranks this is collective, part by part."""
+        """The bytes of an array.
+
+        Of one that is split over the ranks this is collective, part by part.
+        """
         if self._is_split(name):
             v, block = self._blocks[name]
             for part in storage_of(v).all_parts(block):
@@ -142,7 +153,8 @@ class Saved:
             v, block = self._blocks[name]
             found = storage_of(v).parts(block, start, stop)
         for part in found:
-            # Other ranks wait for the disk. Every part counts as progress, so that the watchdog sees no stall.
+            # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
+            # sees no stall.
             self._communicator.work()
             yield part
 
@@ -182,7 +194,10 @@ class Saved:
 
 
 def _all_values(v: Variable) -> np.ndarray[Any, Any]:
-    """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory. Collective."""
+    """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory.
+
+    Collective.
+    """
     state = state_of(v)
     with state.group.on_stream():
         return gpu.to_host(
@@ -219,7 +234,8 @@ def checked_keep(keep: Any) -> int | None:
     """
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(
-            f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, from 1 up, or None"
+            f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, from 1 "
+            "up, or None"
         )
     return keep
 
@@ -235,5 +251,6 @@ def signature(
         f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())
     ]
     others = [name for name in objects.names if name not in entries]
-    # `new_signature`, because `signature_of` would keep the names of all arrays for a call that seldom comes again.
+    # `new_signature`, because `signature_of` would keep the names of all arrays for a call that
+    # seldom comes again.
     return new_signature(current_call(), *where, f"by rank {root}", Listed((*arrays, *others)))

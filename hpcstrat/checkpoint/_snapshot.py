@@ -25,7 +25,8 @@ _RECORD_CHECK = struct.Struct("<I")
 class Checksum:
     """A checksum of a snapshot, several times as fast as a CRC of all its bytes.
 
-    It is the CRC-32 of sums: of each piece the sums of its columns, where a piece is rows of 1,024 words of 64 bits.
+    It is the CRC-32 of sums: of each piece the sums of its columns, where a piece is rows of 1,024
+    words of 64 bits.
     So it sees flipped bits, and pieces that are old, in part or as a whole, or in another's place.
     """
 
@@ -75,7 +76,9 @@ class _Record(NamedTuple):
 
 
 class SnapshotMemory:
-    """Two generations of snapshots. The newer one's file is never written to, so that a kill leaves one whole.
+    """Two generations of snapshots.
+
+    The newer one's file is never written to, so that a kill leaves one whole.
 
     Args:
         memory: the launcher's.

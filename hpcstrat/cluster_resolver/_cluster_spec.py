@@ -16,8 +16,8 @@ class ClusterSpec:
     """The tasks of a cluster, organised into named jobs; `tf.train.ClusterSpec` without protocol buffers.
 
     Args:
-        cluster: for each job its tasks' addresses, usually `"host:port"`, as a list, or as a dict from their numbers
-            if not all are known; or another `ClusterSpec`.
+        cluster: for each job its tasks' addresses, usually `"host:port"`, as a list, or as a dict
+            from their numbers if not all are known; or another `ClusterSpec`.
 
     Raises:
         TypeError: `cluster` is something else.
@@ -36,7 +36,8 @@ class ClusterSpec:
             cluster = dict(sorted(cluster.as_dict().items()))
         if not isinstance(cluster, Mapping):
             raise TypeError(
-                f"ClusterSpec: the cluster is {cluster!r}; pass a dict from names of jobs to lists of addresses"
+                f"ClusterSpec: the cluster is {cluster!r}; pass a dict from names of jobs to lists "
+                "of addresses"
             )
         self._jobs = {job: _numbered(job, tasks) for job, tasks in cluster.items()}
 
@@ -89,8 +90,8 @@ class ClusterSpec:
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(
-                f"ClusterSpec.task_address: No task with index {task_index!r} in job {job_name!r}; there are "
-                f"{', '.join(map(str, sorted(tasks)))}, and it must be one of these"
+                f"ClusterSpec.task_address: No task with index {task_index!r} in job {job_name!r}; "
+                f"there are {', '.join(map(str, sorted(tasks)))}, and it must be one of these"
             )
         return tasks[task_index]
 
@@ -107,7 +108,8 @@ class ClusterSpec:
         if name not in self._jobs:
             there = ", ".join(map(repr, self._jobs)) or "none"
             raise ValueError(
-                f"ClusterSpec: No such job in cluster: {name!r}; there are {there}, and it must be one of these"
+                f"ClusterSpec: No such job in cluster: {name!r}; there are {there}, and it must be "
+                "one of these"
             )
         return self._jobs[name]
 
@@ -122,7 +124,8 @@ def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
         numbered = {_number(job, number): address for number, address in tasks.items()}
     else:
         raise TypeError(
-            f"ClusterSpec: the tasks of job {job!r} are {tasks!r}; pass a list of addresses, or a dict from numbers"
+            f"ClusterSpec: the tasks of job {job!r} are {tasks!r}; pass a list of addresses, or a "
+            "dict from numbers"
         )
     for address in numbered.values():
         if not isinstance(address, str):
@@ -140,6 +143,7 @@ def _number(job: str, number: object) -> int:
         found = -1
     if not 0 <= found < MOST_TASKS:
         raise ValueError(
-            f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, 1, ... below {MOST_TASKS}"
+            f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, 1, "
+            f"... below {MOST_TASKS}"
         )
     return found

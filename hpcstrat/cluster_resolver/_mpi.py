@@ -17,12 +17,12 @@ from hpcstrat.cluster_resolver._resolver import ClusterResolver
 class MPIClusterResolver(ClusterResolver):
     """The hosts that `mpirun` or `srun` started the ranks on, one task each: a worker is a host.
 
-    It needs no variables and no arguments. An address is the host's name, without a port, because nothing listens
-    there. With a single rank, with or without MPI, the cluster is this host.
+    It needs no variables and no arguments. An address is the host's name, without a port, because
+    nothing listens there. With a single rank, with or without MPI, the cluster is this host.
 
-    Constructing a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or `num_accelerators`
-    is collective: all ranks take part, and MPI starts unless it runs already; if it cannot, a RuntimeError follows.
-    Later uses do not communicate.
+    Constructing a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or
+    `num_accelerators` is collective: all ranks take part, and MPI starts unless it runs already; if
+    it cannot, a RuntimeError follows. Later uses do not communicate.
 
     Attributes:
         task_type: always `"worker"`, unless set.
@@ -43,7 +43,9 @@ class MPIClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`. Collective on first use.
+        """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`.
+
+        Collective on first use.
 
         Raises:
             ValueError: there is no such task.
@@ -72,7 +74,8 @@ def _hosts() -> list[_Host]:
     with communicator.raise_together():
         by_rank = communicator.all_gather_obj((socket.gethostname(), driver.visible_gpus()))
     hosts = worlds.start().hosts
-    # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each only its own.
+    # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each
+    # only its own.
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}
     for host, (name, visible) in zip(hosts, by_rank, strict=True):

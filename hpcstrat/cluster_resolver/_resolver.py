@@ -15,12 +15,15 @@ from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 class ClusterResolver(abc.ABC):
     """Says which tasks make up the job, where they are, and which of them this process is.
 
-    A subclass implements `cluster_spec` and passes what it knows of this process to the constructor.
+    A subclass implements `cluster_spec` and passes what it knows of this process to the
+    constructor.
 
     Attributes:
-        task_type: the name of this process's job in the cluster, such as `"worker"`; `None` if unknown.
+        task_type: the name of this process's job in the cluster, such as `"worker"`; `None` if
+            unknown.
         task_id: this process's index in that job; `None` if unknown.
-        rpc_layer: the protocol that `master` puts before addresses, as in `"grpc://"`; `None` or empty for no protocol.
+        rpc_layer: the protocol that `master` puts before addresses, as in `"grpc://"`; `None` or
+            empty for no protocol.
     """
 
     def __init__(
@@ -79,8 +82,8 @@ class ClusterResolver(abc.ABC):
         """Where the program runs, such as `"google"` in TensorFlow; empty here."""
         return ""
 
-    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties, so that the values
-    # that the user passed or set take precedence everywhere.
+    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties,
+    # so that the values that the user passed or set take precedence everywhere.
 
     @property
     def task_type(self) -> str | None:
@@ -136,7 +139,8 @@ class SimpleClusterResolver(ClusterResolver):
         task_type: the name of this process's job.
         task_id: this process's index in it.
         environment: the value of `environment`.
-        num_accelerators: the number of devices of each kind that each task has, such as `{"GPU": 8}`.
+        num_accelerators: the number of devices of each kind that each task has, such as
+            `{"GPU": 8}`.
         rpc_layer: the protocol that `master` puts before addresses.
 
     Raises:
@@ -204,7 +208,8 @@ class UnionResolver(ClusterResolver):
         *resolvers: one or more resolvers.
         rpc_layer: the protocol for `master`, instead of the first resolver's.
         task_type: the name of this process's job, instead of the first resolver's.
-        task_id: this process's index in it, instead of the first resolver's. (0 counts; TensorFlow ignores it.)
+        task_id: this process's index in it, instead of the first resolver's. (0 counts; TensorFlow
+            ignores it.)
 
     Raises:
         TypeError: an argument is not a `ClusterResolver`.
@@ -224,15 +229,20 @@ class UnionResolver(ClusterResolver):
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(
-                    f"UnionResolver: {resolver!r} is not a ClusterResolver; pass one of hpcstrat.cluster_resolver"
+                    f"UnionResolver: {resolver!r} is not a ClusterResolver; pass one of "
+                    "hpcstrat.cluster_resolver"
                 )
         self._resolvers = resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """All jobs. If several resolvers have a job, its tasks are concatenated; numbered tasks keep their numbers.
+        """All jobs.
+
+        If several resolvers have a job, its tasks are concatenated; numbered tasks keep their
+        numbers.
 
         Raises:
-            KeyError: a resolver gives only some indices of the job, and two resolvers give the same index.
+            KeyError: a resolver gives only some indices of the job, and two resolvers give the same
+                index.
         """
         lists: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -245,7 +255,8 @@ class UnionResolver(ClusterResolver):
     ) -> str:
         """The address of a task if both its job and index are given, else the first resolver's master.
 
-        A task's address has the protocol that is passed here or was given to the union, not the first resolver's.
+        A task's address has the protocol that is passed here or was given to the union, not the
+        first resolver's.
         """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
@@ -280,7 +291,10 @@ def url(address: str, rpc_layer: str | None) -> str:
 
 
 def visible_gpus() -> int:
-    """The number of GPUs that this process may use. Opens no GPU, and starts neither MPI nor CuPy."""
+    """The number of GPUs that this process may use.
+
+    Opens no GPU, and starts neither MPI nor CuPy.
+    """
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
@@ -298,7 +312,8 @@ def _merged(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | di
         twice = sorted(merged.keys() & numbered.keys())
         if twice:
             raise KeyError(
-                f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; give them different numbers"
+                f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; give them "
+                "different numbers"
             )
         merged.update(numbered)
     return merged

@@ -21,33 +21,38 @@ _Item = TypeVar("_Item")
 
 @final
 class SlurmClusterResolver(ClusterResolver):
-    """Reads the variables that `srun` sets for each task of a step. Needs no Slurm command, and starts no MPI.
+    """Reads the variables that `srun` sets for each task of a step.
 
-    As in TensorFlow, tasks are numbered by the *names* of their nodes in alphabetical order (`n10` before `n9`); a
-    node's tasks have the ports `port_base`, `port_base + 1` and so on; and jobs take their tasks in the order of their
-    names. If the node list has another order, a task's address is not that of the node on which it runs.
+    Needs no Slurm command, and starts no MPI.
+
+    As in TensorFlow, tasks are numbered by the *names* of their nodes in alphabetical order (`n10`
+    before `n9`); a node's tasks have the ports `port_base`, `port_base + 1` and so on; and jobs
+    take their tasks in the order of their names. If the node list has another order, a task's
+    address is not that of the node on which it runs.
 
     Unlike TensorFlow's resolver, it knows from the start which task this is, and it never changes
-    `CUDA_VISIBLE_DEVICES`: a strategy gives each rank its GPU among the visible ones, and the GPUs of the host's other
-    ranks must stay visible for direct transfers between GPUs. TensorFlow's also counts GPUs from 0, whatever Slurm
-    allowed the task.
+    `CUDA_VISIBLE_DEVICES`: a strategy gives each rank its GPU among the visible ones, and the GPUs
+    of the host's other ranks must stay visible for direct transfers between GPUs. TensorFlow's also
+    counts GPUs from 0, whatever Slurm allowed the task.
 
-    It reads `SLURM_PROCID` and, unless arguments replace them, `SLURM_STEP_NUM_TASKS`, `SLURM_STEP_NODELIST`,
-    `SLURM_STEP_TASKS_PER_NODE` and `CUDA_VISIBLE_DEVICES`.
+    It reads `SLURM_PROCID` and, unless arguments replace them, `SLURM_STEP_NUM_TASKS`,
+    `SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE` and `CUDA_VISIBLE_DEVICES`.
 
     Args:
         jobs: the number of tasks of each job; by default all are workers.
         port_base: the port of the first task of each node.
-        gpus_per_node: by default the number of visible GPUs. If the node has more tasks than that, the launcher shows
-            each task its own GPUs, or tasks share them: all visible GPUs then count as the task's.
+        gpus_per_node: by default the number of visible GPUs. If the node has more tasks than that,
+            the launcher shows each task its own GPUs, or tasks share them: all visible GPUs then
+            count as the task's.
         gpus_per_task: by default the node's GPUs, divided by the tasks of the node with most tasks.
-        tasks_per_node: one number for all nodes, or a number for each node name; by default Slurm's.
+        tasks_per_node: one number for all nodes, or a number for each node name; by default
+            Slurm's.
         auto_set_gpu: ignored; in TensorFlow it lets the resolver set `CUDA_VISIBLE_DEVICES`.
         rpc_layer: the protocol that `master` puts before addresses.
 
     Raises:
-        RuntimeError: a variable is missing or not as Slurm writes it, the jobs and the nodes have different numbers of
-            tasks, or the tasks need more GPUs than a node has.
+        RuntimeError: a variable is missing or not as Slurm writes it, the jobs and the nodes have
+            different numbers of tasks, or the tasks need more GPUs than a node has.
     """
 
     def __init__(
@@ -97,8 +102,8 @@ def _variable(name: str) -> str:
     value = os.environ.get(name)
     if value is None:
         raise RuntimeError(
-            f"SlurmClusterResolver: {name} is not set, so this is not a Slurm step; start the program with "
-            "`srun python train.py`, or use MPIClusterResolver"
+            f"SlurmClusterResolver: {name} is not set, so this is not a Slurm step; start the "
+            "program with `srun python train.py`, or use MPIClusterResolver"
         )
     return value
 
@@ -107,7 +112,8 @@ def _number(name: str) -> int:
     value = _variable(name)
     if not re.fullmatch("[0-9]{1,18}", value) or int(value) > MOST_TASKS:
         raise RuntimeError(
-            f"SlurmClusterResolver: {name} is {value!r:.50}; it must be a number from 0 up, as srun sets it"
+            f"SlurmClusterResolver: {name} is {value!r:.50}; it must be a number from 0 up, as "
+            "srun sets it"
         )
     return int(value)
 
@@ -123,9 +129,10 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
     # A node that is named twice has one entry in the list of tasks.
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
-            f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes ({', '.join(nodes):.200}), and "
-            f"SLURM_STEP_TASKS_PER_NODE gives the tasks of {len(tasks)} ({', '.join(map(str, tasks)):.200}); start the "
-            "program with `srun`, which sets both, or pass tasks_per_node"
+            f"SlurmClusterResolver: SLURM_STEP_NODELIST names {len(set(nodes))} nodes "
+            f"({', '.join(nodes):.200}), and SLURM_STEP_TASKS_PER_NODE gives the tasks of "
+            f"{len(tasks)} ({', '.join(map(str, tasks)):.200}); start the program with `srun`, "
+            "which sets both, or pass tasks_per_node"
         )
     return dict(zip(dict.fromkeys(nodes), tasks, strict=True))
 
@@ -143,13 +150,14 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
     wanted, there = sum(jobs.values()), sum(tasks_per_node.values())
     if wanted != there or not there:
         raise RuntimeError(
-            f"SlurmClusterResolver: the jobs have {wanted} tasks ({jobs}), and the nodes run {there} "
-            f"({tasks_per_node!s:.200}); start as many as the jobs have with `srun --ntasks={wanted}`"
+            f"SlurmClusterResolver: the jobs have {wanted} tasks ({jobs}), and the nodes run "
+            f"{there} ({tasks_per_node!s:.200}); start as many as the jobs have with `srun "
+            f"--ntasks={wanted}`"
         )
     if rank >= there:
         raise RuntimeError(
-            f"SlurmClusterResolver: SLURM_PROCID is {rank}, and there are {there} tasks, from 0 up; "
-            "start the program with `srun`, which sets both"
+            f"SlurmClusterResolver: SLURM_PROCID is {rank}, and there are {there} tasks, from 0 "
+            "up; start the program with `srun`, which sets both"
         )
 
 
@@ -157,7 +165,8 @@ def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) 
     """The number of GPUs of each task, after a check that there are enough."""
     if per_node is None and per_task is None:
         visible = visible_gpus()
-        # Fewer GPUs than tasks: they are this task's own, or shared, and either way all that are visible.
+        # Fewer GPUs than tasks: they are this task's own, or shared, and either way all that are
+        # visible.
         return visible if visible < most_tasks else visible // most_tasks
     if per_node is None:
         per_node = visible_gpus()
@@ -168,8 +177,9 @@ def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) 
         is_too_many = most_tasks * per_task > per_node
     if is_too_many:
         raise RuntimeError(
-            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {max(per_task, 1)} GPUs, but has {per_node}; "
-            "start fewer with `srun --ntasks-per-node`, or pass gpus_per_node and gpus_per_task"
+            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {max(per_task, 1)} GPUs, but "
+            f"has {per_node}; start fewer with `srun --ntasks-per-node`, or pass gpus_per_node and "
+            "gpus_per_task"
         )
     return per_task
 
@@ -186,8 +196,8 @@ def _task_of(jobs: dict[str, int], rank: int) -> tuple[str, int]:
 def expand_nodes(nodes: str) -> list[str]:
     """The names of the nodes, in Slurm's order, as `scontrol show hostnames` gives them.
 
-    A name may have several ranges, and text after them, which TensorFlow refuses. The last range varies fastest, then
-    the first, the second and so on.
+    A name may have several ranges, and text after them, which TensorFlow refuses. The last range
+    varies fastest, then the first, the second and so on.
 
     Args:
         nodes: a list such as `"n[1-2],gpu[08-10]-ib0"`.
@@ -231,8 +241,8 @@ def _numbers(nodes: str, ranges: str) -> list[str]:
         first, last = (match["first"], match["last"] or match["first"]) if match else ("1", "0")
         if not 0 <= int(last) - int(first) < MOST_NODES - len(found):
             raise ValueError(
-                f"{nodes!r:.200} is not a Slurm node list: {text!r:.50} is not like 7 or 1-3, of {MOST_NODES} nodes at "
-                "most"
+                f"{nodes!r:.200} is not a Slurm node list: {text!r:.50} is not like 7 or 1-3, of "
+                f"{MOST_NODES} nodes at most"
             )
         found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return found

@@ -15,7 +15,8 @@ from hpcstrat.cluster_resolver._resolver import ClusterResolver, url
 class TFConfigClusterResolver(ClusterResolver):
     """Reads the environment variable `TF_CONFIG`, in JSON, on every use.
 
-    A value is, for instance, `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
+    A value is, for instance,
+    `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
     `"rpc_layer"` and `"session_master"` are read too. Without the variable the cluster is empty.
 
     Args:
@@ -24,7 +25,8 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: the protocol that `master` puts before addresses, instead of the variable's.
         environment: the value of `environment`.
 
-    Every method that reads the variable raises `ValueError` if it is not a JSON object, or a member has a wrong type.
+    Every method that reads the variable raises `ValueError` if it is not a JSON object, or a member
+    has a wrong type.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ def weights_of(weights: Any, call: str, count: int) -> list[float]:
     found = array.astype(float).tolist()
     if len(found) != count or min(found) < 0 or not 0 < sum(found) < np.inf:
         raise ValueError(
-            f"{call}: weights is {found}; it must have one number for each of the {count} datasets, not negative and "
-            "not all 0"
+            f"{call}: weights is {found}; it must have one number for each of the {count} "
+            "datasets, not negative and not all 0"
         )
     return found
 

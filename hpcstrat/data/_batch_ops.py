@@ -26,7 +26,9 @@ from hpcstrat.data._padding import known_sizes, pad_together, shapes_for
 
 
 class _Batching(Transformation):
-    """Consecutive elements together. An item is a chunk of the input's items, so no data is touched to batch.
+    """Consecutive elements together.
+
+    An item is a chunk of the input's items, so no data is touched to batch.
 
     Args:
         source: the input.
@@ -109,7 +111,8 @@ class Batch(_Batching):
 
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
-        # Rows of different shapes fail where one replica has them; steps are compared as if they came from user code.
+        # Rows of different shapes fail where one replica has them; steps are compared as if they
+        # came from user code.
         may_fail = source.user_code or any(
             None in leaf.shape for leaf in nests.flatten(source.spec())[0]
         )
@@ -134,8 +137,8 @@ class Batch(_Batching):
 class PaddedBatch(_Batching):
     """Consecutive elements, padded to one shape and stacked.
 
-    Where all sizes are given, a replica loads its own rows only. Else they are those of the largest elements of the
-    batch, which each replica must load to find out.
+    Where all sizes are given, a replica loads its own rows only. Else they are those of the largest
+    elements of the batch, which each replica must load to find out.
     """
 
     def __init__(
@@ -178,7 +181,8 @@ class _Padded(Choosing):
 
     def __init__(self, source: Node, shapes: Any, values: Any) -> None:
         super().__init__(source, f"padded to {shapes}")
-        # An element that is too large fails the replica that loads it, so steps are compared as if it ran user code.
+        # An element that is too large fails the replica that loads it, so steps are compared as if
+        # it ran user code.
         self.user_code = True
         self._shapes, self._values = shapes, values
 
@@ -197,7 +201,10 @@ class _Padded(Choosing):
 
 @final
 class Unbatch(Transformation):
-    """The rows of elements. Directly after `batch` it undoes it on the items, and stacks nothing."""
+    """The rows of elements.
+
+    Directly after `batch` it undoes it on the items, and stacks nothing.
+    """
 
     def __init__(self, source: Node) -> None:
         super().__init__(
@@ -214,7 +221,8 @@ class Unbatch(Transformation):
         def row(leaf: TensorSpec) -> TensorSpec:
             if not leaf.shape:
                 raise ValueError(
-                    f"Dataset.unbatch: elements must have a first dimension; they are {self._source.spec()}"
+                    "Dataset.unbatch: elements must have a first dimension; they are "
+                    f"{self._source.spec()}"
                 )
             return TensorSpec(leaf.shape[1:], leaf.dtype)
 
@@ -249,7 +257,8 @@ class Unbatch(Transformation):
 class Window(Transformation):
     """Datasets of `size` elements, each of which begins `shift` elements after the one before.
 
-    An item is a chunk of the input's items, so a window touches no data until its datasets are iterated over.
+    An item is a chunk of the input's items, so a window touches no data until its datasets are
+    iterated over.
 
     Args:
         source: the input.

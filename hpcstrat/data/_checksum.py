@@ -62,7 +62,8 @@ class Checksum:
 def of_array(array: np.ndarray[Any, Any], value: int = 0) -> int:
     """The checksum `value` continued with the shape, dtype and contents of an array in host memory.
 
-    It compares bytes, so NaNs can be equal. Python objects in the array are skipped: their addresses differ by rank.
+    It compares bytes, so NaNs can be equal. Python objects in the array are skipped: their
+    addresses differ by rank.
     """
     value = zlib.crc32(f"{array.dtype} {array.shape}".encode(), value)
     if array.nbytes <= _CHUNK_BYTES or array.ndim == 0:
@@ -85,8 +86,8 @@ def of_arrays(arrays: Sequence[Any], every: bool) -> int:
 def of_sample(array: Any, value: int = 0) -> int:
     """As `of_array`, but of a sample of rows, spread from the first to the last; the array must have dimensions.
 
-    There are many rows and a CRC depends on their order, so a reshuffle is noticed even if most rows are equal. The
-    sample of a file, which is a memory map or a `StoredArray`, is small.
+    There are many rows and a CRC depends on their order, so a reshuffle is noticed even if most
+    rows are equal. The sample of a file, which is a memory map or a `StoredArray`, is small.
     """
     if not isinstance(array, np.ndarray):
         size = math.prod(array.shape[1:])

@@ -30,7 +30,8 @@ _CHOICES = 1024
 class _Combination(Node):
     """A node whose items combine those of its inputs: as keys with further columns, or as tuples.
 
-    Keys stay keys only while all inputs have them; a single input of Python objects makes the items objects.
+    Keys stay keys only while all inputs have them; a single input of Python objects makes the items
+    objects.
     """
 
     def load(self, item: Any) -> Any:
@@ -171,7 +172,8 @@ class _OneAfterAnother(_Combination):
         present = np.unique(which).tolist() or [0]
         if len(present) == 1:
             return self._fetch_from(present[0], keys)
-        # A batch of several nodes, in any order after a shuffle: fetch from each at once, then restore the order.
+        # A batch of several nodes, in any order after a shuffle: fetch from each at once, then
+        # restore the order.
         parts = [nests.flatten(self._fetch_from(node, keys[which == node])) for node in present]
         (first_leaves, structure), *rest = parts
         if any(
@@ -183,8 +185,8 @@ class _OneAfterAnother(_Combination):
             for leaves, other in rest
         ):
             raise ValueError(
-                f"{self._name}: the elements of a batch must be alike in structure, shape and dtype; those of "
-                f"{self!r} are not"
+                f"{self._name}: the elements of a batch must be alike in structure, shape and "
+                f"dtype; those of {self!r} are not"
             )
         rows = np.argsort(
             np.argsort(which, kind="stable")
@@ -222,7 +224,8 @@ class _Chosen(_OneAfterAnother):
 
     Args:
         nodes: the nodes.
-        stop_on_empty: whether the end of a node that is chosen ends all; else its choices are passed over.
+        stop_on_empty: whether the end of a node that is chosen ends all; else its choices are
+            passed over.
         call: the user's name of the method.
         *others: further nodes that it reads.
     """
@@ -232,7 +235,8 @@ class _Chosen(_OneAfterAnother):
     ) -> None:
         super().__init__(nodes, call, *others)
         self._stops = stop_on_empty
-        # How many are chosen at once. What user code makes is taken one by one: no sooner than needed.
+        # How many are chosen at once. What user code makes is taken one by one: no sooner than
+        # needed.
         self._together = 1 if self.user_code else _CHOICES
 
     @abc.abstractmethod
@@ -346,8 +350,8 @@ class Choose(_Chosen):
                 and 0 <= choice < len(self._nodes)
             ):
                 raise ValueError(
-                    f"{self._name}: choice_dataset has an element {choice!r}; it must be an integer of "
-                    f"[0, {len(self._nodes)}), the number of a dataset"
+                    f"{self._name}: choice_dataset has an element {choice!r}; it must be an "
+                    f"integer of [0, {len(self._nodes)}), the number of a dataset"
                 )
             yield np.array([choice], np.int64)
 

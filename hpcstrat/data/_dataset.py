@@ -54,8 +54,8 @@ class DatasetIterator(ResumableIterator):
 
         Raises:
             StopIteration: the pass is over.
-            Exception: whatever a function of the pipeline raised. The next call returns the next element; if `batch`
-                follows the function, the next batch.
+            Exception: whatever a function of the pipeline raised. The next call returns the next
+                element; if `batch` follows the function, the next batch.
         """
         try:
             return next(self._elements)
@@ -63,7 +63,8 @@ class DatasetIterator(ResumableIterator):
             self._end()
             raise
         finally:
-            # An element that failed counts too: a program that resumes after it must not meet it again.
+            # An element that failed counts too: a program that resumes after it must not meet it
+            # again.
             if self._taken is not None:
                 self._taken += 1
 
@@ -72,20 +73,24 @@ class DatasetIterator(ResumableIterator):
 class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
-    Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or transform another one.
-    Datasets are lazy, can be iterated over repeatedly, and never change. Each iteration yields new arrays, safe to
-    write to; only the results of a function given to `map` are passed on as they are.
+    Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
+    transform another one. Datasets are lazy, can be iterated over repeatedly, and never change.
+    Each iteration yields new arrays, safe to write to; only the results of a function given to
+    `map` are passed on as they are.
 
-    As in `tf.data`, a list becomes an array where an element is expected; tuples, dicts, namedtuples and dataclasses
-    make nests. A function of an element receives the members of a tuple as separate arguments.
+    As in `tf.data`, a list becomes an array where an element is expected; tuples, dicts,
+    namedtuples and dataclasses make nests. A function of an element receives the members of a tuple
+    as separate arguments.
 
-    An argument of a method that is not of its type, such as text for a size, is a TypeError that names both.
+    An argument of a method that is not of its type, such as text for a size, is a TypeError that
+    names both.
     """
 
     def __init__(self, node: Node) -> None:
         if not isinstance(node, Node):
             raise TypeError(
-                "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip"
+                "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or "
+                "zip"
             )
         super().__init__(node)
 
@@ -113,10 +118,11 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def from_tensor_slices(tensors: Any) -> Dataset:
         """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
 
-        The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap` stays on disk, and
-        so does an array in a file, such as one of h5py, zarr or netCDF4: whatever can be indexed, has a shape and a
-        dtype, and shares no memory. Its rows are read when they are needed, consecutive ones of a batch together, and
-        by a replica its own only. A read may fail on one rank, so ranks compare their steps, as with functions.
+        The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap`
+        stays on disk, and so does an array in a file, such as one of h5py, zarr or netCDF4:
+        whatever can be indexed, has a shape and a dtype, and shares no memory. Its rows are read
+        when they are needed, consecutive ones of a batch together, and by a replica its own only. A
+        read may fail on one rank, so ranks compare their steps, as with functions.
 
         Raises:
             TypeError: a leaf cannot become an array.
@@ -135,32 +141,35 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """What a generator function yields. The function is called once for each iteration.
 
         Args:
-            generator: a function that returns an iterable. Under a strategy it runs on every rank and must yield the
-                same elements on all.
+            generator: a function that returns an iterable. Under a strategy it runs on every rank
+                and must yield the same elements on all.
             output_types: a nest of dtypes, to which the elements' leaves are converted.
             output_shapes: a nest of shapes, which the leaves must have; `None` for sizes that vary.
             args: arrays or array-likes, with which `generator` is called.
-            output_signature: a nest of `TensorSpec`, instead of types and shapes. Without either, elements are taken
-                as they come.
+            output_signature: a nest of `TensorSpec`, instead of types and shapes. Without either,
+                elements are taken as they come.
 
         Raises:
-            TypeError: `generator` is not a function, both a signature and types or shapes are given, or shapes only.
+            TypeError: `generator` is not a function, both a signature and types or shapes are
+                given, or shapes only.
             ValueError: while iterating: an element does not match.
         """
         call = "Dataset.from_generator"
         if not callable(generator):
             raise TypeError(
-                f"{call}: generator is {type(generator).__name__}; it must be a function that returns an iterator, "
-                "because each iteration calls it again (pass `f`, not `f()`)"
+                f"{call}: generator is {type(generator).__name__}; it must be a function that "
+                "returns an iterator, because each iteration calls it again (pass `f`, not `f()`)"
             )
         if output_signature is not None and not (output_types is None and output_shapes is None):
             raise TypeError(
-                f"{call}: output_signature replaces output_types and output_shapes; pass one or the other"
+                f"{call}: output_signature replaces output_types and output_shapes; pass one or "
+                "the other"
             )
         if output_shapes is not None:
             if output_types is None:
                 raise TypeError(
-                    f"{call}: output_shapes came without output_types; pass both, or an output_signature"
+                    f"{call}: output_shapes came without output_types; pass both, or an "
+                    "output_signature"
                 )
             types, structure = nests.flatten(output_types)
             shapes: list[Any] = structure.flatten_up_to(output_shapes)
@@ -178,7 +187,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """Elements of several datasets side by side, until one dataset ends.
 
         Args:
-            *datasets: one nest of datasets, whose structure the elements get, or several datasets, which make a tuple.
+            *datasets: one nest of datasets, whose structure the elements get, or several datasets,
+                which make a tuple.
 
         Raises:
             TypeError: a leaf is not a `Dataset`, or there is no leaf.
@@ -204,20 +214,22 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             datasets: the datasets, whose elements must be alike.
             weights: the probability of each dataset, up to a common factor; equal ones by default.
             seed: pipelines with equal seeds draw alike. Without one, replicas share a random seed.
-            stop_on_empty_dataset: whether to end when a dataset is drawn that has no further element. If not, the
-                others go on.
-            rerandomize_each_iteration: whether each iteration draws anew; by default all draw alike.
+            stop_on_empty_dataset: whether to end when a dataset is drawn that has no further
+                element. If not, the others go on.
+            rerandomize_each_iteration: whether each iteration draws anew; by default all draw
+                alike.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike, as for `concatenate`; or `weights` are
-                not numbers.
+            TypeError: one is not a `Dataset`, or their elements are not alike, as for
+                `concatenate`; or `weights` are not numbers.
             ValueError: there is none, or `weights` are not as many, are negative, or all 0.
         """
         call = "Dataset.sample_from_datasets"
         nodes = _nodes_of(datasets, call)
         if isinstance(weights, Dataset):
             raise TypeError(
-                f"{call}: weights is a Dataset, but weights that change are not possible; pass numbers"
+                f"{call}: weights is a Dataset, but weights that change are not possible; pass "
+                "numbers"
             )
         numbers = None if weights is None else weights_of(weights, call, len(nodes))
         return Dataset(
@@ -239,11 +251,12 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         Args:
             datasets: the datasets, whose elements must be alike.
             choice_dataset: gives integers, each the index of a dataset.
-            stop_on_empty_dataset: whether to end when a dataset is chosen that has no further element. If not, that
-                choice is passed over.
+            stop_on_empty_dataset: whether to end when a dataset is chosen that has no further
+                element. If not, that choice is passed over.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike, as for `concatenate`.
+            TypeError: one is not a `Dataset`, or their elements are not alike, as for
+                `concatenate`.
             ValueError: there is none. While iterating: a choice is not the index of a dataset.
         """
         call = "Dataset.choose_from_datasets"
@@ -262,8 +275,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
 
         Args:
             file_pattern: a pattern as `glob.glob` takes it, or several.
-            shuffle: whether the order is random, and another one in each iteration; `None` means `True`. If not, it is
-                sorted.
+            shuffle: whether the order is random, and another one in each iteration; `None` means
+                `True`. If not, it is sorted.
             seed: of the shuffle.
 
         Raises:
@@ -290,10 +303,12 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         shard_func: None = None,
         checkpoint_args: None = None,
     ) -> None:
-        """Writes all elements to the folder `path`. Collective: all ranks call this, and rank 0 writes.
+        """Writes all elements to the folder `path`.
 
-        A dataset that was saved there before is replaced, once the new one is whole. Shuffles are those of the first
-        iteration. The format is not TensorFlow's.
+        Collective: all ranks call this, and rank 0 writes.
+
+        A dataset that was saved there before is replaced, once the new one is whole. Shuffles are
+        those of the first iteration. The format is not TensorFlow's.
 
         Args:
             path: the folder, on a file system that all ranks see.
@@ -304,7 +319,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         Raises:
             NotImplementedError: another argument than `path` is given.
             FileExistsError: there is something else at `path`.
-            TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf has no fixed size.
+            TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf
+                has no fixed size.
             ValueError: elements differ in structure, or there are none.
             OSError: the file system's error.
             ReplicaMismatchError: the ranks' pipelines or paths differ.
@@ -369,7 +385,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """
         if not isinstance(options, Options):
             raise TypeError(
-                f"Dataset.with_options: options is {type(options).__name__}; it must be a hpcstrat.data.Options"
+                f"Dataset.with_options: options is {type(options).__name__}; it must be a "
+                "hpcstrat.data.Options"
             )
         return Dataset(_index_ops.WithOptions(self._node, Options().merge(options)))
 
@@ -385,8 +402,9 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def element_spec(self) -> Any:
         """An element's nest of `TensorSpec`; a size is `None` if it varies or is unknown.
 
-        The dtype of strings has the length of the longest that is known; other elements may be shorter or longer. To
-        find out, the function of `map` is called on the first element, and a generator without a signature starts.
+        The dtype of strings has the length of the longest that is known; other elements may be
+        shorter or longer. To find out, the function of `map` is called on the first element, and a
+        generator without a signature starts.
         """
         return self._node.spec()
 
@@ -424,8 +442,8 @@ def _refuse(call: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one file per leaf; leave "
-                "it None"
+                f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one "
+                "file per leaf; leave it None"
             )
 
 

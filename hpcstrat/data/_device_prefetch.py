@@ -23,8 +23,8 @@ _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 def prefetch_to_gpu(stream: gpu.Stream, ahead: int) -> Prefetcher:
     """Copies the arrays of steps to a stream's GPU, `ahead` steps before they are used.
 
-    A thread loads batches into pinned memory; a separate copy stream brings each batch to the GPU in one transfer,
-    while the GPU computes. Leaves that are not numeric arrays stay on the host.
+    A thread loads batches into pinned memory; a separate copy stream brings each batch to the GPU
+    in one transfer, while the GPU computes. Leaves that are not numeric arrays stay on the host.
     """
     return lambda steps: _prefetched(steps, stream, ahead)
 
@@ -77,7 +77,8 @@ class _Slot:
             _ALIGNMENT,
         )
         if self.copied is not None:
-            # The previous transfer from this memory may still be running, while the batch it carries is long in use.
+            # The previous transfer from this memory may still be running, while the batch it
+            # carries is long in use.
             self.copied.synchronize()
         if self._pinned.size < packed.nbytes:
             self._pinned = gpu.pinned(packed.nbytes)
@@ -101,8 +102,8 @@ def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterat
     device = stream.xp.cuda.Device(stream.ordinal)
     with device:
         copies = stream.xp.cuda.Stream(non_blocking=True)
-        # User functions that compute on the GPU get their own stream. CuPy's pool reuses memory per stream, so their
-        # temporary arrays can never be memory that a training step still uses.
+        # User functions that compute on the GPU get their own stream. CuPy's pool reuses memory per
+        # stream, so their temporary arrays can never be memory that a training step still uses.
         computing = stream.xp.cuda.Stream(non_blocking=True)
     # While `ahead` slots load, one more is on its way to the GPU.
     slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
@@ -120,7 +121,8 @@ def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterat
         for _ in range(ahead):
             loading.append(executor.submit(load, next(slots)))
         while True:
-            # Wait for a batch only if none is on its way, and raise an error only when its turn comes.
+            # Wait for a batch only if none is on its way, and raise an error only when its turn
+            # comes.
             while loading and len(copying) <= ahead and (not copying or _is_loaded(loading[0])):
                 loaded = loading.popleft().result()
                 if loaded is None:
@@ -160,8 +162,8 @@ class _Copies(NamedTuple):
 def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 
-    Their memory comes from the current stream's pool, and kernels already queued there may still use it: the transfer
-    waits for those, and for nothing that is queued later.
+    Their memory comes from the current stream's pool, and kernels already queued there may still
+    use it: the transfer waits for those, and for nothing that is queued later.
     """
     flat = xp.empty(loaded.layout.nbytes, np.uint8)
     current = xp.cuda.get_current_stream()

@@ -34,7 +34,8 @@ _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 class DistributedDataset(ResumableDataset):
     """A dataset whose steps are nests of `PerReplica`, or of plain arrays if there is one replica.
 
-    Strategies make them. They can be iterated over repeatedly but not transformed: transform the dataset before you
+    Strategies make them. They can be iterated over repeatedly but not transformed: transform the
+    dataset before you
     distribute it. Iterating is collective: all ranks take the same steps.
     """
 
@@ -68,10 +69,12 @@ class DistributedDataset(ResumableDataset):
         return True
 
     def __iter__(self) -> DistributedIterator:
-        """Begins an iteration. Collective: the ranks compare their pipelines and share the seeds of shuffles.
+        """Begins an iteration.
 
-        In the first iteration they also compare samples of the arrays that elements come from; with `HPCSTRAT_CHECK=1`,
-        in every iteration, all arrays in memory.
+        Collective: the ranks compare their pipelines and share the seeds of shuffles.
+
+        In the first iteration they also compare samples of the arrays that elements come from; with
+        `HPCSTRAT_CHECK=1`, in every iteration, all arrays in memory.
 
         Raises:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
@@ -79,7 +82,8 @@ class DistributedDataset(ResumableDataset):
         rounds, taken = self._next_start()
         distribution = self._distribution
         every = settings.is_on("HPCSTRAT_CHECK")
-        # Arrays seldom change between epochs, so their samples are compared once: that reads from disk, or from memory.
+        # Arrays seldom change between epochs, so their samples are compared once: that reads from
+        # disk, or from memory.
         arrays = (
             None
             if self._is_compared and not every
@@ -106,21 +110,23 @@ def distribute_dataset(
 ) -> DistributedDataset:
     """Splits each batch of `dataset` between the replicas.
 
-    Of a batch of b elements replica r of N gets the next `b // N + (1 if r < b % N else 0)`; replicas without elements
-    get arrays whose first dimension is 0. With `AutoShardPolicy.OFF` in the dataset's options a short batch fills the
-    replicas in order instead, each up to its part of a full batch, as in TensorFlow.
+    Of a batch of b elements replica r of N gets the next `b // N + (1 if r < b % N else 0)`;
+    replicas without elements get arrays whose first dimension is 0. With `AutoShardPolicy.OFF` in
+    the dataset's options a short batch fills the replicas in order instead, each up to its part of
+    a full batch, as in TensorFlow.
 
     Args:
-        dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a generator function, that
-            gives batches: nests of arrays with equal first dimensions, the same on every rank.
+        dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a
+            generator function, that gives batches: nests of arrays with equal first dimensions, the
+            same on every rank.
         communicator: the replicas.
         options: see `InputOptions`.
         prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
 
     Raises:
         NotImplementedError: `options` asks for a dataset for each replica.
-        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options` is not an
-            `InputOptions`.
+        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options`
+            is not an `InputOptions`.
         ValueError: `dataset` is not batched, or options contradict each other.
     """
     options = _check_options(options, _DISTRIBUTE)
@@ -128,9 +134,10 @@ def distribute_dataset(
     # With one replica too: a program that is right on one rank must not fail on two.
     if not node.batch_sizes:
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but it is batches that are split between replicas; "
-            "call Dataset.batch(global_batch_size) on it first, or .unbatch().batch(global_batch_size) if its elements "
-            "have several rows each. (A generator function that yields batches is passed as it is, without "
+            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but it is batches that are split "
+            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
+            ".unbatch().batch(global_batch_size) if its elements have several rows each. (A "
+            "generator function that yields batches is passed as it is, without "
             "Dataset.from_generator)"
         )
     evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
@@ -151,30 +158,32 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
 
-    In step t replica r of N gets element `t * N + r`. If the elements end within a step, replicas without an element
-    get arrays whose first dimension is 0; if elements have no dimensions, the step is left out, with a warning. Each
-    worker has its own pipeline for its own replicas; a worker whose elements have ended gets empty arrays until all
-    workers' have.
+    In step t replica r of N gets element `t * N + r`. If the elements end within a step, replicas
+    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
+    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
+    worker whose elements have ended gets empty arrays until all workers' have.
 
     Args:
-        dataset_fn: called once on each rank, with an `InputContext`; returns a dataset as `distribute_dataset` takes
-            it, batched by the size for one replica.
+        dataset_fn: called once on each rank, with an `InputContext`; returns a dataset as
+            `distribute_dataset` takes it, batched by the size for one replica.
         communicator: the replicas.
         options: see `InputOptions`.
         prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
         workers: the workers, each with its own pipeline; one worker by default.
-        takes_per_replica: whether `options` may ask for a pipeline for each replica, as if each were a worker.
+        takes_per_replica: whether `options` may ask for a pipeline for each replica, as if each
+            were a worker.
 
     Raises:
         NotImplementedError: `options` asks for a pipeline for each replica, and may not.
-        TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not an `InputOptions`.
+        TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not
+            an `InputOptions`.
         ValueError: options contradict each other.
     """
     options = _check_options(options, FROM_FUNCTION, takes_per_replica)
     if not callable(dataset_fn):
         raise TypeError(
-            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of an InputContext "
-            f"that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
+            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
+            f"an InputContext that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
         )
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         workers = Workers(tuple(range(communicator.size)), communicator.rank)
@@ -194,9 +203,9 @@ def check_sharding(dataset: Dataset) -> None:
     """
     if _is_off(dataset):
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so that each worker would take all its elements, "
-            "but batches are always split between all replicas; leave it AUTO, or give each worker its own dataset by "
-            f"{FROM_FUNCTION}"
+            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so that each worker would "
+            "take all its elements, but batches are always split between all replicas; leave it "
+            f"AUTO, or give each worker its own dataset by {FROM_FUNCTION}"
         )
 
 
@@ -219,19 +228,19 @@ def _check_options(
     if per_replica and not takes_per_replica:
         raise NotImplementedError(
             f"{call}: experimental_replication_mode is PER_REPLICA, which only "
-            "MirroredStrategy.distribute_datasets_from_function takes, as in TensorFlow; pass PER_WORKER, and one "
-            "pipeline feeds all replicas of a worker"
+            "MirroredStrategy.distribute_datasets_from_function takes, as in TensorFlow; pass "
+            "PER_WORKER, and one pipeline feeds all replicas of a worker"
         )
     if options.experimental_place_dataset_on_device and not per_replica:
         raise ValueError(
             f"{call}: experimental_place_dataset_on_device is True, which needs "
-            "experimental_replication_mode=PER_REPLICA; leave it False. experimental_fetch_to_device=True copies "
-            "batches ahead"
+            "experimental_replication_mode=PER_REPLICA; leave it False. "
+            "experimental_fetch_to_device=True copies batches ahead"
         )
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise ValueError(
-            f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are both True; pass one, "
-            "either copies batches to the device"
+            f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are "
+            "both True; pass one, either copies batches to the device"
         )
     return options
 
@@ -247,7 +256,8 @@ def _node_of(dataset: Any, call: str) -> Node:
         )
     if isinstance(getattr(dataset, "__self__", None), Dataset):
         raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it returns"
+            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it "
+            "returns"
         )
     if isinstance(dataset, DistributedDataset):
         raise TypeError(
@@ -255,11 +265,12 @@ def _node_of(dataset: Any, call: str) -> Node:
         )
     if isinstance(dataset, Iterator):
         raise TypeError(
-            f"{call}: {kind} can be iterated over only once; pass the generator function itself (`f`, not `f()`), a "
-            "list or a Dataset"
+            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
+            "(`f`, not `f()`), a list or a Dataset"
         )
     if not (hasattr(dataset, "__iter__") or callable(dataset)):
         raise TypeError(
-            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable of batches"
+            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
+            "of batches"
         )
     return Batches(dataset)

@@ -26,7 +26,9 @@ from hpcstrat.data._threads import map_in_threads
 
 @final
 class Map(Transformation):
-    """The result of a function for each element. It runs when an element is loaded: for a replica's own only.
+    """The result of a function for each element.
+
+    It runs when an element is loaded: for a replica's own only.
 
     Args:
         source: the input.
@@ -59,7 +61,8 @@ class Map(Transformation):
     def spec(self) -> Any:
         """See `Node`. Calls the function on the first element.
 
-        If a size of the input is unknown, the function is also called on an element of another size: sizes of the
+        If a size of the input is unknown, the function is also called on an element of another
+        size: sizes of the
         result that change are unknown, too.
         """
         if self._spec is None:
@@ -121,7 +124,10 @@ class Map(Transformation):
 
 @final
 class Filter(Transformation):
-    """The elements for which a function is true. Each is loaded to find out, so an item is the element itself."""
+    """The elements for which a function is true.
+
+    Each is loaded to find out, so an item is the element itself.
+    """
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
         super().__init__(
@@ -157,7 +163,10 @@ class Filter(Transformation):
 
 @final
 class Scan(Transformation):
-    """What a function makes of a state and each element, beside the next state. An item is the element itself."""
+    """What a function makes of a state and each element, beside the next state.
+
+    An item is the element itself.
+    """
 
     def __init__(self, source: Node, initial_state: Any, function: Callable[..., Any]) -> None:
         super().__init__(
@@ -176,8 +185,8 @@ class Scan(Transformation):
         for element in self.elements(EpochPass(frozen=True)):
             return _elements.spec_of(element)
         raise ValueError(
-            f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its function would make "
-            "are unknown"
+            f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its "
+            "function would make are unknown"
         )
 
     def cardinality(self) -> int:
@@ -192,8 +201,8 @@ class Scan(Transformation):
                 )
                 if not (type(result) in (tuple, list) and len(result) == 2):
                     raise TypeError(
-                        f"Dataset.scan: scan_func returned {type(result).__name__}; it must return a pair, the next "
-                        "state and the element"
+                        f"Dataset.scan: scan_func returned {type(result).__name__}; it must return "
+                        "a pair, the next state and the element"
                     )
                 following, made = map(_elements.as_element, result)
                 state = same_structure(state, following, "Dataset.scan", "scan_func")
@@ -214,7 +223,8 @@ def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
     (_, before), (_, after) = nests.flatten(state), nests.flatten(following)
     if before != after:
         raise ValueError(
-            f"{call}: {argument} returned a state that is {after}; it must be a nest like the initial state, {before}"
+            f"{call}: {argument} returned a state that is {after}; it must be a nest like the "
+            f"initial state, {before}"
         )
     return following
 
@@ -222,7 +232,8 @@ def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
 def cache(source: Node) -> Node:
     """The node that keeps what `source` computes.
 
-    No order is stored: an order is a function of seed and round, so walking it again gives the same one. And without
+    No order is stored: an order is a function of seed and round, so walking it again gives the same
+    one. And without
     user code there is nothing to store at all: the arrays are in memory already.
     """
     if not source.user_code:
@@ -315,8 +326,8 @@ def call_with(function: Callable[..., Any], args: tuple[Any, ...], call: str, ar
         return function(*args)
     except StopIteration as error:
         raise RuntimeError(
-            f"{call}: {argument} raised StopIteration, which cannot end the dataset; catch it in the function, or "
-            "raise another exception"
+            f"{call}: {argument} raised StopIteration, which cannot end the dataset; catch it in "
+            "the function, or raise another exception"
         ) from error
 
 

@@ -48,7 +48,8 @@ class DatasetSpec(TensorSpec):
 def as_leaf(value: Any) -> Any:
     """`value` as an array, or as a NumPy scalar if it has no dimensions. A dataset stays one.
 
-    As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays keep their dtype.
+    As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays
+    keep their dtype.
 
     Raises:
         TypeError: `value` does not hold numbers, booleans or strings, or is a masked array.
@@ -76,15 +77,17 @@ def no_numbers(value: Any) -> str:
     """The message for a leaf that does not hold numbers, booleans or strings."""
     if not hasattr(value, "__array__"):
         return (
-            f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it must be an array, or "
-            "something from which np.asarray makes numbers, booleans or strings"
+            f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it "
+            "must be an array, or something from which np.asarray makes numbers, booleans or "
+            "strings"
         )
     name = getattr(value, "name", None)
     which = f"{type(value).__name__} {name!r}" if isinstance(name, str) else type(value).__name__
     dtype = getattr(value, "dtype", "object")
     return (
-        f"Dataset: a leaf of an element is a {which} of dtype {dtype}, which NumPy holds as Python objects; it must "
-        "hold numbers, booleans or strings: cast it with np.asarray(leaf, dtype=str), or dtype=float"
+        f"Dataset: a leaf of an element is a {which} of dtype {dtype}, which NumPy holds as Python "
+        "objects; it must hold numbers, booleans or strings: cast it with np.asarray(leaf, "
+        "dtype=str), or dtype=float"
     )
 
 
@@ -101,7 +104,9 @@ def _narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
-    """`value` with `convert(leaf)`, an array, for every leaf. As in `tf.data`, a list is an array, not a nest.
+    """`value` with `convert(leaf)`, an array, for every leaf.
+
+    As in `tf.data`, a list is an array, not a nest.
 
     Raises:
         TypeError: A leaf does not become an array.
@@ -161,8 +166,8 @@ def stack(elements: Sequence[Any]) -> Any:
     for leaves in zip(*rows, strict=True):
         if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
             raise TypeError(
-                "Dataset.batch: the elements are datasets, such as Dataset.window makes; make arrays of them first: "
-                "Dataset.flat_map(lambda window: window.batch(size))"
+                "Dataset.batch: the elements are datasets, such as Dataset.window makes; make "
+                "arrays of them first: Dataset.flat_map(lambda window: window.batch(size))"
             )
         shapes = {leaf.shape for leaf in leaves}
         dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
@@ -205,15 +210,16 @@ def _name(dtype: np.dtype[Any]) -> str:
 
 def _unlike_structures(first: str, second: str) -> ValueError:
     return ValueError(
-        f"Dataset.batch: the elements of a batch must be nests of the same structure; they are {first} and {second}"
+        "Dataset.batch: the elements of a batch must be nests of the same structure; they are "
+        f"{first} and {second}"
     )
 
 
 def _unlike_kinds(kinds: Iterable[_Kind]) -> ValueError:
     found = ", ".join(sorted({f"{dtype}{list(shape)}" for dtype, shape in kinds}))
     return ValueError(
-        f"Dataset.batch: the elements of a batch must have the same shape and dtype; they have {found}; pad or cast "
-        "them with Dataset.map first"
+        "Dataset.batch: the elements of a batch must have the same shape and dtype; they have "
+        f"{found}; pad or cast them with Dataset.map first"
     )
 
 
@@ -254,8 +260,8 @@ def leading_size(leaves: Sequence[Any]) -> int:
     if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
         raise ValueError(
-            "Dataset: arrays that are batches, or that are sliced, must have a first dimension, all the same; "
-            f"their shapes are {shapes}"
+            "Dataset: arrays that are batches, or that are sliced, must have a first dimension, "
+            f"all the same; their shapes are {shapes}"
         )
     return sizes.pop()
 
@@ -285,8 +291,8 @@ def common_spec(first: Any, second: Any) -> Any:
         for a, b in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
-            "Dataset: elements must be alike in structure, dtype and number of dimensions; they are "
-            f"{first} and {second}"
+            "Dataset: elements must be alike in structure, dtype and number of dimensions; they "
+            f"are {first} and {second}"
         )
     return structure.unflatten(map(_common_leaf, ours, theirs))
 

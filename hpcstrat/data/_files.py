@@ -47,8 +47,8 @@ class _Column:
         array = np.asarray(leaf)
         if array.dtype.kind not in _KINDS or array.dtype.names is not None:
             raise TypeError(
-                f"Dataset.save: a leaf has the dtype {array.dtype}; it must hold numbers, booleans or strings of fixed "
-                "size: cast it with Dataset.map"
+                f"Dataset.save: a leaf has the dtype {array.dtype}; it must hold numbers, booleans "
+                "or strings of fixed size: cast it with Dataset.map"
             )
         kind = array.dtype.str, array.shape
         self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
@@ -69,8 +69,8 @@ def save(elements: Iterator[Any], path: str) -> None:
 
     Raises:
         FileExistsError: there is something else.
-        TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf is no array of a fixed
-            size.
+        TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf is no
+            array of a fixed size.
         ValueError: elements differ in structure.
         OSError: the file system's error.
     """
@@ -107,7 +107,8 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
             columns = [_Column(folder, i, files) for i in range(len(leaves))]
         if found != structure:
             raise ValueError(
-                f"Dataset.save: elements must be nests of the same structure; they are {structure} and {found}"
+                f"Dataset.save: elements must be nests of the same structure; they are {structure} "
+                f"and {found}"
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
@@ -134,8 +135,8 @@ def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
     leaves, _ = nests.flatten(nest)
     if len(leaves) != 1 or leaves[0] is not nest:
         raise TypeError(
-            f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, lists and dicts with "
-            "text keys: convert them with Dataset.map"
+            f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, "
+            "lists and dicts with text keys: convert them with Dataset.map"
         )
     return next(numbers)
 
@@ -171,8 +172,8 @@ def load(path: str) -> Node:
         ) from error
     if not isinstance(header, dict) or not {"format", "count", "nest", "leaves"} <= header.keys():
         raise ValueError(
-            f"Dataset.load: {header_path} is not a header of a dataset: it must have a format, a count, a nest and "
-            "leaves; save it again"
+            f"Dataset.load: {header_path} is not a header of a dataset: it must have a format, a "
+            "count, a nest and leaves; save it again"
         )
     if header["format"] != _FORMAT:
         found = reprlib.repr(header["format"])
@@ -231,10 +232,12 @@ class _Stored:
     """One leaf of all elements, in a memory map.
 
     Attributes:
-        whole: all as one array of shape `(count, ...)`, if all have one shape and dtype; else `None`.
+        whole: all as one array of shape `(count, ...)`, if all have one shape and dtype; else
+            `None`.
 
     Raises:
-        ValueError, TypeError: what is described is not what the files hold. No memory is taken before that is known.
+        ValueError, TypeError: what is described is not what the files hold. No memory is taken
+            before that is known.
     """
 
     def __init__(self, path: str, kinds: list[Any], count: int) -> None:
@@ -318,7 +321,8 @@ class _Saved(Indexed):
 
     def __init__(self, path: str, skeleton: Any, columns: list[_Stored], count: int) -> None:
         super().__init__()
-        # Elements of one batch may not go together, which only a replica that has both will find out.
+        # Elements of one batch may not go together, which only a replica that has both will find
+        # out.
         self.user_code = True
         self._path, self._skeleton, self._columns, self._count = path, skeleton, columns, count
 

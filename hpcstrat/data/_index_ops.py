@@ -108,7 +108,8 @@ class Take(Choosing):
         left = self._count
         if left == 0:
             return
-        # It ends at the last element, not at a look at the next: that may run user code, or never come.
+        # It ends at the last element, not at a look at the next: that may run user code, or never
+        # come.
         for chunk in self._source.chunks(epoch):
             yield chunk[:left]
             left -= min(left, len(chunk))
@@ -198,12 +199,14 @@ class Repeat(Choosing):
     def _ends(self, given: int, empty: int) -> bool:
         """Whether an empty round ends an infinite `repeat`: as in TensorFlow, but not directly after a shuffle.
 
-        After a shuffle it ends only if no round had elements; else empty rounds are passed over, as in TensorFlow.
+        After a shuffle it ends only if no round had elements; else empty rounds are passed over, as
+        in TensorFlow.
         """
         if empty == _EMPTY_ROUNDS:
             raise RuntimeError(
-                f"Dataset.repeat: after {given} elements came {empty} empty rounds in a row; a generator "
-                "function must return a new iterator in each round; correct it, or give the number of rounds"
+                f"Dataset.repeat: after {given} elements came {empty} empty rounds in a row; a "
+                "generator function must return a new iterator in each round; correct it, or give "
+                "the number of rounds"
             )
         return given == 0 or not isinstance(self._source, Shuffle)
 
@@ -307,7 +310,10 @@ def _shuffled_items(
 def _shuffled_keys(
     stream: Iterator[Keys], size: int, random: np.random.Generator
 ) -> Iterator[Keys]:
-    """As `_shuffled_items`, but whole chunks at a time. A buffer that holds the whole dataset is one permutation."""
+    """As `_shuffled_items`, but whole chunks at a time.
+
+    A buffer that holds the whole dataset is one permutation.
+    """
     waiting, held = [], 0
     for chunk in stream:
         waiting.append(chunk)
@@ -331,13 +337,15 @@ def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys,
     The pool is the buffer, places 0 to `size`, followed by the new items, one for each draw.
 
     Returns:
-        The place in the pool of the item that leaves at each step, and of each item that is in the buffer afterwards.
+        The place in the pool of the item that leaves at each step, and of each item that is in the
+        buffer afterwards.
     """
-    # uint16 where it suffices: NumPy's stable sort is a radix sort for 16 bits, several times as fast.
+    # uint16 where it suffices: NumPy's stable sort is a radix sort for 16 bits, several times as
+    # fast.
     slots = random.integers(size, size=steps, dtype=np.uint16 if size <= 1 << 16 else np.int64)
-    # Step t takes what is in its slot and puts item `size + t` there. So what leaves is the buffer's own item if the
-    # slot is drawn for the first time, else the item of the previous step that drew it. After a stable sort by slot
-    # that previous step is the neighbour.
+    # Step t takes what is in its slot and puts item `size + t` there. So what leaves is the
+    # buffer's own item if the slot is drawn for the first time, else the item of the previous step
+    # that drew it. After a stable sort by slot that previous step is the neighbour.
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1

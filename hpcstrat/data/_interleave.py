@@ -22,7 +22,8 @@ from hpcstrat.data._node import (
 )
 from hpcstrat.data._threads import blocks_ahead, threads_of
 
-_COMPARED = 32  # datasets of a pass whose text and arrays the ranks compare: a single one may be equal by chance
+# datasets of a pass whose text and arrays the ranks compare: a single one may be equal by chance
+_COMPARED = 32
 _END = object()
 
 
@@ -30,7 +31,8 @@ _END = object()
 class Interleave(Transformation):
     """The elements of the datasets that a function makes of elements: `block_length` of each, in turn.
 
-    An item is a node and its item, so every rank makes all datasets but loads its own elements only.
+    An item is a node and its item, so every rank makes all datasets but loads its own elements
+    only.
 
     Args:
         source: the input.
@@ -71,13 +73,16 @@ class Interleave(Transformation):
         return (self._shuffle,)
 
     def spec(self) -> Any:
-        """See `Node`. The function is called on the first two elements: sizes in which they differ are unknown."""
+        """See `Node`.
+
+        The function is called on the first two elements: sizes in which they differ are unknown.
+        """
         elements = itertools.islice(self._source.elements(EpochPass(frozen=True)), 2)
         specs = [self._function(element).spec() for element in elements]
         if not specs:
             raise ValueError(
-                f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its function would "
-                "make are unknown"
+                f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that "
+                "its function would make are unknown"
             )
         return specs[0] if len(specs) == 1 else _elements.common_spec(*specs)
 

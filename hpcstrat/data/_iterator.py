@@ -94,8 +94,8 @@ class DistributedIterator(ResumableIterator):
 
     def _begin(self, epoch: EpochPass, taken: int) -> None:
         distribution, communicator = self._distribution, self._communicator
-        # Without user code all ranks of a worker walk the same keys and need no exchange. Workers have separate
-        # pipelines, which may end at different steps.
+        # Without user code all ranks of a worker walk the same keys and need no exchange. Workers
+        # have separate pipelines, which may end at different steps.
         self._compares = communicator.size > 1 and (
             self._node.user_code or distribution.workers.count > 1
         )
@@ -127,13 +127,16 @@ class DistributedIterator(ResumableIterator):
 
         Raises:
             ValueError: called inside a replica function.
-            ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or different elements.
-            Exception: whatever a function of the pipeline raised on any rank. The next call returns the next step.
+            ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or
+                different elements.
+            Exception: whatever a function of the pipeline raised on any rank. The next call returns
+                the next step.
         """
         if type(contexts.current.get()) is InReplica:
             raise ValueError(
-                f"{self._call}: next was called inside a replica function, but a step is for all replicas; call it "
-                "outside, and pass the result: strategy.run(fn, args=(next(iterator),))"
+                f"{self._call}: next was called inside a replica function, but a step is for all "
+                "replicas; call it outside, and pass the result: strategy.run(fn, "
+                "args=(next(iterator),))"
             )
         step = self._compared_step() if self._compares else next(self._steps, _END)
         total, value, _, error, is_scarce = step
@@ -141,7 +144,8 @@ class DistributedIterator(ResumableIterator):
             self._end()
             raise StopIteration
         assert self._taken is not None
-        # Positions count elements of the pipeline: one batch for all replicas, or one element for each.
+        # Positions count elements of the pipeline: one batch for all replicas, or one element for
+        # each.
         self._taken += (total or 0) if self._assigns else 1
         if error is not None:
             try:
@@ -177,8 +181,8 @@ class DistributedIterator(ResumableIterator):
         try:
             with self._communicator.raise_together():
                 step = next(self._steps, _END)
-                # One exchange tells all that can differ. Without it a rank whose generator ends early would leave the
-                # others waiting in a collective of the step.
+                # One exchange tells all that can differ. Without it a rank whose generator ends
+                # early would leave the others waiting in a collective of the step.
                 own = (
                     step.total,
                     step.checksum,
@@ -197,16 +201,18 @@ class DistributedIterator(ResumableIterator):
             return step._replace(error=self._error_of_all(step.error))
         if seen := self._differences(totals):
             raise ReplicaMismatchError(
-                f"{self._call}: the ranks have different numbers of elements in step {number}: {seen}. Every "
-                "rank's generator, functions and files must give the same elements; each replica then gets its share"
+                f"{self._call}: the ranks have different numbers of elements in step {number}: "
+                f"{seen}. Every rank's generator, functions and files must give the same elements; "
+                "each replica then gets its share"
             )
         if seen := self._differences(checksums):
             raise ReplicaMismatchError(
-                f"{self._call}: the ranks have different elements up to step {number}, with checksums {seen}. "
-                f"{self._node} must give the same elements in the same order on every rank; each replica then gets its "
-                "share. Give shuffles a seed that all ranks share: DataLoader(..., shuffle=True, "
-                "generator=torch.Generator().manual_seed(0)), or torch.manual_seed(0) before each epoch. Do not use a "
-                "DistributedSampler: every batch is split between the replicas anyway"
+                f"{self._call}: the ranks have different elements up to step {number}, with "
+                f"checksums {seen}. {self._node} must give the same elements in the same order on "
+                "every rank; each replica then gets its share. Give shuffles a seed that all ranks "
+                "share: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)), "
+                "or torch.manual_seed(0) before each epoch. Do not use a DistributedSampler: every "
+                "batch is split between the replicas anyway"
             )
         if kinds.count(kinds[0]) < len(kinds):  # no replica has seen all rows of the batch
             return step._replace(error=_elements.unlike(kinds))
@@ -222,7 +228,10 @@ class DistributedIterator(ResumableIterator):
         return _elements.kinds_of_rows(value)
 
     def _error_of_all(self, error: Exception | None) -> Exception | None:
-        """The error of this step: this rank's own, or that of the first rank that has one. Collective."""
+        """The error of this step: this rank's own, or that of the first rank that has one.
+
+        Collective.
+        """
         try:
             with self._communicator.raise_together():
                 if error is not None:
@@ -244,8 +253,8 @@ class DistributedIterator(ResumableIterator):
             if total and total >= size:
                 remedy += ", or do without AutoShardPolicy.OFF"
         warn_together(
-            f"{self._call}: {what}, and a mean over none is nan; divide sums by the size of the global batch, or "
-            f"{remedy}",
+            f"{self._call}: {what}, and a mean over none is nan; divide sums by the size of the "
+            f"global batch, or {remedy}",
             UserWarning,
             is_lead=self._communicator.rank == 0,
         )
@@ -267,8 +276,8 @@ class DistributedIterator(ResumableIterator):
         if any(not leaf.shape for leaf in nests.flatten(spec)[0]):
             self._end()
             raise ValueError(
-                f"{self._call}: one worker's elements end before another's, and elements without dimensions have no "
-                "empty form; batch the dataset"
+                f"{self._call}: one worker's elements end before another's, and elements without "
+                "dimensions have no empty form; batch the dataset"
             )
         value = nests.map_leaves(
             lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec

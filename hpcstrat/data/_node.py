@@ -24,7 +24,8 @@ Keys: TypeAlias = npt.NDArray[np.int64]
 Chunk: TypeAlias = Any
 """Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects.
 
-In place of a list of arrays of one shape there may be one array of them: batches of keys are a view of the keys.
+In place of a list of arrays of one shape there may be one array of them: batches of keys are a view
+of the keys.
 """
 
 _BYTES_AHEAD = 1 << 20
@@ -34,8 +35,8 @@ _drawn = itertools.count()  # the unseeded shuffles that this process has drawn 
 class ShuffleState:
     """The seed of one shuffle and its round, from which each order is derived.
 
-    An order is a function of (seed, round) alone, so ranks that agree on these two numbers need not exchange orders,
-    and a checkpoint that saves them can replay an order.
+    An order is a function of (seed, round) alone, so ranks that agree on these two numbers need not
+    exchange orders, and a checkpoint that saves them can replay an order.
 
     Attributes:
         seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
@@ -53,7 +54,10 @@ class ShuffleState:
         self.own_seed: int | None = self.seed
 
     def state(self) -> tuple[int, int]:
-        """The seed, drawn now if there is none yet, and the next round. Equal states give equal orders."""
+        """The seed, drawn now if there is none yet, and the next round.
+
+        Equal states give equal orders.
+        """
         if self.seed is None:
             self.seed = _fresh_seed()
         return self.seed, self.next_round
@@ -62,20 +66,25 @@ class ShuffleState:
 class EpochPass:
     """One pass over a pipeline.
 
-    Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that it meets.
+    Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that
+    it meets.
 
     Args:
-        rounds: the round with which each shuffle begins; a shuffle not listed continues after its last pass.
-        frozen: whether every shuffle begins with its first round instead, and its count of rounds stays as it is.
-        salt: numbers from which orders without a seed derive; for a pass over a dataset that a function of the pipeline
-            makes, whose shuffles no other rank, and no program that resumes, could know of.
-        place: numbers from which, and from its seed, an order with a seed derives there: the round of the pipeline's
-            pass and the position of the dataset in it, the same in every program.
+        rounds: the round with which each shuffle begins; a shuffle not listed continues after its
+            last pass.
+        frozen: whether every shuffle begins with its first round instead, and its count of rounds
+            stays as it is.
+        salt: numbers from which orders without a seed derive; for a pass over a dataset that a
+            function of the pipeline makes, whose shuffles no other rank, and no program that
+            resumes, could know of.
+        place: numbers from which, and from its seed, an order with a seed derives there: the round
+            of the pipeline's pass and the position of the dataset in it, the same in every program.
 
     Attributes:
         checksum: the checksum of what user code yields in this pass.
         reached: for each shuffle that it has met the round with which a pass after it begins.
-        runs_ahead: whether these count only by `commit`, as the elements behind them are asked for later.
+        runs_ahead: whether these count only by `commit`, as the elements behind them are asked for
+            later.
     """
 
     def __init__(
@@ -147,23 +156,27 @@ class EpochPass:
 class Node(abc.ABC):
     """A source or a transformation of elements.
 
-    A pass over a node is a stream of *items*, which are cheap and say which element comes when; `load` and `fetch` make
-    elements of them. So nodes that reorder or choose elements touch no data, every rank can walk the whole stream, and
-    each replica loads its own elements only.
+    A pass over a node is a stream of *items*, which are cheap and say which element comes when;
+    `load` and `fetch` make elements of them. So nodes that reorder or choose elements touch no
+    data, every rank can walk the whole stream, and each replica loads its own elements only.
 
-    Everything that distribution and checkpoints need to know is an argument without a default: a new transformation
-    that forgets one fails when it is constructed, instead of being split or resumed like some other node.
+    Everything that distribution and checkpoints need to know is an argument without a default: a
+    new transformation
+    that forgets one fails when it is constructed, instead of being split or resumed like some other
+    node.
 
     Args:
         *inputs: the nodes that this one reads.
-        width: the number of int64 columns of an item if the stream consists of `Keys`; `None` if items are Python
-            objects.
-        user_code: whether a pass runs functions of the user, and so may end or fail on one rank only.
+        width: the number of int64 columns of an item if the stream consists of `Keys`; `None` if
+            items are Python objects.
+        user_code: whether a pass runs functions of the user, and so may end or fail on one rank
+            only.
         batch_sizes: the size of each `batch` that still holds, outermost last; 0 if it is unknown.
-        rows: if elements are batches, the node whose elements are their rows, and whose chunks are this node's items;
-            else `None`.
-        inputs_per_element: the unit in which a saved position counts. `None`: this node's own elements. A number:
-            elements of its only input, this many to an element, so that a program with another batch size can resume.
+        rows: if elements are batches, the node whose elements are their rows, and whose chunks are
+            this node's items; else `None`.
+        inputs_per_element: the unit in which a saved position counts. `None`: this node's own
+            elements. A number: elements of its only input, this many to an element, so that a
+            program with another batch size can resume.
 
     The arguments are attributes, too.
     """
@@ -221,7 +234,8 @@ class Node(abc.ABC):
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         """One pass over the elements themselves, lazily: user code runs no sooner than needed.
 
-        An element that user code fails to make raises when its turn comes; the next element follows.
+        An element that user code fails to make raises when its turn comes; the next element
+        follows.
         """
         if self.seekable:
             return self._fetched(epoch)
@@ -299,8 +313,9 @@ class Transformation(Node):
 class Failure:
     """Stands in a stream for an element that user code failed to make.
 
-    A generator that raises is finished. Where elements stay in a stream or a buffer, the exception has to travel as a
-    value, so that it is raised when its turn comes and the elements after it are not lost.
+    A generator that raises is finished. Where elements stay in a stream or a buffer, the exception
+    has to travel as a value, so that it is raised when its turn comes and the elements after it are
+    not lost.
 
     Attributes:
         error: the exception.
@@ -350,7 +365,8 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
     """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
     if start == stop and not node.seekable:
-        # Shapes and dtypes of an empty batch are known only from an element, so one is made for nothing.
+        # Shapes and dtypes of an empty batch are known only from an element, so one is made for
+        # nothing.
         return _elements.rows(node.fetch(chunk[:1]), 0, 0)
     return node.fetch(chunk[start:stop])
 
@@ -358,8 +374,8 @@ def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
 def _fresh_seed() -> int:
     """A seed for a shuffle without one.
 
-    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds, and no rank has to
-    communicate inside a lazy pipeline.
+    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds,
+    and no rank has to communicate inside a lazy pipeline.
     """
     world = worlds.started()
     if world is None or world.size == 1:

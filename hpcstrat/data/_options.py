@@ -50,12 +50,15 @@ class _Group:
 
 @final
 class Options(_Group):
-    """What `Dataset.with_options` takes. A pipeline keeps its options and gives them back; only one has an effect.
+    """What `Dataset.with_options` takes.
 
-    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF` a short batch fills the replicas in order,
-    each up to its part of a full one, instead of being split evenly; a strategy of several workers refuses it. The
-    order of elements is always kept, whatever `deterministic` says. The groups are `autotune`,
-    `experimental_distribute`, `experimental_optimization` and `threading`.
+    A pipeline keeps its options and gives them back; only one has an effect.
+
+    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF` a short batch fills the
+    replicas in order, each up to its part of a full one, instead of being split evenly; a strategy
+    of several workers refuses it. The order of elements is always kept, whatever `deterministic`
+    says. The groups are `autotune`, `experimental_distribute`, `experimental_optimization` and
+    `threading`.
     """
 
     def __init__(self) -> None:
@@ -68,7 +71,8 @@ class Options(_Group):
     def __setattr__(self, attribute: str, value: Any) -> None:
         if attribute in _GROUPS and not isinstance(value, _Group):
             raise TypeError(
-                f"Options: {attribute} has attributes of its own: options.{attribute}.... = {value!r}"
+                f"Options: {attribute} has attributes of its own: options.{attribute}.... = "
+                f"{value!r}"
             )
         super().__setattr__(attribute, value)
 

@@ -16,7 +16,8 @@ def shapes_for(
     """The shape that each leaf of an element is padded to; `None` for that of the largest.
 
     Raises:
-        ValueError: the shapes have another structure, or other numbers of dimensions than the leaves.
+        ValueError: the shapes have another structure, or other numbers of dimensions than the
+            leaves.
     """
     if shapes is None:
         return [None] * len(actual)
@@ -24,8 +25,8 @@ def shapes_for(
         given: list[Any] = structure.flatten_up_to(shapes)
     except ValueError as error:
         raise ValueError(
-            f"Dataset.padded_batch: padded_shapes is {shapes}; it must be a nest like the elements, {structure}, with "
-            "a shape for each leaf"
+            f"Dataset.padded_batch: padded_shapes is {shapes}; it must be a nest like the "
+            f"elements, {structure}, with a shape for each leaf"
         ) from error
     found: list[tuple[Any, ...] | None] = [
         None if one is None else tuple(one) if isinstance(one, (tuple, list)) else (one,)
@@ -34,8 +35,9 @@ def shapes_for(
     for wanted, own in zip(found, actual, strict=True):
         if wanted is not None and len(wanted) != len(own):
             raise ValueError(
-                f"Dataset.padded_batch: the padded shape {list(wanted)} does not go with an element of shape "
-                f"{list(own)}; give as many sizes as it has, None for that of the largest element"
+                f"Dataset.padded_batch: the padded shape {list(wanted)} does not go with an "
+                f"element of shape {list(own)}; give as many sizes as it has, None for that of the "
+                "largest element"
             )
     return found
 
@@ -52,8 +54,8 @@ def pad_together(elements: Sequence[Any], shapes: Any, values: Any) -> Any:
         leaves, other = nests.flatten(element)
         if other != structure:
             raise ValueError(
-                "Dataset.padded_batch: the elements of a batch must be nests of the same structure; "
-                f"they are {structure} and {other}"
+                "Dataset.padded_batch: the elements of a batch must be nests of the same "
+                f"structure; they are {structure} and {other}"
             )
         rows.append(leaves)
     wanted = shapes_for(shapes, structure, [leaf.shape for leaf in first])
@@ -66,8 +68,8 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
     if len(dtypes) > 1 or len({leaf.ndim for leaf in leaves}) > 1:
         kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
         raise ValueError(
-            "Dataset.padded_batch: the elements of a batch must have the same dtype and number of dimensions; they "
-            f"have {', '.join(kinds)}"
+            "Dataset.padded_batch: the elements of a batch must have the same dtype and number of "
+            f"dimensions; they have {', '.join(kinds)}"
         )
     largest = np.max([leaf.shape for leaf in leaves], axis=0).astype(np.int64).tolist()
     shape = (
@@ -80,8 +82,9 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
     )
     if any(most > size for most, size in zip(largest, shape, strict=True)):
         raise ValueError(
-            f"Dataset.padded_batch: an element is larger than the padded shape {shape}: the largest of its batch are "
-            f"{largest}; pad to a larger shape, or to None, which is that of the largest element"
+            f"Dataset.padded_batch: an element is larger than the padded shape {shape}: the "
+            f"largest of its batch are {largest}; pad to a larger shape, or to None, which is that "
+            "of the largest element"
         )
     dtype = np.result_type(*leaves)
     column = np.full((len(leaves), *shape), np.zeros((), dtype) if value is None else value, dtype)
@@ -103,14 +106,14 @@ def _values_for(values: Any, structure: nests.Structure, leaves: Sequence[Any]) 
             given = structure.flatten_up_to(cast("Any", values))
         except ValueError as error:
             raise ValueError(
-                f"Dataset.padded_batch: padding_values is {values}; it must be one value, or a nest like the elements, "
-                f"{structure}, with a value for each leaf"
+                f"Dataset.padded_batch: padding_values is {values}; it must be one value, or a "
+                f"nest like the elements, {structure}, with a value for each leaf"
             ) from error
     for value, leaf in zip(given, leaves, strict=True):
         if value is not None and not _becomes(np.asarray(value), leaf.dtype):
             raise TypeError(
-                f"Dataset.padded_batch: padding_values has {value!r} for a leaf of dtype {leaf.dtype}; pass a value of "
-                "that dtype"
+                f"Dataset.padded_batch: padding_values has {value!r} for a leaf of dtype "
+                f"{leaf.dtype}; pass a value of that dtype"
             )
     return given
 

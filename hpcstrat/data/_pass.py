@@ -20,14 +20,17 @@ from hpcstrat.data._threads import prepare_ahead
 class Position(NamedTuple):
     """The position of an iteration, or that none is under way.
 
-    It holds no order and no elements: to seek is to walk the same shuffles again and skip. So a checkpoint of a dataset
+    It holds no order and no elements: to seek is to walk the same shuffles again and skip. So a
+    checkpoint of a dataset
     has a few numbers, whatever the size of the dataset and its shuffle buffers.
 
     Attributes:
-        pipeline: the nodes, without the batches at the end: the program that resumes may have another batch size.
-        shuffles: for each shuffle its seed and the round with which the iteration began; if no iteration is under way,
-            the round with which the next one begins.
-        taken: the number of elements of `pipeline` that the iteration has yielded; `None` if no iteration is under way.
+        pipeline: the nodes, without the batches at the end: the program that resumes may have
+            another batch size.
+        shuffles: for each shuffle its seed and the round with which the iteration began; if no
+            iteration is under way, the round with which the next one begins.
+        taken: the number of elements of `pipeline` that the iteration has yielded; `None` if no
+            iteration is under way.
     """
 
     pipeline: str
@@ -57,8 +60,9 @@ class Resumable(abc.ABC):
 
     def _incompatibility(self, position: Position) -> str | None:
         """Why this pipeline cannot seek to `position`; `None` if it can."""
-        # Another dataset, or another order of transformations, would resume at elements that the first program never
-        # saw, or twice at the same: that is worth an error. Another batch size is not: it is left out of the text.
+        # Another dataset, or another order of transformations, would resume at elements that the
+        # first program never saw, or twice at the same: that is worth an error. Another batch size
+        # is not: it is left out of the text.
         shuffles = len(self._node.shuffles())
         if shuffles != len(position.shuffles):
             return (
@@ -183,7 +187,9 @@ class ResumableIterator(Resumable):
 
 
 class ResumableDataset(Resumable):
-    """A dataset, which can be iterated over repeatedly. Its position is that of its last iteration, while it lasts.
+    """A dataset, which can be iterated over repeatedly.
+
+    Its position is that of its last iteration, while it lasts.
 
     Args:
         node: the last node of the pipeline.
@@ -191,7 +197,8 @@ class ResumableDataset(Resumable):
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
-        # Weak: an iteration that the program has dropped is over, and must not keep its batches in memory.
+        # Weak: an iteration that the program has dropped is over, and must not keep its batches in
+        # memory.
         self._last: weakref.ref[ResumableIterator] | None = None
         self._resumed: Position | None = (
             None  # where the next iteration begins, if not at the beginning
@@ -261,7 +268,8 @@ def begin_together(
         begun: the rounds with which shuffles begin, if not their next ones.
         taken: the number of elements to skip.
         workers: the workers, each with its own pipeline.
-        arrays: returns descriptions and checksums of the pipeline's arrays; `None` if they need no comparison.
+        arrays: returns descriptions and checksums of the pipeline's arrays; `None` if they need no
+            comparison.
 
     Raises:
         ReplicaMismatchError: the pipelines of a worker's ranks, or their arrays, differ.
@@ -284,10 +292,12 @@ def begin_together(
     if any(len(set(of_worker)) > 1 for of_worker in workers.grouped(pipelines)):
         seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
         raise ReplicaMismatchError(
-            f"{current_call()}: every rank must make the same dataset; each replica then gets its share. {seen}"
+            f"{current_call()}: every rank must make the same dataset; each replica then gets its "
+            f"share. {seen}"
         )
     _require_equal_arrays(contents, workers)
-    # Unseeded shuffles take the seed of the worker's first rank, and rounds too: a rank may have iterated on its own.
+    # Unseeded shuffles take the seed of the worker's first rank, and rounds too: a rank may have
+    # iterated on its own.
     rounds = {}
     for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
         shuffle.seed = seed
@@ -305,11 +315,11 @@ def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Wo
                     for rank, (_, checksum) in zip(ranks, found, strict=True)
                 )
                 raise ReplicaMismatchError(
-                    f"{current_call()}: the ranks have different arrays in {found[0][0]}, with checksums {seen}. "
-                    "Every rank must have the same data in the same order; each replica then gets its share. Draw, "
-                    "shuffle and split with a seed that all ranks share, such as np.random.default_rng(0) or "
-                    "train_test_split(..., random_state=0), or send rank 0's arrays to all: "
-                    "hs.broadcast_object(arrays)"
+                    f"{current_call()}: the ranks have different arrays in {found[0][0]}, with "
+                    f"checksums {seen}. Every rank must have the same data in the same order; each "
+                    "replica then gets its share. Draw, shuffle and split with a seed that all "
+                    "ranks share, such as np.random.default_rng(0) or train_test_split(..., "
+                    "random_state=0), or send rank 0's arrays to all: hs.broadcast_object(arrays)"
                 )
 
 
@@ -322,8 +332,8 @@ def length(cardinality: int, what: str) -> int:
     if cardinality < 0:
         why = {INFINITE: "infinite", UNKNOWN: "unknown"}[cardinality]
         raise TypeError(
-            f"{what}: len() has no result because the number of elements is {why}; ask for its cardinality, which is "
-            "negative then"
+            f"{what}: len() has no result because the number of elements is {why}; ask for its "
+            "cardinality, which is negative then"
         )
     return cardinality
 
@@ -337,7 +347,10 @@ def prefetched(elements: Iterator[Any], node: Node, epoch: EpochPass) -> Iterato
 
 
 def after(node: Node, count: int) -> Node:
-    """The pipeline without its first `count` elements. Elements with keys are skipped without being loaded."""
+    """The pipeline without its first `count` elements.
+
+    Elements with keys are skipped without being loaded.
+    """
     return Skip(node, count) if count else node
 
 

@@ -96,7 +96,10 @@ class Tensors(Indexed):
 
 @final
 class Slices(Indexed):
-    """The slices of arrays along their first dimension. The arrays are not copied, and stay in files."""
+    """The slices of arrays along their first dimension.
+
+    The arrays are not copied, and stay in files.
+    """
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
@@ -130,7 +133,8 @@ class Slices(Indexed):
 
     def fetch(self, chunk: Chunk) -> Any:
         rows, size = chunk[:, 0], len(chunk)
-        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of a file.
+        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of
+        # a file.
         if (
             size
             and rows[-1] - rows[0] == size - 1
@@ -142,7 +146,9 @@ class Slices(Indexed):
 
 
 class _Produced(Node):
-    """A source whose elements come from user code, one after the other. An item is the element itself.
+    """A source whose elements come from user code, one after the other.
+
+    An item is the element itself.
 
     Args:
         batch_sizes: see `Node`.
@@ -198,8 +204,9 @@ class Generated(_Produced):
         for element in self.elements(EpochPass(frozen=True)):
             return _elements.spec_of(element)
         raise ValueError(
-            "Dataset.element_spec: the generator yields nothing and has no output_signature, so its elements' shapes "
-            "and dtypes are unknown; pass an output_signature to Dataset.from_generator"
+            "Dataset.element_spec: the generator yields nothing and has no output_signature, so "
+            "its elements' shapes and dtypes are unknown; pass an output_signature to "
+            "Dataset.from_generator"
         )
 
     def _produce(self) -> Iterator[Any]:
@@ -268,8 +275,8 @@ class Batches(_Produced):
                 lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element
             )
         raise ValueError(
-            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes are unknown; "
-            "give it at least one batch"
+            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes "
+            "are unknown; give it at least one batch"
         )
 
     def _produce(self) -> Iterator[Any]:

@@ -43,9 +43,9 @@ class InputContext:
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise ValueError(
-                f"InputContext.get_per_replica_batch_size: global_batch_size is {global_batch_size}, not a multiple of "
-                f"{self.num_replicas_in_sync}, the number of replicas; pass a multiple, such as "
-                f"{(share + 1) * self.num_replicas_in_sync}"
+                "InputContext.get_per_replica_batch_size: global_batch_size is "
+                f"{global_batch_size}, not a multiple of {self.num_replicas_in_sync}, the number "
+                f"of replicas; pass a multiple, such as {(share + 1) * self.num_replicas_in_sync}"
             )
         return share
 
@@ -62,15 +62,17 @@ class InputOptions:
     """How a dataset is distributed.
 
     Attributes:
-        experimental_fetch_to_device: whether batches are copied to the replicas' devices before they are used; `None`
-            means `True`.
-        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; or `PER_REPLICA`, as in TensorFlow only with
-            `MirroredStrategy.distribute_datasets_from_function`.
+        experimental_fetch_to_device: whether batches are copied to the replicas' devices before
+            they are used; `None` means `True`.
+        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; or `PER_REPLICA`, as in
+            TensorFlow only with `MirroredStrategy.distribute_datasets_from_function`.
         experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
-            `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied to the device.
-        experimental_per_replica_buffer_size: the number of batches that are copied ahead, besides the next one.
-        even_batches: deprecated: `True`, every batch split evenly, is what happens anyway; `False` is what
-            `AutoShardPolicy.OFF` of the dataset's options asks for.
+            `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied
+            to the device.
+        experimental_per_replica_buffer_size: the number of batches that are copied ahead, besides
+            the next one.
+        even_batches: deprecated: `True`, every batch split evenly, is what happens anyway; `False`
+            is what `AutoShardPolicy.OFF` of the dataset's options asks for.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -84,7 +86,8 @@ class InputOptions:
             object.__setattr__(self, "experimental_fetch_to_device", True)
         if self.even_batches is not None:
             warnings.warn(
-                f"InputOptions: even_batches is {self.even_batches}, but every batch is split evenly now; leave it out"
+                f"InputOptions: even_batches is {self.even_batches}, but every batch is split "
+                "evenly now; leave it out"
                 + (
                     ""
                     if self.even_batches
@@ -99,10 +102,13 @@ class Step(NamedTuple):
     """What one replica gets in one step.
 
     Attributes:
-        total: the number of elements over all replicas, which must be equal on all ranks; `None` after the last step.
+        total: the number of elements over all replicas, which must be equal on all ranks; `None`
+            after the last step.
         value: this replica's nest of arrays.
-        checksum: of all that user code has yielded so far, which must be equal on all ranks; see `Checksum`.
-        error: what user code raised on this rank; there is no value then, and the next step follows.
+        checksum: of all that user code has yielded so far, which must be equal on all ranks; see
+            `Checksum`.
+        error: what user code raised on this rank; there is no value then, and the next step
+            follows.
         is_scarce: whether some replicas have no elements.
     """
 
@@ -114,7 +120,10 @@ class Step(NamedTuple):
 
 
 Prefetcher: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
-"""Passes steps on with their arrays moved elsewhere, perhaps ahead of their use. It does not communicate."""
+"""Passes steps on with their arrays moved elsewhere, perhaps ahead of their use.
+
+It does not communicate.
+"""
 
 
 def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
@@ -158,7 +167,10 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
 def _split_keys(
     rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch_size: int
 ) -> Iterator[Step]:
-    """As `_split`, of batches of keys. Loading a few rows takes microseconds, so little is done for each batch."""
+    """As `_split`, of batches of keys.
+
+    Loading a few rows takes microseconds, so little is done for each batch.
+    """
     fetch = rows.fetch
     for chunk in chunks:
         for batches in (
@@ -208,7 +220,8 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             elif node.rows is not None:
                 value = load_rows(node.rows, step[0], 0, 0)
             else:
-                # This replica gets no element; another's tells it the shapes and dtypes of its empty arrays.
+                # This replica gets no element; another's tells it the shapes and dtypes of its
+                # empty arrays.
                 value = node.load(step[0])
         except Exception as error:
             yield Step(len(step), None, epoch.checksum.value, error)
@@ -216,9 +229,9 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
         if len(step) < size:
             if any(np.ndim(leaf) == 0 for leaf in nests.flatten(value)[0]):
                 warnings.warn(
-                    f"{FROM_FUNCTION}: the last step has elements for only {len(step)} of {size} replicas. It is left "
-                    "out, because elements without dimensions have no empty form for the other replicas; "
-                    "batch the dataset",
+                    f"{FROM_FUNCTION}: the last step has elements for only {len(step)} of {size} "
+                    "replicas. It is left out, because elements without dimensions have no empty "
+                    "form for the other replicas; batch the dataset",
                     stacklevel=2,
                 )
                 return

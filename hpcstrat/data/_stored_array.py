@@ -16,7 +16,8 @@ class StoredArray:
     """An array that is not in memory, with those of NumPy's attributes that a source of rows needs.
 
     Args:
-        source: an array for which `is_stored`; it is indexed by slices alone, which all libraries support.
+        source: an array for which `is_stored`; it is indexed by slices alone, which all libraries
+            support.
 
     Attributes:
         shape: its shape.
@@ -67,8 +68,9 @@ class StoredArray:
         expected = *[stop - start for start, stop in bounds], *self.shape[len(bounds) :]
         if found.shape != expected:
             raise ValueError(
-                f"Dataset.from_tensor_slices: a {type(self._source).__name__} of shape {self.shape} gave an array of "
-                f"shape {found.shape} for the indices {slices}; it must not change while the dataset is used"
+                f"Dataset.from_tensor_slices: a {type(self._source).__name__} of shape "
+                f"{self.shape} gave an array of shape {found.shape} for the indices {slices}; it "
+                "must not change while the dataset is used"
             )
         return found
 

@@ -1,7 +1,8 @@
 """Threads that prepare elements: several at once, or ahead of their use. The order is always kept.
 
-What a function raises in a thread is raised when the turn of its element comes, and the next element follows. Threads
-belong to one iterator: when it ends or is dropped, they end with the calls that they are in.
+What a function raises in a thread is raised when the turn of its element comes, and the next
+element follows. Threads belong to one iterator: when it ends or is dropped, they end with the calls
+that they are in.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ _END = object()
 def map_in_threads(
     function: Callable[[Any], Any], items: Iterator[Any], threads: int
 ) -> Iterator[Any]:
-    """`map(function, items)`, with that many calls at once. `items` are taken by the caller's thread."""
+    """`map(function, items)`, with that many calls at once.
+
+    `items` are taken by the caller's thread.
+    """
     return map(function, items) if threads < 2 else map(unwrapped, _map(function, items, threads))
 
 
@@ -60,8 +64,8 @@ def prepare_ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iter
 
 
 def _ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    # A round of a shuffle that only the thread has reached does not count: what the next pass begins with must not
-    # depend on how fast the thread is.
+    # A round of a shuffle that only the thread has reached does not count: what the next pass
+    # begins with must not depend on how fast the thread is.
     epoch.runs_ahead = True
 
     def take() -> tuple[Any, Any]:
@@ -85,10 +89,12 @@ def blocks_ahead(
     submit: Submit,
     epoch: EpochPass,
 ) -> Iterator[Iterator[Any]]:
-    """The streams, each read in blocks of `size` items, one block ahead. `count` are begun before they are asked for.
+    """The streams, each read in blocks of `size` items, one block ahead.
 
-    What user code yields in a stream is added to the checksum of the pass when its block is taken, so that the sum does
-    not depend on the threads.
+    `count` are begun before they are asked for.
+
+    What user code yields in a stream is added to the checksum of the pass when its block is taken,
+    so that the sum does not depend on the threads.
     """
 
     def read(inner: EpochPass, items: Iterator[Any]) -> tuple[list[Any], int]:
@@ -126,7 +132,8 @@ def threads_of(count: int) -> Iterator[Submit]:
         # Each call has a context of its own, as one cannot be entered twice at once.
         yield lambda call, *args: executor.submit(run, contextvars.copy_context(), call, *args)
     finally:
-        # Not waited for: a user's function may take long, and an iterator may be dropped anywhere, even in the thread.
+        # Not waited for: a user's function may take long, and an iterator may be dropped anywhere,
+        # even in the thread.
         executor.shutdown(wait=False, cancel_futures=True)
 
 

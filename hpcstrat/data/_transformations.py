@@ -44,7 +44,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             deterministic: accepted and ignored.
 
         Raises:
-            ValueError: `batch_size` is not positive. While iterating: elements differ in structure, shape or dtype.
+            ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
+                shape or dtype.
         """
         size = at_least_one(batch_size, "Dataset.batch", "batch_size")
         return type(self)(_batch_ops.Batch(self._node, (size,), bool(drop_remainder)))
@@ -58,20 +59,21 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     ) -> Self:
         """Pads consecutive elements to one shape, at the ends of their dimensions, and stacks them.
 
-        If all sizes are given, a replica loads its own elements only; else every replica loads the whole batch, to find
-        the largest of its elements.
+        If all sizes are given, a replica loads its own elements only; else every replica loads the
+        whole batch, to find the largest of its elements.
 
         Args:
             batch_size: the number of elements; the last batch may be shorter.
-            padded_shapes: a nest like the elements of shapes; a size that is `None` or -1 is that of the largest
-                element of the batch. `None` means all sizes.
-            padding_values: what to pad with: one value for all leaves, or a nest like the elements. `None` means 0,
-                `False` or an empty string.
+            padded_shapes: a nest like the elements of shapes; a size that is `None` or -1 is that
+                of the largest element of the batch. `None` means all sizes.
+            padding_values: what to pad with: one value for all leaves, or a nest like the elements.
+                `None` means 0, `False` or an empty string.
             drop_remainder: whether to drop a last batch that is shorter.
 
         Raises:
-            ValueError: `batch_size` is not positive. While iterating: elements differ in structure, dtype or number of
-                dimensions, or are larger than the padded shape, or the nests do not go with them.
+            ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
+                dtype or number of dimensions, or are larger than the padded shape, or the nests do
+                not go with them.
             TypeError: while iterating: a padding value does not become one of the leaf's dtype.
         """
         size = at_least_one(batch_size, "Dataset.padded_batch", "batch_size")
@@ -114,12 +116,13 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     ) -> Self:
         """Datasets of `size` elements each.
 
-        Where elements are nests, a window is a nest of datasets, one for each leaf. Make arrays of windows with
-        `flat_map(lambda window: window.batch(size))`, or with `map` and `reduce`.
+        Where elements are nests, a window is a nest of datasets, one for each leaf. Make arrays of
+        windows with `flat_map(lambda window: window.batch(size))`, or with `map` and `reduce`.
 
         Args:
             size: the number of elements of a window; the last ones may be shorter.
-            shift: the number of elements from the begin of a window to that of the next; `None` means `size`.
+            shift: the number of elements from the begin of a window to that of the next; `None`
+                means `size`.
             stride: the number of elements from one element of a window to its next.
             drop_remainder: whether to drop windows that are shorter.
 
@@ -143,15 +146,16 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         num_shards, index = whole(num_shards, call, "num_shards"), whole(index, call, "index")
         if not 0 <= index < num_shards:
             raise ValueError(
-                f"{call}: index is {index} of num_shards {num_shards}; it must be in [0, num_shards)"
+                f"{call}: index is {index} of num_shards {num_shards}; it must be in [0, "
+                "num_shards)"
             )
         return type(self)(_index_ops.Shard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
         """All elements, `count` times; infinitely often if it is `None` or negative.
 
-        An infinite `repeat` ends after a round without elements; directly after `shuffle`, only if the first round has
-        none.
+        An infinite `repeat` ends after a round without elements; directly after `shuffle`, only if
+        the first round has none.
         """
         count = -1 if count is None else max(-1, whole(count, "Dataset.repeat", "count"))
         return type(self)(_index_ops.Repeat(self._node, count))
@@ -161,13 +165,17 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     ) -> Self:
         """The elements in random order: each is drawn from a buffer of the next `buffer_size` elements.
 
-        So an element moves forward by at most `buffer_size - 1` places. If the source can be indexed, only indices are
-        shuffled, so a `buffer_size` of the whole dataset costs nothing and is best.
+        So an element moves forward by at most `buffer_size - 1` places. If the source can be
+        indexed, only indices are shuffled, so a `buffer_size` of the whole dataset costs nothing
+        and is best.
 
         Args:
-            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` means the whole dataset.
-            seed: pipelines with equal seeds have equal orders. Without one, replicas share a random seed.
-            reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has its own order.
+            buffer_size: the size of the buffer, in elements; `UNKNOWN_CARDINALITY` means the whole
+                dataset.
+            seed: pipelines with equal seeds have equal orders. Without one, replicas share a random
+                seed.
+            reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has its
+                own order.
 
         Raises:
             ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
@@ -175,12 +183,13 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         buffer_size = whole(buffer_size, "Dataset.shuffle", "buffer_size")
         if buffer_size < 1 and buffer_size != UNKNOWN:
             raise ValueError(
-                f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1, or UNKNOWN_CARDINALITY for all"
+                f"Dataset.shuffle: buffer_size is {buffer_size}; it must be at least 1, or "
+                "UNKNOWN_CARDINALITY for all"
             )
         if buffer_size == UNKNOWN and self._node.cardinality() == INFINITE:
             raise ValueError(
-                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, which means all elements, but the dataset is "
-                "infinite; give a size, or shuffle before Dataset.repeat"
+                "Dataset.shuffle: buffer_size is UNKNOWN_CARDINALITY, which means all elements, "
+                "but the dataset is infinite; give a size, or shuffle before Dataset.repeat"
             )
         seed = seed_of(seed, "Dataset.shuffle")
         return type(self)(
@@ -193,15 +202,18 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
     ) -> Self:
-        """The result of `map_func` for each element: a nest of arrays or array-likes. A list counts as a tuple.
+        """The result of `map_func` for each element: a nest of arrays or array-likes.
+
+        A list counts as a tuple.
 
         A replica calls `map_func` for its own elements only; after `batch`, for whole batches.
 
         Args:
             map_func: receives the element, or the members of a tuple as separate arguments.
-            num_parallel_calls: how many calls run at once, in threads, while the order of elements stays; `AUTOTUNE`
-                means 8. `map_func` must then be safe to call from several threads. They are of use where it reads
-                files, or spends its time in functions of NumPy that release Python's lock.
+            num_parallel_calls: how many calls run at once, in threads, while the order of elements
+                stays; `AUTOTUNE` means 8. `map_func` must then be safe to call from several
+                threads. They are of use where it reads files, or spends its time in functions of
+                NumPy that release Python's lock.
             deterministic: accepted and ignored: the order is always kept.
 
         Raises:
@@ -215,13 +227,13 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
     def flat_map(self, map_func: Callable[..., TransformableDataset]) -> Self:
         """The elements of the datasets that `map_func` makes, one dataset after the other.
 
-        Every rank calls `map_func` for all elements, but loads its own elements of the datasets only, if these can be
-        indexed. A shuffle in the datasets has an order of its own in each of them and in each pass. With a seed, these
-        orders are the same in every program.
+        Every rank calls `map_func` for all elements, but loads its own elements of the datasets
+        only, if these can be indexed. A shuffle in the datasets has an order of its own in each of
+        them and in each pass. With a seed, these orders are the same in every program.
 
         Args:
-            map_func: receives an element, or the members of a tuple as separate arguments; returns a `Dataset`. To
-                distribute the result, batch it after `flat_map`.
+            map_func: receives an element, or the members of a tuple as separate arguments; returns
+                a `Dataset`. To distribute the result, batch it after `flat_map`.
 
         Raises:
             TypeError: while iterating: `map_func` returned something else.
@@ -241,16 +253,17 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
 
         Args:
             map_func: as for `flat_map`.
-            cycle_length: the number of datasets that take turns; `None` or `AUTOTUNE` means 16, on any computer.
+            cycle_length: the number of datasets that take turns; `None` or `AUTOTUNE` means 16, on
+                any computer.
             block_length: the number of elements of each turn.
-            num_parallel_calls: how many threads read the datasets, each of which is read one block ahead; `AUTOTUNE`
-                means 8. They are of use where generators make the elements; to have a `Dataset.map` in `map_func` run
-                in threads, pass it a number of its own.
+            num_parallel_calls: how many threads read the datasets, each of which is read one block
+                ahead; `AUTOTUNE` means 8. They are of use where generators make the elements; to
+                have a `Dataset.map` in `map_func` run in threads, pass it a number of its own.
             deterministic: accepted and ignored: the order is always kept.
 
         Raises:
-            ValueError: `cycle_length` or `block_length` is not positive, or `num_parallel_calls` neither positive nor
-                `AUTOTUNE`.
+            ValueError: `cycle_length` or `block_length` is not positive, or `num_parallel_calls`
+                neither positive nor `AUTOTUNE`.
             TypeError: while iterating: `map_func` returned something else than a `Dataset`.
         """
         call = "Dataset.interleave"
@@ -279,8 +292,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             made = _element_ops.call_on(function, element, call, "map_func")
             if not isinstance(made, TransformableDataset):
                 raise TypeError(
-                    f"{call}: map_func returned {type(made).__name__}; it must return a Dataset. For an element of "
-                    "another kind call Dataset.map"
+                    f"{call}: map_func returned {type(made).__name__}; it must return a Dataset. "
+                    "For an element of another kind call Dataset.map"
                 )
             return node_of(made)
 
@@ -291,25 +304,30 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
 
         Args:
             initial_state: a nest of arrays or array-likes, with which each iteration begins.
-            scan_func: receives the state and the element, a tuple as one argument; returns the next state and the
-                element of the result. If it raises, the state stays as it was.
+            scan_func: receives the state and the element, a tuple as one argument; returns the next
+                state and the element of the result. If it raises, the state stays as it was.
 
         Raises:
-            TypeError: a leaf of the state cannot become an array. While iterating: `scan_func` did not return a pair.
+            TypeError: a leaf of the state cannot become an array. While iterating: `scan_func` did
+                not return a pair.
             ValueError: while iterating: the structure of the state changed.
         """
         function = function_of(scan_func, "Dataset.scan", "scan_func")
         return type(self)(_element_ops.Scan(self._node, initial_state, function))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Combines all elements into one. It does not communicate: each rank that calls it loads all elements.
+        """Combines all elements into one.
+
+        It does not communicate: each rank that calls it loads all elements.
 
         Args:
             initial_state: a nest of arrays or array-likes, and the result if there are no elements.
-            reduce_func: receives the state and an element, a tuple as one argument; returns the next state.
+            reduce_func: receives the state and an element, a tuple as one argument; returns the
+                next state.
 
         Returns:
-            The last state: a nest of NumPy arrays and scalars. Its dtypes may have changed, by NumPy's rules.
+            The last state: a nest of NumPy arrays and scalars. Its dtypes may have changed, by
+                NumPy's rules.
 
         Raises:
             TypeError: a leaf of a state cannot become an array.
@@ -343,9 +361,10 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """The elements, then those of `dataset`.
 
         Raises:
-            TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtypes or numbers of
-                dimensions; strings of any length are alike. If functions or generators make elements, this is raised
-                while iterating: every rank calls them for the first element of each dataset.
+            TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtypes or
+                numbers of dimensions; strings of any length are alike. If functions or generators
+                make elements, this is raised while iterating: every rank calls them for the first
+                element of each dataset.
         """
         return type(self)(
             _combine_ops.Concatenate(self._node, checked_node(dataset, "Dataset.concatenate"))
@@ -368,19 +387,21 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         if filename:
             raise NotImplementedError(
-                f"Dataset.cache: filename is {filename!r}, but results are kept in memory; to keep them in files, call "
-                "Dataset.save once, then Dataset.load"
+                f"Dataset.cache: filename is {filename!r}, but results are kept in memory; to keep "
+                "them in files, call Dataset.save once, then Dataset.load"
             )
         return type(self)(_element_ops.cache(self._node))
 
     def prefetch(self, buffer_size: int | None) -> Self:
         """The same elements, which a thread prepares ahead of their use if this is the last transformation.
 
-        Elsewhere in a pipeline it changes nothing. For a strategy on GPUs batches are prepared ahead anyway: see
+        Elsewhere in a pipeline it changes nothing. For a strategy on GPUs batches are prepared
+        ahead anyway: see
         `InputOptions`.
 
         Args:
-            buffer_size: the number of elements that are prepared ahead; 0 for none. `None` and `AUTOTUNE` mean 2.
+            buffer_size: the number of elements that are prepared ahead; 0 for none. `None` and
+                `AUTOTUNE` mean 2.
 
         Raises:
             ValueError: `buffer_size` is below -1.
@@ -390,7 +411,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         )
         if buffer_size < AUTOTUNE:
             raise ValueError(
-                f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or AUTOTUNE, which is -1"
+                f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or "
+                "AUTOTUNE, which is -1"
             )
         return type(self)(_index_ops.Prefetch(self._node, buffer_size))
 
@@ -408,7 +430,8 @@ def checked_node(dataset: Any, call: str) -> Node:
     """
     if not isinstance(dataset, TransformableDataset):
         raise TypeError(
-            f"{call}: {type(dataset).__name__} is not a Dataset; make one with Dataset.from_tensor_slices"
+            f"{call}: {type(dataset).__name__} is not a Dataset; make one with "
+            "Dataset.from_tensor_slices"
         )
     return node_of(dataset)
 

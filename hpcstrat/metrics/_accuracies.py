@@ -89,12 +89,14 @@ class _ClassAccuracy(PairMean):
                 true = true[..., 0]
             if true.shape != predicted.shape[:-1]:
                 raise ValueError(
-                    f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred must have one more "
-                    "dimension, the scores of the classes, and y_true the indices of the right ones"
+                    f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred "
+                    "must have one more dimension, the scores of the classes, and y_true the "
+                    "indices of the right ones"
                 )
         if not predicted.ndim or not predicted.shape[-1]:
             raise ValueError(
-                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of classes"
+                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of "
+                "classes"
             )
         return true, predicted, predicted.shape[:-1]
 
@@ -132,7 +134,8 @@ _IS_IN_TOP = """
 class SparseCategoricalAccuracy(_ClassAccuracy):
     """The fraction of predictions whose largest score is the label's; labels are class indices.
 
-    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks that dimension, or has 1 there.
+    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks that dimension, or
+    has 1 there.
 
     Examples:
         >>> import hpcstrat as hs
@@ -168,8 +171,8 @@ class CategoricalAccuracy(SparseCategoricalAccuracy):
 class SparseTopKCategoricalAccuracy(_ClassAccuracy):
     """The fraction of predictions with fewer than `k` scores above the label's; labels are class indices.
 
-    `y_pred` has shape `(..., classes)`; `y_true` lacks that dimension, or has 1 there. Predictions with a score that is
-    not finite are wrong.
+    `y_pred` has shape `(..., classes)`; `y_true` lacks that dimension, or has 1 there. Predictions
+    with a score that is not finite are wrong.
 
     Args:
         k: how many of the largest scores count.

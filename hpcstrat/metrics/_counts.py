@@ -17,7 +17,8 @@ from hpcstrat.metrics._metric import Metric, as_pair, as_weights
 class CountMetric(Metric):
     """Its totals count labels and predictions, by their weights, in bins; the last bin counts what is invalid.
 
-    On the host what is invalid is an error of `update_state`. A kernel cannot raise, so on a GPU `result` does.
+    On the host what is invalid is an error of `update_state`. A kernel cannot raise, so on a GPU
+    `result` does.
     """
 
     _INVALID = ""
@@ -27,7 +28,9 @@ class CountMetric(Metric):
         super().__init__(name, dtype, (bins + 1,))
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds labels and predictions, each with its weight. For a replica function; never communicates.
+        """Adds labels and predictions, each with its weight.
+
+        For a replica function; never communicates.
 
         Args:
             y_true: labels, of any shape.
@@ -36,8 +39,8 @@ class CountMetric(Metric):
 
         Raises:
             TypeError: an argument is not an array of numbers.
-            ValueError: the shapes do not fit, or labels or predictions are out of range; for arrays on a GPU `result`
-                raises the latter.
+            ValueError: the shapes do not fit, or labels or predictions are out of range; for arrays
+                on a GPU `result` raises the latter.
         """
         call = f"{type(self).__name__}.update_state"
         true, predicted = as_pair(call, y_true, y_pred)
@@ -64,7 +67,8 @@ class CountMetric(Metric):
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         if totals[-1]:
             raise ValueError(
-                f"{type(self).__name__}.result: update_state was passed arrays in which {self._INVALID}"
+                f"{type(self).__name__}.result: update_state was passed arrays in which "
+                f"{self._INVALID}"
             )
         return self._of_counts(totals[:-1])
 
@@ -76,8 +80,9 @@ class CountMetric(Metric):
 class ConfusionMatrix(CountMetric):
     """How often each label, the row, was predicted as each class, the column.
 
-    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices, floats only if they are
-    whole. Others are refused, unlike by TensorFlow, for which probabilities below 1 are class 0.
+    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices,
+    floats only if they are whole. Others are refused, unlike by TensorFlow, for which probabilities
+    below 1 are class 0.
 
     Args:
         num_classes: the number of classes.
@@ -98,8 +103,8 @@ class ConfusionMatrix(CountMetric):
     """
 
     _INVALID = (
-        "labels or predictions are not below num_classes, are negative, or have fractions; pass class indices, of "
-        "probabilities their argmax"
+        "labels or predictions are not below num_classes, are negative, or have fractions; pass "
+        "class indices, of probabilities their argmax"
     )
 
     def __init__(
@@ -138,7 +143,8 @@ class ConfusionMatrix(CountMetric):
 class MeanIoU(ConfusionMatrix):
     """The mean over classes of the intersection over union, `TP / (TP + FP + FN)`, of classes that occur.
 
-    Labels and predictions are class indices, such as those of an image's pixels, as for `ConfusionMatrix`.
+    Labels and predictions are class indices, such as those of an image's pixels, as for
+    `ConfusionMatrix`.
 
     Args:
         num_classes: the number of classes.

@@ -48,7 +48,9 @@ class Mean(_WeightedMean):
         super().__init__(name, dtype)
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, each with its weight. For a replica function; never communicates.
+        """Adds values, an array of any shape, each with its weight.
+
+        For a replica function; never communicates.
 
         Raises:
             TypeError: an argument is not an array of numbers.
@@ -64,7 +66,9 @@ class Sum(_WeightedMean):
         super().__init__(name, dtype)
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, each times its weight. For a replica function; never communicates.
+        """Adds values, an array of any shape, each times its weight.
+
+        For a replica function; never communicates.
 
         Raises:
             TypeError: an argument is not an array of numbers.
@@ -80,7 +84,8 @@ class MeanMetricWrapper(_WeightedMean):
     """The mean of a function of labels and predictions, for a metric of your own.
 
     Args:
-        fn: called with labels, predictions and `kwargs`; returns an array of values, in NumPy or CuPy as its arguments.
+        fn: called with labels, predictions and `kwargs`; returns an array of values, in NumPy or
+            CuPy as its arguments.
         name: the metric's name; by default the function's.
         dtype: the dtype of `result`, `float64` by default.
         **kwargs: passed to the function.
@@ -105,7 +110,9 @@ class MeanMetricWrapper(_WeightedMean):
         self._fn = functools.partial(fn, **kwargs)
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds the function's values, each with its weight. For a replica function; never communicates.
+        """Adds the function's values, each with its weight.
+
+        For a replica function; never communicates.
 
         Raises:
             TypeError: the values or the weights are not numbers.
@@ -115,20 +122,27 @@ class MeanMetricWrapper(_WeightedMean):
 
 
 class PairMean(_WeightedMean):
-    """The mean of one value for each label and its prediction. On a GPU one kernel computes the values and adds them.
+    """The mean of one value for each label and its prediction.
 
-    Subclasses have the values twice: by NumPy's operations, and as the kernel's statements, which assign to
-    `double value` the `j`-th, of `label`, `predicted`, `option` and the number of `classes`, a label's predictions.
+    On a GPU one kernel computes the values and adds them.
+
+    Subclasses have the values twice: by NumPy's operations, and as the kernel's statements, which
+    assign to
+    `double value` the `j`-th, of `label`, `predicted`, `option` and the number of `classes`, a
+    label's predictions.
     """
 
     _KERNEL = ""
     _option: float = 0.0
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds labels and predictions, each with its weight. For a replica function; never communicates.
+        """Adds labels and predictions, each with its weight.
+
+        For a replica function; never communicates.
 
         Args:
-            y_true: labels or true values, of the predictions' shape unless the class says otherwise.
+            y_true: labels or true values, of the predictions' shape unless the class says
+                otherwise.
             y_pred: predictions.
             sample_weight: weights, whose shape may lack the last dimensions.
 
@@ -206,7 +220,10 @@ _THREADS = 1 << 13
 
 @functools.cache
 def _add_both() -> Any:
-    """A kernel that adds a total and a count to the sums. Both may be on the GPU: the host need not wait for them."""
+    """A kernel that adds a total and a count to the sums.
+
+    Both may be on the GPU: the host need not wait for them.
+    """
     return gpu.load_cupy("a metric").ElementwiseKernel(
         *(
             "T total, float64 count",

@@ -22,7 +22,9 @@ from hpcstrat._variable.writing import RULES
 
 
 class Metric(abc.ABC):
-    """Totals of everything that replicas have added; exact over uneven batches. The base class of all metrics.
+    """Totals of everything that replicas have added; exact over uneven batches.
+
+    The base class of all metrics.
 
     Args:
         name: the metric's name.
@@ -39,7 +41,8 @@ class Metric(abc.ABC):
     ) -> None:
         self.name: str = name
         self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
-        # Totals, which are summed when read: results of replicas with batches of different sizes would not combine.
+        # Totals, which are summed when read: results of replicas with batches of different sizes
+        # would not combine.
         self.totals: Variable = Variable(
             np.zeros(shape),
             name=name,
@@ -48,7 +51,10 @@ class Metric(abc.ABC):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`update_state`, then `result`. Collective, as `result` is: in a step, `update_state` alone is faster."""
+        """`update_state`, then `result`.
+
+        Collective, as `result` is: in a step, `update_state` alone is faster.
+        """
         self.update_state(*args, **kwargs)
         return self.result()
 
@@ -76,17 +82,23 @@ class Metric(abc.ABC):
             return np.asarray(self._combine(totals)).astype(self._dtype)[()]
 
     def reset_state(self) -> None:
-        """Resets to zero. Collective in the cross-replica context; in a replica context, for this replica only."""
+        """Resets to zero.
+
+        Collective in the cross-replica context; in a replica context, for this replica only.
+        """
         self.totals.assign(np.zeros(self.totals.shape))
 
     reset_states = reset_state  # its name before TensorFlow 2.5
 
     def merge_state(self, metrics: Iterable[Metric]) -> None:
-        """Adds the totals of other metrics of the same kind, each replica its own. Never communicates.
+        """Adds the totals of other metrics of the same kind, each replica its own.
+
+        Never communicates.
 
         Raises:
             TypeError: a metric is of another class.
-            ValueError: its totals have another shape, or it belongs to another strategy. Nothing has changed.
+            ValueError: its totals have another shape, or it belongs to another strategy. Nothing
+                has changed.
         """
         call, state, metrics = (
             f"{type(self).__name__}.merge_state",
@@ -103,7 +115,8 @@ class Metric(abc.ABC):
                 or variable.state_of(other.totals).group is not state.group
             ):
                 raise ValueError(
-                    f"{call}: {other!r} differs in its options or its strategy; they must be the same"
+                    f"{call}: {other!r} differs in its options or its strategy; they must be the "
+                    "same"
                 )
         for other in metrics:
             state.storage.write(
@@ -123,13 +136,14 @@ class Metric(abc.ABC):
         """Adds a NumPy array of the totals' shape to this replica's totals."""
         state = variable.state_of(self.totals)
         if state.group.stream is None and in_replica_of(state.group):
-            # What `assign_add` does in the end; its checks take three times as long as the sum of a batch.
+            # What `assign_add` does in the end; its checks take three times as long as the sum of a
+            # batch.
             state.storage.write(state.block, new, RULES["assign_add"])
             return
         if state.needs_aggregation_to_read():
             raise RuntimeError(
-                f"{type(self).__name__}.update_state was called in the cross-replica context, but each replica keeps "
-                "its own totals; call it inside the function of Strategy.run"
+                f"{type(self).__name__}.update_state was called in the cross-replica context, but "
+                "each replica keeps its own totals; call it inside the function of Strategy.run"
             )
         self.totals.assign_add(new)
 
@@ -184,7 +198,8 @@ def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
     true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
     if true.shape != predicted.shape:
         raise ValueError(
-            f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be equal"
+            f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; they must be "
+            "equal"
         )
     return true, predicted
 
@@ -206,6 +221,6 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
         )
     except ValueError as error:
         raise ValueError(
-            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass one weight for each value, "
-            "or for each of their first dimensions"
+            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass one "
+            "weight for each value, or for each of their first dimensions"
         ) from error

@@ -97,7 +97,8 @@ class AtThresholds(ThresholdMetric):
         given = np.atleast_1d(np.asarray(0.5 if thresholds is None else thresholds, np.float64))
         if given.ndim != 1 or not given.size or not ((given >= 0) & (given <= 1)).all():
             raise ValueError(
-                f"{type(self).__name__}: thresholds is {thresholds!r}; it must be a number between 0 and 1, or several"
+                f"{type(self).__name__}: thresholds is {thresholds!r}; it must be a number between "
+                "0 and 1, or several"
             )
         super().__init__(self._NAME if name is None else name, dtype, given.tolist())
 
@@ -132,7 +133,10 @@ class TruePositives(AtThresholds):
 
 
 class FalsePositives(AtThresholds):
-    """The number of negative labels that were predicted as positive. Arguments as of `TruePositives`."""
+    """The number of negative labels that were predicted as positive.
+
+    Arguments as of `TruePositives`.
+    """
 
     _NAME = "false_positives"
 
@@ -141,7 +145,10 @@ class FalsePositives(AtThresholds):
 
 
 class TrueNegatives(AtThresholds):
-    """The number of negative labels that were predicted as negative. Arguments as of `TruePositives`."""
+    """The number of negative labels that were predicted as negative.
+
+    Arguments as of `TruePositives`.
+    """
 
     _NAME = "true_negatives"
 
@@ -150,7 +157,10 @@ class TrueNegatives(AtThresholds):
 
 
 class FalseNegatives(AtThresholds):
-    """The number of positive labels that were predicted as negative. Arguments as of `TruePositives`."""
+    """The number of positive labels that were predicted as negative.
+
+    Arguments as of `TruePositives`.
+    """
 
     _NAME = "false_negatives"
 
@@ -159,7 +169,9 @@ class FalseNegatives(AtThresholds):
 
 
 class Precision(AtThresholds):
-    """The fraction of positive predictions that are right, `TP / (TP + FP)`. Arguments as of `TruePositives`.
+    """The fraction of positive predictions that are right, `TP / (TP + FP)`.
+
+    Arguments as of `TruePositives`.
 
     Examples:
         >>> import hpcstrat as hs
@@ -176,7 +188,9 @@ class Precision(AtThresholds):
 
 
 class Recall(AtThresholds):
-    """The fraction of positive labels that were found, `TP / (TP + FN)`. Arguments as of `TruePositives`.
+    """The fraction of positive labels that were found, `TP / (TP + FN)`.
+
+    Arguments as of `TruePositives`.
 
     Examples:
         >>> import hpcstrat as hs
@@ -195,17 +209,18 @@ class Recall(AtThresholds):
 class AUC(ThresholdMetric):
     """The area under the ROC or precision-recall curve, as Keras approximates it: by the counts at some thresholds.
 
-    Labels are 0 or 1, predictions probabilities. The precision-recall curve is interpolated as by Davis and Goadrich,
-    "The Relationship Between Precision-Recall and ROC Curves", 2006.
+    Labels are 0 or 1, predictions probabilities. The precision-recall curve is interpolated as by
+    Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
 
     Args:
         num_thresholds: how many, evenly spaced: the first is just below 0, the last just above 1.
         curve: `"ROC"` or `"PR"`.
-        summation_method: `"interpolation"`; or `"minoring"` or `"majoring"`, whose rectangles under the curve have the
-            lower or the higher value of two neighbours.
+        summation_method: `"interpolation"`; or `"minoring"` or `"majoring"`, whose rectangles under
+            the curve have the lower or the higher value of two neighbours.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
-        thresholds: thresholds between 0 and 1, instead of evenly spaced ones; the first and the last are added.
+        thresholds: thresholds between 0 and 1, instead of evenly spaced ones; the first and the
+            last are added.
         from_logits: whether predictions are logits, whose sigmoid is the probability.
 
     Raises:
@@ -292,7 +307,8 @@ def _interpolated_precision(counts: _Counts) -> Any:
 @functools.cache
 def _count_exceeded() -> Any:
     return gpu.load_cupy("a metric").ElementwiseKernel(
-        "T label, U predicted, float64 weight, raw float64 thresholds, int64 count, bool are_logits, bool are_limited",
+        "T label, U predicted, float64 weight, raw float64 thresholds, int64 count, bool "
+        "are_logits, bool are_limited",
         "raw float64 totals",
         """
 double probability = (double)predicted;

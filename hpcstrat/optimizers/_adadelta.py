@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 class Adadelta(Optimizer):
     """Adadelta (Zeiler 2012, algorithm 1), as TensorFlow has it.
 
-    `a = rho a + (1 - rho) g^2`, `u = sqrt((d + epsilon) / (a + epsilon)) g`, `d = rho d + (1 - rho) u^2` and
-    `w -= learning_rate u`.
+    `a = rho a + (1 - rho) g^2`, `u = sqrt((d + epsilon) / (a + epsilon)) g`,
+    `d = rho d + (1 - rho) u^2` and `w -= learning_rate u`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done. The paper's is 1.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done. The paper's is 1.
         rho: the decay of both means of squares, from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.

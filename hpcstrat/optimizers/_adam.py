@@ -29,7 +29,8 @@ class _Moments(Optimizer):
         for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
             if not 0 <= as_number(type(self).__name__, argument, value) < 1:
                 raise ValueError(
-                    f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and less than 1"
+                    f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and "
+                    "less than 1"
                 )
         super().__init__(learning_rate, **options)
         self.beta_1: float = float(beta_1)
@@ -49,8 +50,8 @@ class Adam(_Moments):
     `w -= learning_rate sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
         epsilon: keeps the divisor from 0; at least 0.
@@ -86,8 +87,8 @@ class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019): `w -= learning_rate weight_decay w` comes first.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         weight_decay: the decay, at least 0.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
@@ -121,8 +122,8 @@ class Adamax(_Moments):
     `w -= learning_rate / (1 - beta_1^t) m / (v + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the largest gradient, likewise.
         epsilon: keeps the divisor from 0; at least 0.
@@ -160,8 +161,8 @@ class Nadam(_Moments):
     `w -= learning_rate (u_(t+1) m / (1 - U_(t+1)) + (1 - u_t) g / (1 - U_t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, likewise.
         epsilon: keeps the divisor from 0; at least 0.

@@ -19,7 +19,9 @@ from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of
 
 
 def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
-    """The group of variables that are to have gradient buffers, which are the same on all ranks. Collective.
+    """The group of variables that are to have gradient buffers, which are the same on all ranks.
+
+    Collective.
 
     Raises:
         ValueError: no variable, one that no optimizer can change, or that occurs twice.
@@ -27,7 +29,8 @@ def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
     """
     if not variables or not all(isinstance(v, Variable) for v in variables):
         raise ValueError(
-            f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them in a list"
+            f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them "
+            "in a list"
         )
     group = group_of(variables[0], "of")
     with group.communicator.raise_together():
@@ -96,22 +99,24 @@ class GradientBuffers(list[Any]):
         group_of(self._variables[0], "of")
         if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
             raise RuntimeError(
-                f"{current_call()} was called outside of a replica function; call it in the function that strategy.run "
-                "runs, before apply_gradients"
+                f"{current_call()} was called outside of a replica function; call it in the "
+                "function that strategy.run runs, before apply_gradients"
             )
 
     @collective("GradientBuffers.ready", check=lambda buffers: buffers.require_replica())
     def ready(self, *buffers: Any) -> None:
         """Says that these gradients are complete: their sum over the replicas begins, while you compute the others.
 
-        The results are those without it. A backward pass computes the gradients of the last layer first: mark each as
-        soon as it is written, the large ones at least, and pass all buffers to `apply_gradients` in the end, which
-        waits for what is under way. Do not read or write a buffer between the two.
+        The results are those without it. A backward pass computes the gradients of the last layer
+        first: mark each as
+        soon as it is written, the large ones at least, and pass all buffers to `apply_gradients` in
+        the end, which waits for what is under way. Do not read or write a buffer between the two.
 
-        It helps between several hosts, and between GPUs. On one host's CPUs the sum is made in memory, and begins in
-        `apply_gradients`; so it does with `clipnorm`, `global_clipnorm` or `gradient_accumulation_steps`, and where
-        MPI was started without `THREAD_MULTIPLE`. Sums that begin early take memory: once more the gradients, on the
-        host. On GPUs NCCL may add up in another order.
+        It helps between several hosts, and between GPUs. On one host's CPUs the sum is made in
+        memory, and begins in `apply_gradients`; so it does with `clipnorm`, `global_clipnorm` or
+        `gradient_accumulation_steps`, and where MPI was started without `THREAD_MULTIPLE`. Sums
+        that begin early take memory: once more the gradients, on the host. On GPUs NCCL may add up
+        in another order.
 
         Collective: all replicas mark the same buffers, in one order.
 
@@ -119,7 +124,8 @@ class GradientBuffers(list[Any]):
             *buffers: some of the list, in any order, each once in a step.
 
         Raises:
-            ValueError: none, something that is not in the list, or a buffer that is marked already in this step.
+            ValueError: none, something that is not in the list, or a buffer that is marked already
+                in this step.
             RuntimeError: called outside of a replica function.
             ReplicaMismatchError: the replicas mark different buffers. Nothing has begun.
             MemoryError: there is no room for the sums, on any rank.
@@ -134,21 +140,23 @@ class GradientBuffers(list[Any]):
         except LookupError as error:
             wrong = buffers[error.args[0]]
             raise ValueError(
-                f"{current_call()}: argument {error.args[0] + 1} of {len(buffers)}, of type {type(wrong).__name__}, is "
-                "none of these buffers; pass those that gradient_buffers returned themselves, not views or copies"
+                f"{current_call()}: argument {error.args[0] + 1} of {len(buffers)}, of type "
+                f"{type(wrong).__name__}, is none of these buffers; pass those that "
+                "gradient_buffers returned themselves, not views or copies"
             ) from None
         marked = plan.marks.marked
         for i, place in enumerate(places):
             if place in marked or place in places[:i]:
                 raise ValueError(
-                    f"{current_call()}: the gradient of {plan.blocks[place].name} is marked twice in this step; mark "
-                    "each once, and pass all buffers to apply_gradients before the next step"
+                    f"{current_call()}: the gradient of {plan.blocks[place].name} is marked twice "
+                    "in this step; mark each once, and pass all buffers to apply_gradients before "
+                    "the next step"
                 )
         other = self._step.buffers
         if other is not None and other.is_marked and not marked:
             raise ValueError(
-                f"{current_call()}: buffers of other variables of this optimizer are marked in this step; pass them to "
-                "apply_gradients first"
+                f"{current_call()}: buffers of other variables of this optimizer are marked in "
+                "this step; pass them to apply_gradients first"
             )
         self._group.storage.mark(plan, places, self._may_begin())
         self._step.buffers = self
@@ -171,15 +179,16 @@ class GradientBuffers(list[Any]):
             is_all = [id(v) for _, v in dense] == [id(v) for v in self._variables]
             if not is_all or not self._plan.are_in_buffers([gradient for gradient, _ in dense]):
                 raise ValueError(
-                    f"{current_call()}: some gradient buffers are marked ready in this step, so it takes all of them, "
-                    "with their variables in their order: zip(buffers, variables)"
+                    f"{current_call()}: some gradient buffers are marked ready in this step, so it "
+                    "takes all of them, with their variables in their order: zip(buffers, "
+                    "variables)"
                 )
             if self._group.communicator.size > 1 and (
                 are_summed or not isinstance(contexts.context(), InReplica)
             ):
                 raise ValueError(
-                    f"{current_call()}: gradient buffers that are marked ready are summed over the replicas; call it "
-                    "in the replica function, without skip_gradients_aggregation"
+                    f"{current_call()}: gradient buffers that are marked ready are summed over the "
+                    "replicas; call it in the replica function, without skip_gradients_aggregation"
                 )
 
     def end_step(self) -> None:

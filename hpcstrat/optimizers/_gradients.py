@@ -57,7 +57,10 @@ class Accumulator:
     def add(
         self, gradients: Sequence[Array], variables: Sequence[Variable]
     ) -> list[tuple[Array, Variable]] | None:
-        """Adds the gradients of a call. Returns the means over the calls where it is the last, otherwise `None`."""
+        """Adds the gradients of a call.
+
+        Returns the means over the calls where it is the last, otherwise `None`.
+        """
         for gradient, v in zip(gradients, variables, strict=True):
             with state_of(v).group.on_stream():
                 if id(v) in self._sums:
@@ -128,21 +131,23 @@ def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Ar
         or values.shape != (*indices.shape, *variable.shape[1:])
     ):
         raise ValueError(
-            f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape {values.shape} and indices "
-            f"of shape {indices.shape} and dtype {indices.dtype.name}; for k rows of a variable of shape "
-            f"{variable.shape} they must be {('k', *variable.shape[1:])} and ('k',), of integers"
+            f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape "
+            f"{values.shape} and indices of shape {indices.shape} and dtype {indices.dtype.name}; "
+            f"for k rows of a variable of shape {variable.shape} they must be "
+            f"{('k', *variable.shape[1:])} and ('k',), of integers"
         )
     indices = indices.astype(np.int64)
     if (
         indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]
     ):  # negative ones are large ones there
         raise ValueError(
-            f"{current_call()}: an index for {variable.name!r} is not in 0..{variable.shape[0] - 1}; all must be"
+            f"{current_call()}: an index for {variable.name!r} is not in "
+            f"0..{variable.shape[0] - 1}; all must be"
         )
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
-            f"{current_call()}: the gradient of {variable.name!r} is {values.dtype.name}, which does not go into "
-            f"{variable.dtype.name}; cast it first"
+            f"{current_call()}: the gradient of {variable.name!r} is {values.dtype.name}, which "
+            f"does not go into {variable.dtype.name}; cast it first"
         )
     return indices, values.astype(variable.dtype, copy=False)
 
@@ -158,12 +163,13 @@ def check_pair(pair: Any) -> None:
         return
     if is_pair and isinstance(pair[0], Variable):
         raise ValueError(
-            f"{current_call()}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} comes first; pass the "
-            "variable second"
+            f"{current_call()}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} "
+            "comes first; pass the variable second"
         )
     kind = f"({', '.join(type(one).__name__ for one in pair)})" if is_pair else type(pair).__name__
     raise ValueError(
-        f"{current_call()}: it takes (gradient, variable) pairs, and one is {kind}; pass zip(gradients, variables)"
+        f"{current_call()}: it takes (gradient, variable) pairs, and one is {kind}; pass "
+        "zip(gradients, variables)"
     )
 
 
@@ -195,21 +201,22 @@ def sorted_pairs(
 def _as_gradient(gradient: Any, variable: Variable) -> Array:
     if isinstance(gradient, DistributedValues):
         raise ValueError(
-            f"{current_call()}: the gradient of {variable.name!r} is a {type(gradient).__name__}, one value a replica; "
-            "apply it inside Strategy.run, or reduce it first: strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
+            f"{current_call()}: the gradient of {variable.name!r} is a {type(gradient).__name__}, "
+            "one value a replica; apply it inside Strategy.run, or reduce it first: "
+            "strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     state = state_of(variable)
     view = state.block.view
     array = as_read_only(current_call(), gradient, state.group.stream is not None)
     if array.shape != view.shape:
         raise ValueError(
-            f"{current_call()}: the gradient of {variable.name!r} has shape {array.shape} and the variable "
-            f"{view.shape}; they must be equal"
+            f"{current_call()}: the gradient of {variable.name!r} has shape {array.shape} and the "
+            f"variable {view.shape}; they must be equal"
         )
     if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
         raise ValueError(
-            f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which does not go into "
-            f"{view.dtype.name}; cast it first"
+            f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which "
+            f"does not go into {view.dtype.name}; cast it first"
         )
     if state.group.stream is None or isinstance(view, np.ndarray):
         return array
@@ -226,8 +233,9 @@ def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
     """
     if not callable(loss):
         raise TypeError(
-            f"{call}: loss is of type {type(loss).__name__}; it must be a function without arguments that returns the "
-            "loss and its gradients, because NumPy has no gradients of its own"
+            f"{call}: loss is of type {type(loss).__name__}; it must be a function without "
+            "arguments that returns the loss and its gradients, because NumPy has no gradients of "
+            "its own"
         )
     found: Any = loss()
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -266,12 +274,13 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
             )
         if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
             raise ValueError(
-                f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have gradients; "
-                "leave it out"
+                f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have "
+                "gradients; leave it out"
             )
         if state.is_on_read:
             raise ValueError(
-                f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an ordinary one"
+                f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an "
+                "ordinary one"
             )
 
 

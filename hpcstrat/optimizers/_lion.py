@@ -22,8 +22,8 @@ class Lion(Optimizer):
     Then `m = beta_2 m + (1 - beta_2) g`. The paper's weight decay is the option of that name.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done. A tenth to a third of Adam's is usual.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done. A tenth to a third of Adam's is usual.
         beta_1: how much of the momentum is in the step, above 0 and at most 1.
         beta_2: the decay of the momentum, likewise.
         **options: see `OptimizerOptions`.

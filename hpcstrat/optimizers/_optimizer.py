@@ -40,10 +40,10 @@ class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
-        global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together so that their norm,
-            over all variables, is at most this.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
+        global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together
+            so that their norm, over all variables, is at most this.
         name: a name; the class's unless given.
         **options: see `CommonOptions`.
 
@@ -82,7 +82,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         ]
         if of_formula and type(self).update_rule is not Optimizer.update_rule:
             raise ValueError(
-                f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; leave it out"
+                f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; "
+                "leave it out"
             )
         self.learning_rate = learning_rate
         steps = self.gradient_accumulation_steps
@@ -103,18 +104,20 @@ class Optimizer(metaclass=_options.OptimizerType):
     def formula(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
         """The update of one element, by operators and NumPy's functions: its new value, and those of its slots.
 
-        It is run once, with symbols, and becomes NumPy's operations on the host and one kernel on a GPU, with the same
-        results. So it must be made of `+ - * /`, comparisons, and `numpy`'s `sqrt`, `square`, `absolute`, `sign`,
-        `maximum`, `minimum` and `where`; what else it does is a TypeError that names the line. `numpy.linalg.norm` of
-        an element is a number: the norm over the whole variable, for which a step goes over memory once more.
+        It is run once, with symbols, and becomes NumPy's operations on the host and one kernel on a
+        GPU, with the same results. So it must be made of `+ - * /`, comparisons, and `numpy`'s
+        `sqrt`, `square`, `absolute`, `sign`, `maximum`, `minimum` and `where`; what else it does is
+        a TypeError that names the line. `numpy.linalg.norm` of an element is a number: the norm
+        over the whole variable, for which a step goes over memory once more.
 
         Args:
             value: the variable's element.
             gradient: its gradient, summed over the replicas.
             *slots: an element of each slot, in the order of `slots`.
-            **numbers: what the formula takes by keyword only: `learning_rate` and `step`, counted from 1, as the step
-                has them, anything else as the attribute of that name. Numbers may differ from step to step, and `**`,
-                `numpy.exp` and `numpy.log` may be taken of them. A `bool` is passed as it is.
+            **numbers: what the formula takes by keyword only: `learning_rate` and `step`, counted
+                from 1, as the step has them, anything else as the attribute of that name. Numbers
+                may differ from step to step, and `**`, `numpy.exp` and `numpy.log` may be taken of
+                them. A `bool` is passed as it is.
 
         Returns:
             The new value, or a tuple of it and the new value of each slot.
@@ -124,7 +127,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         )
 
     def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
-        """The update of step number `step`, counted from 1; by default from `formula`. Called in every step.
+        """The update of step number `step`, counted from 1; by default from `formula`.
+
+        Called in every step.
 
         Override it for what a formula cannot say.
         """
@@ -132,7 +137,10 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     @property
     def all_slots(self) -> dict[str, float | None]:
-        """The optimizer's own slots, and that of its moving averages. `None`: it begins as the variable's value."""
+        """The optimizer's own slots, and that of its moving averages.
+
+        `None`: it begins as the variable's value.
+        """
         return {**self.slots, EMA: None} if self.use_ema else {**self.slots}
 
     # ---- properties
@@ -173,7 +181,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         """The arguments that `from_config` makes such an optimizer of, as JSON can hold them; no steps and no slots.
 
         Raises:
-            ValueError: the learning rate is a function, other than one of `hs.optimizers.schedules`.
+            ValueError: the learning rate is a function, other than one of
+                `hs.optimizers.schedules`.
         """
         return _options.config_of(self)
 
@@ -218,19 +227,22 @@ class Optimizer(metaclass=_options.OptimizerType):
     ) -> None:
         """Updates variables by their gradients, once. Collective: all ranks call this.
 
-        In a replica context the gradients are summed over the replicas; in the cross-replica context they are plain
-        arrays, the same on every rank. When it returns, every rank reads the new values.
+        In a replica context the gradients are summed over the replicas; in the cross-replica
+        context they are plain arrays, the same on every rank. When it returns, every rank reads the
+        new values.
 
         Args:
-            grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any library, of the
-                variable's shape whose dtype casts to the variable's, an `IndexedSlices`, or `None` for a variable that
-                is left as it is. Without any pair nothing happens.
+            grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any
+                library, of the variable's shape whose dtype casts to the variable's, an
+                `IndexedSlices`, or `None` for a variable that is left as it is. Without any pair
+                nothing happens.
             skip_gradients_aggregation: the gradients are summed over the replicas already.
 
         Raises:
-            ValueError: no gradient of any of the variables, a gradient of a wrong shape or dtype, a variable that no
-                optimizer can change, or that occurs twice. Nothing has changed.
-            ReplicaMismatchError: the replicas pass gradients of different variables, or different learning rates.
+            ValueError: no gradient of any of the variables, a gradient of a wrong shape or dtype, a
+                variable that no optimizer can change, or that occurs twice. Nothing has changed.
+            ReplicaMismatchError: the replicas pass gradients of different variables, or different
+                learning rates.
             RuntimeError: the variables belong to another strategy than the one this line runs in.
         """
         outer = enter_call(f"{self.name}.apply_gradients")
@@ -272,7 +284,8 @@ class Optimizer(metaclass=_options.OptimizerType):
                 communicator.exchange(signature_of(current_call(), "no gradient"))
                 communicator.settle()
                 raise ValueError(
-                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at least one"
+                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at "
+                    "least one"
                 )
             if sparse or key(group, dense) not in self._state.plans:
                 check_variables(group, [*dense, *(v for _, v in sparse)])
@@ -313,15 +326,16 @@ class Optimizer(metaclass=_options.OptimizerType):
         )
         if sparse and rule.norms is not None:
             raise ValueError(
-                f"{current_call()}: the update takes norms of whole variables, and {sparse[0][1].name!r} has an "
-                "IndexedSlices for its gradient; pass an array"
+                f"{current_call()}: the update takes norms of whole variables, and "
+                f"{sparse[0][1].name!r} has an IndexedSlices for its gradient; pass an array"
             )
         return rule
 
     def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]]) -> bool:
         """The way of nearly all steps: a replica's arrays for variables that were seen, by a rate that cannot fail.
 
-        Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome is known.
+        Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome
+        is known.
         """
         context = contexts.current.get()
         if type(context) is not InReplica or self._constant_rate is None or self._clips_norms():
@@ -350,11 +364,14 @@ class Optimizer(metaclass=_options.OptimizerType):
     def minimize(
         self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
     ) -> Any:
-        """Computes a loss and its gradients, and applies these, as `apply_gradients` does. Collective.
+        """Computes a loss and its gradients, and applies these, as `apply_gradients` does.
+
+        Collective.
 
         Args:
-            loss: a function without arguments that returns the loss and its gradients, one for each variable:
-                `lambda: jax.value_and_grad(f)([v.value() for v in variables])`, for example.
+            loss: a function without arguments that returns the loss and its gradients, one for each
+                variable: `lambda: jax.value_and_grad(f)([v.value() for v in variables])`, for
+                example.
             var_list: the variables, in the order of the gradients.
 
         Returns:
@@ -362,7 +379,8 @@ class Optimizer(metaclass=_options.OptimizerType):
 
         Raises:
             TypeError: `loss` is no function, or returns something else.
-            ValueError: there are more gradients than variables, or fewer. `apply_gradients` raises more.
+            ValueError: there are more gradients than variables, or fewer. `apply_gradients` raises
+                more.
         """
         variables = list(var_list)
         value, gradients = computed(f"{self.name}.minimize", loss, len(variables))
@@ -378,7 +396,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         """
         if not self.use_ema:
             raise ValueError(
-                f"{current_call()}: there are no moving averages; pass use_ema=True to the optimizer"
+                f"{current_call()}: there are no moving averages; pass use_ema=True to the "
+                "optimizer"
             )
         if not (variables := list(var_list)):
             return
@@ -395,17 +414,20 @@ class Optimizer(metaclass=_options.OptimizerType):
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:
         """Arrays to write the gradients of these variables to, which `apply_gradients` then need not copy.
 
-        For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of `x.T @ d`. Pass them to
+        For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of
+        `x.T @ d`. Pass them to
         `apply_gradients`, all of them, with the same variables in the same order:
-        `apply_gradients(zip(buffers, variables))`. What they hold after it is undefined. They are made once and live as
-        long as the optimizer. Collective: all ranks call this.
+        `apply_gradients(zip(buffers, variables))`. What they hold after it is undefined. They are
+        made once and live as long as the optimizer. Collective: all ranks call this.
 
         Args:
             variables: trainable variables of one strategy, each once.
 
         Returns:
-            A list: for each variable an array of its shape and dtype on this replica's device, zeros at first. Its
-            method `ready` begins the sum of gradients that are complete while you compute the others.
+            A list: for each variable an array of its shape and dtype on this replica's device,
+                zeros at first. Its
+            method `ready` begins the sum of gradients that are complete while you compute the
+            others.
 
         Raises:
             ValueError: no variable, one that no optimizer can change, or that occurs twice.

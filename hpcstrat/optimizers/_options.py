@@ -26,18 +26,24 @@ _FIXED = ("use_ema", "ema_overwrite_frequency", "gradient_accumulation_steps")
 
 
 class CommonOptions(TypedDict, total=False):
-    """Keyword arguments of every optimizer. Of an `IndexedSlices` they concern the rows that it names, and no other.
+    """Keyword arguments of every optimizer.
+
+    Of an `IndexedSlices` they concern the rows that it names, and no other.
 
     Attributes:
-        clipnorm: the largest norm of each variable's gradient, summed over the replicas; longer ones are scaled down.
+        clipnorm: the largest norm of each variable's gradient, summed over the replicas; longer
+            ones are scaled down.
         clipvalue: the largest magnitude of an element of a gradient, summed over the replicas.
         weight_decay: in each step `w -= learning_rate * weight_decay * w` comes first.
-        use_ema: keeps a moving average of each variable, `average = ema_momentum * average + (1 - ema_momentum) * w`
-            after each step, from its value before the first. See `Optimizer.finalize_variable_values`.
+        use_ema: keeps a moving average of each variable,
+            `average = ema_momentum * average + (1 - ema_momentum) * w` after each step, from its
+            value before the first. See `Optimizer.finalize_variable_values`.
         ema_momentum: from 0 to 1; 0.99 unless given.
-        ema_overwrite_frequency: after every so many steps the averages become the variables' values. `None`: never.
-        gradient_accumulation_steps: variables change in every so-manyth call of `apply_gradients`, by the mean of the
-            gradients since the last change. The other calls add up on each replica, and communicate nothing.
+        ema_overwrite_frequency: after every so many steps the averages become the variables'
+            values. `None`: never.
+        gradient_accumulation_steps: variables change in every so-manyth call of `apply_gradients`,
+            by the mean of the gradients since the last change. The other calls add up on each
+            replica, and communicate nothing.
     """
 
     clipnorm: float | None
@@ -53,8 +59,9 @@ class OptimizerOptions(CommonOptions, total=False):
     """Keyword arguments of the optimizers that come with the library.
 
     Attributes:
-        global_clipnorm: the largest norm of all gradients together, summed over the replicas; longer ones are scaled
-            down. Of `clipnorm`, `clipvalue` and this one, at most one can be given.
+        global_clipnorm: the largest norm of all gradients together, summed over the replicas;
+            longer ones are scaled down. Of `clipnorm`, `clipvalue` and this one, at most one can be
+            given.
         name: a name; the class's unless given.
     """
 
@@ -145,7 +152,8 @@ def set_attribute(
         assign: sets it without any check.
 
     Raises:
-        AttributeError: there is no such attribute, or it cannot change any more; nothing has changed.
+        AttributeError: there is no such attribute, or it cannot change any more; nothing has
+            changed.
     """
     if name.startswith("_"):
         assign(name, value)
@@ -159,12 +167,13 @@ def set_attribute(
             f"; did you mean {one}?" for one in difflib.get_close_matches(name, known, 1)
         )
         raise AttributeError(
-            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; a class of your own sets "
-            "more of them in its __init__"
+            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; a "
+            "class of your own sets more of them in its __init__"
         )
     if name in _FIXED and "_formulas" in own and value != own[name]:
         raise AttributeError(
-            f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer instead"
+            f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer "
+            "instead"
         )
     before = list(optimizer.all_slots) if "_state" in own and own["_state"].slots else None
     previous = None if before is None else getattr(optimizer, name)
@@ -172,8 +181,8 @@ def set_attribute(
     if before is not None and before != (after := list(optimizer.all_slots)):
         assign(name, previous)
         raise AttributeError(
-            f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} they would be {after}. "
-            f"Pass {name}={value!r} to a new optimizer instead"
+            f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} "
+            f"they would be {after}. Pass {name}={value!r} to a new optimizer instead"
         )
 
 
@@ -196,13 +205,15 @@ def with_options(
 ) -> Callable[..., Any]:
     """The formula of an optimizer together with that of the options: still one, so one pass over memory.
 
-    An option that is `None` leaves no trace, and one that the formula itself takes is the formula's own.
+    An option that is `None` leaves no trace, and one that the formula itself takes is the formula's
+    own.
 
     Args:
         call: the formula's name, for messages.
         formula: the optimizer's.
         averages: whether it keeps moving averages, in a last slot.
-        overwrites: whether these become the variables' values in steps whose number `ema_overwrites` is 1 and not 0.
+        overwrites: whether these become the variables' values in steps whose number
+            `ema_overwrites` is 1 and not 0.
 
     Raises:
         TypeError: the formula takes a number by position.
@@ -214,7 +225,8 @@ def with_options(
     for name in (*ours, "step"):
         if name in parameters and name not in names:
             raise TypeError(
-                f"{call} takes {name} by position; numbers come after `*`: def formula(value, gradient, *, {name})"
+                f"{call} takes {name} by position; numbers come after `*`: def formula(value, "
+                f"gradient, *, {name})"
             )
 
     def stepped(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
@@ -289,8 +301,8 @@ def config_of(optimizer: Any) -> dict[str, Any]:
         rate = {"class_name": kind.__name__, "config": dataclasses.asdict(cast("Any", rate))}
     else:
         raise ValueError(
-            f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; use a number or one "
-            "of hs.optimizers.schedules"
+            f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; "
+            "use a number or one of hs.optimizers.schedules"
         )
     return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
 

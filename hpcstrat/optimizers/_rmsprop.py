@@ -20,11 +20,12 @@ class RMSprop(Optimizer):
     """RMSprop (Tieleman and Hinton 2012), as TensorFlow has it.
 
     `r = rho r + (1 - rho) g^2`; `centered` subtracts the square of the mean gradient from `r`. With
-    `u = learning_rate g / sqrt(r + epsilon)`: `w -= u`, or with momentum `m = momentum m + u` and `w -= m`.
+    `u = learning_rate g / sqrt(r + epsilon)`: `w -= u`, or with momentum `m = momentum m + u` and
+    `w -= m`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         rho: the decay of the mean of squares.
         momentum: from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.

@@ -18,11 +18,12 @@ class SGD(Optimizer):
     """Gradient descent, with momentum if that is not 0.
 
     With `g` the gradient and `v` the velocity (Sutskever et al. 2013, as TensorFlow writes it):
-    `v = momentum * v - learning_rate * g`, then `w += v`, or `w += momentum * v - learning_rate * g` with `nesterov`.
+    `v = momentum * v - learning_rate * g`, then `w += v`, or
+    `w += momentum * v - learning_rate * g` with `nesterov`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of the number of steps
-            done.
+        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
+            the number of steps done.
         momentum: from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
         **options: see `OptimizerOptions`.

@@ -56,8 +56,8 @@ class OptimizerVariable:
 class OptimizerState:
     """The steps done, the slots of the variables seen, and the plans of their updates.
 
-    It holds no optimizer, so that the memory of slots returns as soon as nobody holds the optimizer. Its methods take
-    the optimizer's name and its `slots`.
+    It holds no optimizer, so that the memory of slots returns as soon as nobody holds the
+    optimizer. Its methods take the optimizer's name and its `slots`.
 
     Attributes:
         iterations: the number of steps done.
@@ -112,7 +112,8 @@ class OptimizerState:
         """
         new = sorted([v for v in variables if id(v) not in self.slots], key=_number_of)
         if new:
-            # One kind after the other, in the order of the variables: so each kind lies in a row, as they do.
+            # One kind after the other, in the order of the variables: so each kind lies in a row,
+            # as they do.
             cuts = group.storage.split([state_of(v).block for v in new])
             kinds = [
                 [
@@ -128,7 +129,9 @@ class OptimizerState:
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> None:
-        """Makes the slots of variables that have none yet. Collective: all ranks pass the same variables.
+        """Makes the slots of variables that have none yet.
+
+        Collective: all ranks pass the same variables.
 
         Raises:
             MemoryError: there is no room for them, on any rank.

@@ -66,7 +66,8 @@ class Cell:
 
         Args:
             words: the command; `hpcstrat` and `python` are those of the tests.
-            leaves: beginnings of the names of files, or of the commands of processes, that may be left.
+            leaves: beginnings of the names of files, or of the commands of processes, that may be
+                left.
             shm: the size of `/dev/shm`.
             before: commands of the shell, run in the cell before.
             stdin: a text.

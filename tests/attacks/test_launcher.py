@@ -63,7 +63,8 @@ def test_a_full_disk_for_copies_is_said_once(cell):
     # Where a line is cut in the middle, mpirun puts the other rank's between.
     assert ended.status == 0 and sorted(ended.stdout) == sorted(40_000 * "a line of this kind\n")
     assert sorted(ended.said) == [
-        f"hpcstrat run: --tee: {cell.folder}/logs/rank-{n}.log: No space left on device; nothing more is copied to it"
+        f"hpcstrat run: --tee: {cell.folder}/logs/rank-{n}.log: No space left on device; nothing "
+        "more is copied to it"
         for n in range(2)
     ]
 

@@ -41,7 +41,8 @@ def training(
     """The program.
 
     Args:
-        attack: a statement of each step, which knows `step`, `rank` and `start`, the number of the start.
+        attack: a statement of each step, which knows `step`, `rank` and `start`, the number of the
+            start.
         before: a statement before the library is imported.
         step_seconds: that a step takes longer.
         strategy: the call that makes it.

@@ -1,13 +1,14 @@
 """Runs the text of CUDA kernels on the host: compiled by its C++ compiler, thread after thread, on NumPy arrays.
 
-It is the very text that a GPU gets, so an error in it shows. Kernels that use addresses, and elementwise ones with raw
-parameters, are checked as they run: a `Fault` names two threads that meet at one word, of which one writes it and not
-both by atomic operations; a misaligned address; and one outside of the arguments' memory. The others reach their own
-elements only.
+It is the very text that a GPU gets, so an error in it shows. Kernels that use addresses, and
+elementwise ones with raw parameters, are checked as they run: a `Fault` names two threads that meet
+at one word, of which one writes it and not both by atomic operations; a misaligned address; and one
+outside of the arguments' memory. The others reach their own elements only.
 
-What does not show: how threads work together (kernels that use `__syncthreads` or `__shared__` are refused), limits of
-a GPU, and that a GPU fuses multiplications with additions and, as CuPy asks it to, takes float32 numbers below the
-normal ones for 0.
+What does not show: how threads work together (kernels that use `__syncthreads` or `__shared__` are
+refused), limits of
+a GPU, and that a GPU fuses multiplications with additions and, as CuPy asks it to, takes float32
+numbers below the normal ones for 0.
 """
 
 import ctypes
@@ -23,9 +24,11 @@ import tempfile
 import numpy as np
 
 _FOLDER = pathlib.Path(__file__).parent
-# Without contraction and with errno left alone: what is written is what is computed, and loops become vector code.
+# Without contraction and with errno left alone: what is written is what is computed, and loops
+# become vector code.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
-# The compiler puts a call before each access to memory: see checked_memory.hpp, which is what is called.
+# The compiler puts a call before each access to memory: see checked_memory.hpp, which is what is
+# called.
 _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
 _LIBRARIES = (
     "-lstdc++",
@@ -57,8 +60,9 @@ class Fault(Exception):
 class RawKernel:
     """A `__global__` function, as `cupy.RawKernel` takes it: `kernel(grid, block, arguments)` on NumPy arrays.
 
-    An array is passed as its address; one without dimensions, a NumPy scalar or bytes as they are; a Python number as
-    64 bits. In a structure that has them, `source[i]` is the address of `length[i]` elements, which the kernel reads.
+    An array is passed as its address; one without dimensions, a NumPy scalar or bytes as they are;
+    a Python number as 64 bits. In a structure that has them, `source[i]` is the address of
+    `length[i]` elements, which the kernel reads.
     """
 
     def __init__(self, code, name):
@@ -114,8 +118,8 @@ class RawKernel:
 class ElementwiseKernel:
     """Statements for each element, as `cupy.ElementwiseKernel` takes them, called with NumPy arrays and numbers.
 
-    Inputs are broadcast; outputs must be given and have the shape of all. A parameter `raw T x` is indexed by the
-    statements themselves; `i` is the number of the element.
+    Inputs are broadcast; outputs must be given and have the shape of all. A parameter `raw T x` is
+    indexed by the statements themselves; `i` is the number of the element.
     """
 
     def __init__(self, in_params, out_params, operation, name="kernel", preamble=""):
@@ -131,7 +135,8 @@ class ElementwiseKernel:
         parameters = [*self.inputs, *self.outputs]
         if len(arguments) != len(parameters):
             raise TypeError(
-                f"{self.name}: it takes {len(parameters)} arguments and is called with {len(arguments)}"
+                f"{self.name}: it takes {len(parameters)} arguments and is called with "
+                f"{len(arguments)}"
             )
         dtypes = self.dtypes([getattr(argument, "dtype", None) for argument in arguments])
         arrays = [
@@ -211,7 +216,8 @@ class ElementwiseKernel:
         lines = [
             *[f"typedef {meaning} {kind};" for kind, meaning in kinds.items()],
             self._preamble,
-            "static inline void operation(const on_host::View* views, const ptrdiff_t* offsets, const ptrdiff_t i) {",
+            "static inline void operation(const on_host::View* views, const ptrdiff_t* offsets, "
+            "const ptrdiff_t i) {",
             *declared,
             f"{self._operation};",
             "}",

@@ -53,7 +53,8 @@ RANK_0_FIRST = """
 import hpcstrat._process.failure
 hpcstrat._process.failure._LEAD_DELAY = 30
 """
-# The watchdog reads them when the ranks have connected; until then a busy machine may keep one of them for long.
+# The watchdog reads them when the ranks have connected; until then a busy machine may keep one of
+# them for long.
 LIMITS = """
 from hpcstrat._communicators import connection
 
@@ -74,15 +75,19 @@ class Fault:
 
     Attributes:
         program: its lines, after the strategy is made.
-        says: regular expressions; each is found on standard error, or output, where MPICH's mpirun speaks.
-        first: one that the first line of standard error matches; most often it shows that the cause comes first.
-        prints: regular expressions; each is found on standard output. Where there is none, nothing is printed.
-        status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was a fault.
+        says: regular expressions; each is found on standard error, or output, where MPICH's mpirun
+            speaks.
+        first: one that the first line of standard error matches; most often it shows that the cause
+            comes first.
+        prints: regular expressions; each is found on standard output. Where there is none, nothing
+            is printed.
+        status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was
+            a fault.
         ranks: how many there are; the program calls the last of them `last`.
         begin: the lines before.
         env: more variables.
-        limits: seconds that the ranks may wait for each other until the report, and until the end. Where there are
-            none, and no time-out in `env`, the job must end long before any.
+        limits: seconds that the ranks may wait for each other until the report, and until the end.
+            Where there are none, and no time-out in `env`, the job must end long before any.
         hosts: whether the ranks stand for several hosts.
         left: a pattern of what MPI itself leaves in /dev/shm.
     """

@@ -29,7 +29,8 @@ ENDS = {
     "SIGSEGV": ended("if last: ctypes.string_at(0)", CLOSED_OR_LAUNCHER, CRASHED),
     "SIGABRT": ended("if last: os.abort()", CLOSED_OR_LAUNCHER, CRASHED),
     "SIGSEGV where the program writes such faults to a file": ended(
-        "import faulthandler\nfaulthandler.enable(open('faults', 'w'))\nif last: ctypes.string_at(0)",
+        "import faulthandler\nfaulthandler.enable(open('faults', 'w'))\nif last: "
+        "ctypes.string_at(0)",
         r"\A(?![^\0]*Fatal Python error)",
     ),
     "SIGTERM": ended("if last: os.kill(os.getpid(), signal.SIGTERM)", CLOSED_OR_LAUNCHER),
@@ -39,7 +40,8 @@ ENDS = {
     "SIGTERM of all": ended("if rank == 0: os.kill(mpirun(), signal.SIGTERM)\ntime.sleep(1000)"),
     "Ctrl-C": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT)\ntime.sleep(1000)"),
     "Ctrl-C twice": ended(
-        "if rank == 0:\n    for _ in range(2): os.kill(mpirun(), signal.SIGINT); time.sleep(0.2)\ntime.sleep(1000)"
+        "if rank == 0:\n    for _ in range(2): os.kill(mpirun(), signal.SIGINT); "
+        "time.sleep(0.2)\ntime.sleep(1000)"
     ),
     "Ctrl-C in a call": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT); time.sleep(1000)"),
     "sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
@@ -99,7 +101,8 @@ ERRORS = {
         "ZeroDivisionError",
     ),
     "an exception in the function of an update": raised(
-        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda v: 1 / 0)",
+        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda "
+        "v: 1 / 0)",
         "ZeroDivisionError",
         rank=0,
     ),
@@ -136,7 +139,8 @@ ERRORS = {
         ],
     ),
     "a call in the function of an update": raised(
-        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda v: hs.barrier())",
+        "with strategy.scope(): v = hs.Variable(np.zeros(3))\nstrategy.extended.update(v, lambda "
+        "v: hs.barrier())",
         "RuntimeError: barrier was called inside the function of .*nothing may communicate there",
         rank=0,
     ),

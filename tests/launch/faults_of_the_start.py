@@ -25,7 +25,10 @@ def early(program, error, rank=1, **others):
 
 
 def left(program, value, **others):
-    """`sys.exit` with a status before the ranks are connected. Open MPI's launcher sees that itself."""
+    """`sys.exit` with a status before the ranks are connected.
+
+    Open MPI's launcher sees that itself.
+    """
     return Fault(program + CONNECT, [LEFT_EARLY.format(value)], begin=IMPORT, ranks=2, **others)
 
 

@@ -144,7 +144,8 @@ STALLS = {
         BARRIER,
         missing("rank 2", "<module>"),
     ),
-    "a time-out extended too little": Fault(  # the figures are of a limit and its extension, or more
+    # the figures are of a limit and its extension, or more
+    "a time-out extended too little": Fault(
         "with hs.extend_timeout(0.5):\n    if last: loop()\n    hs.barrier()",
         [
             r"the ranks have been waiting for each other for [1-9] s \(HPCSTRAT_STALL_SECONDS\)",

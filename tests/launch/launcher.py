@@ -31,7 +31,8 @@ class Launched:
         status: mpirun's exit status.
         stdout: what all ranks printed.
         stderr: the same of standard error.
-        leftovers: processes of the job that are still there, and files in shared memory that its processes mapped.
+        leftovers: processes of the job that are still there, and files in shared memory that its
+            processes mapped.
         seconds: how long the job took.
     """
 
@@ -77,7 +78,8 @@ class Launcher:
             timeout: seconds; a job that takes longer is killed, and the test fails.
             env: more variables; None takes one away.
             options: of mpirun.
-            gpus: whether it sees the host's GPUs, or under HPCSTRAT_TEST_GPU=simulated those that are simulated.
+            gpus: whether it sees the host's GPUs, or under HPCSTRAT_TEST_GPU=simulated those that
+                are simulated.
         """
         changes = {"CUDA_VISIBLE_DEVICES": ""} if not gpus else {}
         if gpus and simulated_gpu.is_wanted():
@@ -142,7 +144,9 @@ class _Job:
 
     def __init__(self):
         self.mark = uuid.uuid4().hex
-        self.looks = {}  # process -> how often it was found to be another's; at first it may not have its program yet
+        # process -> how often it was found to be another's; at first it may not have its program
+        # yet
+        self.looks = {}
         self.ours = set()
         self.files = set()
 
@@ -169,7 +173,8 @@ class _Job:
         deadline = time.monotonic() + patience
         while True:
             running = [
-                f"process {process}: {_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
+                f"process {process}: "
+                f"{_read(process, 'cmdline').replace(bytes(1), b' ').decode(errors='replace')}"
                 for process in self.processes()
                 if _runs(process)
             ]

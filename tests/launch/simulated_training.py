@@ -1,4 +1,7 @@
-"""A program that uses every part of the GPU path once. It is run as it is, and with bugs planted in the package."""
+"""A program that uses every part of the GPU path once.
+
+It is run as it is, and with bugs planted in the package.
+"""
 
 import contextlib
 import pathlib

@@ -1,4 +1,6 @@
-"""The benchmarks run to their end on small sizes and print a table. What they measure is not looked at.
+"""The benchmarks run to their end on small sizes and print a table.
+
+What they measure is not looked at.
 
 They assert themselves that the ways which they compare have equal results.
 """
@@ -90,7 +92,8 @@ def test_on_emulated_hosts(launch, rows):
     options = "--hosts 2 --ranks 3", sys.executable, BENCHMARKS / "hosts_step.py", "--rounds 1"
     found = rows("emulated_hosts.py", None, *" ".join(map(str, options)).split())
     megabytes = {row[0]: float(row[3]) for row in found}
-    # Each host sends the other what that one's ranks sum, and then its own ranks' results: together once the whole.
+    # Each host sends the other what that one's ranks sum, and then its own ranks' results: together
+    # once the whole.
     assert all(33.6 < megabytes[name] < 34.5 for name in ("unsharded", "sharded"))
     assert "10.77.0." not in subprocess.check_output(["ip", "netns"], text=True)
 

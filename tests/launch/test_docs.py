@@ -26,7 +26,10 @@ def blocks(language):
 
 
 def programs():
-    """Parameters for each program: the block, and the number of ranks. The README's on three ranks are quick."""
+    """Parameters for each program: the block, and the number of ranks.
+
+    The README's on three ranks are quick.
+    """
     found = []
     for page in BLOCKS.values():
         for block in [block for block in page if block.language == "python"]:

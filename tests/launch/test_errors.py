@@ -134,7 +134,8 @@ def test_end_job(launch, thread):
 @pytest.mark.parametrize("ranks", slow_but([1], [None, 1]))
 def test_end_job_of_one_rank(launch, ranks):
     result = launch(
-        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it ends', 0)",
+        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it "
+        "ends', 0)",
         ranks,
     )
     assert result.status == 1  # never 0
@@ -230,7 +231,8 @@ def launch_on_tmpfs(launch, tmp_path):
                 "-m",
                 "sh",
                 "-c",
-                f"{mount} && {mpirun}; status=$?; sleep 0.5; echo left: `ls /dev/shm`; exit $status",
+                f"{mount} && {mpirun}; status=$?; sleep 0.5; echo left: `ls /dev/shm`; exit "
+                "$status",
             ],
             capture_output=True,
             text=True,
@@ -243,7 +245,10 @@ def launch_on_tmpfs(launch, tmp_path):
 
 @pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
 def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
-    """MPI would end in a bus error. A `/dev/shm` of its own needs a namespace of mounts, which root may have."""
+    """MPI would end in a bus error.
+
+    A `/dev/shm` of its own needs a namespace of mounts, which root may have.
+    """
     if options == "ro" and mpi.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
     result = launch_on_tmpfs(
@@ -423,7 +428,8 @@ def test_little_address_space(launch, limited):
     )
     assert result.status == 0
     message = (
-        "[1. 3. 5.] 11.0 11.0 no 400,000,000 contiguous bytes are left of the memory that was reserved for variables; "
-        "make them smaller, or start fewer ranks on a host; `ulimit -v` (2,000,000,000 bytes) leaves no more: "
+        "[1. 3. 5.] 11.0 11.0 no 400,000,000 contiguous bytes are left of the memory that was "
+        "reserved for variables; make them smaller, or start fewer ranks on a host; `ulimit -v` "
+        "(2,000,000,000 bytes) leaves no more: "
     )
     assert result.stderr.count(message) == 2

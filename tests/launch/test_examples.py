@@ -16,9 +16,10 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 def rounding(steps, batch_size):
     """By how much the losses of so many steps may differ, relatively, where sums over a batch have another order.
 
-    Such a sum is off by a rounding unit (2**-24) an element at most, and each step adds its own. This holds for the
-    first steps only: sooner or later one image's input of a ReLU is so close to 0 that rounding decides its sign, and
-    from there on the weights go another way, to another loss after ten epochs, and as well trained.
+    Such a sum is off by a rounding unit (2**-24) an element at most, and each step adds its own.
+    This holds for the first steps only: sooner or later one image's input of a ReLU is so close to
+    0 that rounding decides its sign, and from there on the weights go another way, to another loss
+    after ten epochs, and as well trained.
     """
     return steps * batch_size * 2.0**-24
 
@@ -63,7 +64,10 @@ def _loss_and_accuracy(line, epoch):
 
 @pytest.mark.slow
 def test_train_takes_batches_that_leave_replicas_empty(launch):
-    """The fifth and last batch is one image. So few steps are before any image can be on the edge: a few units each."""
+    """The fifth and last batch is one image.
+
+    So few steps are before any image can be on the edge: a few units each.
+    """
     options = ["--epochs", "1", "--batch-size", "359", "--learning-rate", "0.2"]
     losses = []
     for ranks in (None, 2, 4):
@@ -189,7 +193,8 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     assert begin == "goes on after epoch 3"
     assert rest == whole[3:]
     if 2 in numbers:
-        # By rounding an image or two of the 397 may be read in another way, and the end come an epoch earlier or later.
+        # By rounding an image or two of the 397 may be read in another way, and the end come an
+        # epoch earlier or later.
         options = "--folder", tmp_path / "on other ranks", "--epochs", "4"
         begin, epoch, _ = launch(program, 2, *options, gpus=are_seen).stdout.splitlines()
         assert begin == "goes on after epoch 3" and epoch.startswith("epoch  4: ")

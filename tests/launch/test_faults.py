@@ -1,6 +1,7 @@
 """One planted fault after the other: each ends the job in seconds, says what happened and where, and leaves nothing.
 
-`pytest -rP tests/launch/test_faults.py | grep FAULT` shows how long each took, and the first line that it printed.
+`pytest -rP tests/launch/test_faults.py | grep FAULT` shows how long each took, and the first line
+that it printed.
 """
 
 import re

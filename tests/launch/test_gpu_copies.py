@@ -82,7 +82,8 @@ def test_strided_arrays_between_gpus(simulated):
     assert (result.status, result.leftovers) == (0, []), result.stderr
     expected = [
         "CuPy cannot copy non-contiguous array between devices.",
-        "the simulated GPU: a read at * on the null stream of GPU 0 is not ordered with the write at * of GPU 1, *",
+        "the simulated GPU: a read at * on the null stream of GPU 0 is not ordered with the write "
+        "at * of GPU 1, *",
         "the simulated GPU: an array on GPU 1 is used at *",
     ]
     found = result.stdout.splitlines()

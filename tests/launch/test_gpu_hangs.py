@@ -1,4 +1,7 @@
-"""GPUs that hang, and hosts that wait for them: in NCCL, in the program, in the driver. The job ends, with a report."""
+"""GPUs that hang, and hosts that wait for them: in NCCL, in the program, in the driver.
+
+The job ends, with a report.
+"""
 
 import pytest
 import simulated_gpu

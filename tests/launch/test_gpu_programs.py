@@ -41,7 +41,8 @@ cat <<'TEXT'
 TEXT
 """
 ADDRESSES = ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "10000:e3:00.0"]
-# Says which cores a process may use, whatever they are on this machine; for the rest it is the real one.
+# Says which cores a process may use, whatever they are on this machine; for the rest it is the real
+# one.
 TASKSET = """
 if [ "$1 $#" = "-cp 2" ]; then
     echo "pid $2's current affinity list: $CORES"
@@ -49,7 +50,8 @@ else
     exec {real} "$@"
 fi
 """
-# Records what it is asked. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and never answers.
+# Records what it is asked. The daemon ends when it is told to quit; not when it is DEAF, or DUMB
+# and never answers.
 MPS_CONTROL = """
 folder=$CUDA_MPS_PIPE_DIRECTORY
 case ${1-} in
@@ -182,7 +184,8 @@ def bench(tmp_path):
 class Host:
     """Poses as a host of 4 GPUs, two nodes and 8 cores of two threads, for bind-gpu.
 
-    Node 0 has the threads 0-3 and 8-11, node 1 has 4-7 and 12-15; the threads 0 and 8 are on one core, and so on.
+    Node 0 has the threads 0-3 and 8-11, node 1 has 4-7 and 12-15; the threads 0 and 8 are on one
+    core, and so on.
     """
 
     def __init__(self, bench):
@@ -530,7 +533,8 @@ def test_share_passes_signals_on(bench, number):
 def test_share_around_a_command_that_a_signal_ends(bench, number):
     if number == signal.SIGINT and bench.run("env", "--default-signal=INT", "true").returncode:
         pytest.skip(
-            "before version 8.31 of coreutils, a command that does not ask for SIGINT does not get it"
+            "before version 8.31 of coreutils, a command that does not ask for SIGINT does not get "
+            "it"
         )
     process = share(bench, "sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
     assert process.stdout.readline() == "up\n"
@@ -601,7 +605,10 @@ def test_share_sets_variables(bench):
 
 
 def test_share_of_some_gpus(bench):
-    """The daemon gives all GPUs numbers; the ranks choose from these. Chosen twice, 1 would be none."""
+    """The daemon gives all GPUs numbers; the ranks choose from these.
+
+    Chosen twice, 1 would be none.
+    """
     result = bench.finish(share(bench, "env", env={"CUDA_VISIBLE_DEVICES": "1"}))
     assert "CUDA_VISIBLE_DEVICES=1" in result.stdout.splitlines()
     check_that_mps_ended(bench)  # and saw nothing of the choice

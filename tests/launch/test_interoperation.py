@@ -81,8 +81,8 @@ def test_loaders_with_workers_end_where_the_orders_differ(launch):
     result = launch(WORKERS, 3, "unseeded", "anew", env=ENV, timeout=90)
     assert result.status != 0 and result.leftovers == []
     assert (
-        "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks have"
-        in result.stderr
+        "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks "
+        "have" in result.stderr
     )
     assert "generator=torch.Generator().manual_seed(0)" in result.stderr
 

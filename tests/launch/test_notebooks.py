@@ -104,7 +104,8 @@ def test_engines(notebook):
     # The gate holds in later cells too, though IPython swaps the stream's `write` in each.
     for _ in range(2):
         shown = cells.run(
-            "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', hs.rank()))"
+            "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', "
+            "hs.rank()))"
         )
         assert [outputs(shown, rank)[-1] for rank in (1, 2)] == ["replica 1", "replica 2"]
         assert (
@@ -130,7 +131,8 @@ def test_engines(notebook):
     cells.run("cluster.restart_engines_sync()\nengines.wait_for_engines(3)")
     assert IN_ENGINES.output.text.strip() in cells.run(IN_ENGINES.text)
     cells.run(
-        "%%px\nif hs.rank() == 1:\n    bad = strategy.run(lambda: 1 / 0)\nelse:\n    good = strategy.run(lambda: 1)"
+        "%%px\nif hs.rank() == 1:\n    bad = strategy.run(lambda: 1 / 0)\nelse:\n    good = "
+        "strategy.run(lambda: 1)"
     )
     cells.run("%%px\nhs.barrier()")
     assert cells.run(ARE_GONE) == "True"

@@ -63,7 +63,8 @@ TRAIN = """
         print("end", *(part.tobytes().hex() for part in state))
 """
 
-# Starts a job and kills ranks of it at random moments; says how long it takes to go on, and how many steps are lost.
+# Starts a job and kills ranks of it at random moments; says how long it takes to go on, and how
+# many steps are lost.
 KILL = """
     import contextlib, os, random, signal, subprocess, sys, threading, time
 
@@ -187,7 +188,8 @@ RUN = """
 """
 
 
-# What ends rank 1: in the step after these, how, what is said of it, and the step of the newest snapshot.
+# What ends rank 1: in the step after these, how, what is said of it, and the step of the newest
+# snapshot.
 ENDS = {
     "SIGKILL": (
         3,
@@ -232,7 +234,8 @@ def test_a_job_goes_on_whatever_ends_a_rank(launch, restarting, tmp_path, ranks,
     train(after)
     """
     )
-    # Only a stall is to come to its end: seconds, by which ranks of a busy machine may be apart too.
+    # Only a stall is to come to its end: seconds, by which ranks of a busy machine may be apart
+    # too.
     seconds = {"HPCSTRAT_TIMEOUT_SECONDS": "6"} if "stall" in ends else {}
     result = restarting(program, "--restarts", 4, "-n", ranks, env=seconds)
     assert (result.status, result.leftovers) == (0, [])
@@ -390,7 +393,8 @@ def test_ten_kills_at_random_moments(launch, tmp_path, moment):
     assert len(found) == kills
     seconds, lost = zip(*((float(one), int(other)) for one, other in found), strict=True)
     print(
-        f"{moment}: it goes on after {statistics.median(seconds):.1f} s (median), {max(seconds):.1f} s at most; "
-        f"{statistics.median(lost):g} steps are lost (median), {max(lost)} at most"
+        f"{moment}: it goes on after {statistics.median(seconds):.1f} s (median), "
+        f"{max(seconds):.1f} s at most; {statistics.median(lost):g} steps are lost (median), "
+        f"{max(lost)} at most"
     )
     assert max(lost) <= 2 * 2 + 1  # two snapshots back, where the kill came in the middle of one

@@ -1,6 +1,7 @@
 """The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found.
 
-One program runs in `launch/test`, what is marked `gpu` in `launch/test --simulated-gpu`, the rest with `--all`.
+One program runs in `launch/test`, what is marked `gpu` in `launch/test --simulated-gpu`, the rest
+with `--all`.
 """
 
 import fnmatch
@@ -137,7 +138,8 @@ BUGS = {
         [
             (
                 "_storage/device.py",
-                "stream.synchronize()  # what was written before may still be on its way to the GPU\n"
+                "stream.synchronize()  # what was written before may still be on its way to the "
+                "GPU\n"
                 "                rule",
                 "pass\n                rule",
             )
@@ -148,7 +150,8 @@ BUGS = {
         [
             (
                 "_memory/layout.py",
-                "array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until the launch\n",
+                "array if array.flags.c_contiguous else self._ascontiguous(array)  # kept until "
+                "the launch\n",
                 "(array if array.flags.c_contiguous else self._ascontiguous(array)).data.ptr\n",
             ),
             ("_memory/layout.py", "[source.data.ptr for source in sources]", "sources"),
@@ -286,11 +289,14 @@ def test_what_kernels_must_not_do(simulated):
     assert (result.status, result.leftovers) == (0, [])
     at = "the simulated GPU: the kernel that is launched at "
     expected = [
-        f"{at}*, summed: thread 1 reads word 0 of sums, which thread 0 writes: which comes first is chance",
-        f"{at}*, summed: thread 2 writes 8 bytes at an address that is outside of what its arguments say",
+        f"{at}*, summed: thread 1 reads word 0 of sums, which thread 0 writes: which comes first "
+        "is chance",
+        f"{at}*, summed: thread 2 writes 8 bytes at an address that is outside of what its "
+        "arguments say",
         f"{at}*, kernel, gets x of float64 at an address that is not a multiple of 8",
         f"{at}*, pack: thread 0 writes 16 bytes at an address that is not a multiple of them",
-        "the simulated GPU: a read at * is not ordered with the write at *, of the same memory (bytes 56 to 64 of *",
+        "the simulated GPU: a read at * is not ordered with the write at *, of the same memory "
+        "(bytes 56 to 64 of *",
     ]
     found = result.stdout.splitlines()
     assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [
@@ -375,7 +381,8 @@ def test_which_memory_nccl_does_not_take(simulated):
         overlaps.format("allReduce", "itself"),
         overlaps.format("allReduce", "that of allReduce at *, in one group"),
         overlaps.format("allReduce", "that of allReduce at *, in one group"),
-        "the simulated GPU: NCCL is called at * with float64 at an address that is not a multiple of 8",
+        "the simulated GPU: NCCL is called at * with float64 at an address that is not a multiple "
+        "of 8",
     ]
     found = result.stdout.splitlines()
     assert [fnmatch.fnmatchcase(*pair) for pair in zip(found, expected, strict=True)] == [

@@ -278,11 +278,13 @@ class Cluster:
         )
         if result.returncode != 0:
             pytest.skip(
-                "Open MPI under srun wants a Slurm that can load PMIx; with Debian's, libpmix-dev is missing"
+                "Open MPI under srun wants a Slurm that can load PMIx; with Debian's, libpmix-dev "
+                "is missing"
             )
         if result.stdout.strip() not in ("n1", "n2"):
             pytest.skip(
-                "Open MPI under srun wants nodes with host names of their own, which root alone can make"
+                "Open MPI under srun wants nodes with host names of their own, which root alone "
+                "can make"
             )
 
 
@@ -335,7 +337,8 @@ def skip_what_start_ranks_avoids(launcher):
     ).stdout
     if launcher == "srun" and "Open MPI" not in version:
         pytest.skip(
-            "MPICH 5 under srun on several nodes now and then fails as it starts; start-ranks takes mpirun"
+            "MPICH 5 under srun on several nodes now and then fails as it starts; start-ranks "
+            "takes mpirun"
         )
 
 
@@ -427,7 +430,8 @@ def test_preemption(cluster):
             for line in job.lines
             if line.startswith("goes on in epoch 2, after step ")
         )
-        # Open MPI's mpirun ends the job at a TERM, mostly before it is saved; then there is the file of the last epoch.
+        # Open MPI's mpirun ends the job at a TERM, mostly before it is saved; then there is the
+        # file of the last epoch.
         assert step == 50 or (step == 29 and launcher == "mpirun" and cluster.open_mpi)
         assert job.lines[-20:] == undisturbed.lines[-20:]
         assert job.log.count("epoch 20: loss ") == 1

@@ -8,7 +8,8 @@ import pytest
 from internals import GPU_TRACKS, read, share_out
 from slow import slow_but
 
-# Each of 6 steps moves what is known in closed form; on the last rank the function takes longer than on the others.
+# Each of 6 steps moves what is known in closed form; on the last rank the function takes longer
+# than on the others.
 PROGRAM = """
 import time
 import numpy as np

@@ -65,7 +65,10 @@ def run(launch, shape, program, last=""):
 
 @on_two_hosts("3 + 1")
 def test_sums_and_updates(launch, shape):
-    """Small messages and large ones, which go inside the hosts first. Whole numbers, so that sums are exact."""
+    """Small messages and large ones, which go inside the hosts first.
+
+    Whole numbers, so that sums are exact.
+    """
     found, hosts = run(
         launch,
         shape,

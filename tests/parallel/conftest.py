@@ -1,6 +1,7 @@
 """One run of pytest over all ranks: rank 0 prints, every test's outcome is agreed, one rank's failure ends all.
 
-The ranks talk over a communicator of their own, through mpi4py and not through the library under test.
+The ranks talk over a communicator of their own, through mpi4py and not through the library under
+test.
 """
 
 import faulthandler
@@ -56,7 +57,8 @@ def _fits(item, size):
 
 
 def pytest_collection_finish():
-    # Thousands of collected tests live to the end; a collection need not look at them, and many tests collect often.
+    # Thousands of collected tests live to the end; a collection need not look at them, and many
+    # tests collect often.
     gc.collect()
     gc.freeze()
 
@@ -95,8 +97,8 @@ class Place:
 def place(request):
     """Runs a test on the CPU, and again on GPUs: the same lines for both.
 
-    A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it fails. Under
-    HPCSTRAT_TEST_GPU=simulated there are simulated ones, whatever the machine has.
+    A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it
+    fails. Under HPCSTRAT_TEST_GPU=simulated there are simulated ones, whatever the machine has.
     """
     from mpi4py import MPI
 

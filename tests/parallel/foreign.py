@@ -37,8 +37,8 @@ def check_that_it_goes_in(strategy, mine, dtype):
 class Torch:
     """Stands in for the module `torch`, which knows no simulated GPU.
 
-    Its tensors are over CuPy's memory. As in PyTorch the current GPU is CUDA's, and on each GPU a current stream of its
-    own does the work, which nothing orders with CuPy's.
+    Its tensors are over CuPy's memory. As in PyTorch the current GPU is CUDA's, and on each GPU a
+    current stream of its own does the work, which nothing orders with CuPy's.
 
     Args:
         cupy: the module.

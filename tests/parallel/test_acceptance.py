@@ -1,6 +1,7 @@
 """N replicas on a global batch equal one replica on the same batch, for every optimizer and strategy.
 
-The one replica is a closed form here: the gradients of a linear model on the whole batch, and TensorFlow's update rules
+The one replica is a closed form here: the gradients of a linear model on the whole batch, and
+TensorFlow's update rules
 written in NumPy. None of it is the library's own code.
 """
 
@@ -19,13 +20,15 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:iterating over .* have no:UserWarning"
 )  # of short batches, meant
 
-# Of a batch of 7 some replicas get more than others; of an epoch's last one, 3 elements, some get none.
+# Of a batch of 7 some replicas get more than others; of an epoch's last one, 3 elements, some get
+# none.
 ROWS, BATCH, EPOCHS = 22, 7, 2
 SHAPES = {"w": (5, 3), "b": (3,), "s": ()}
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 
 
-# ---- TensorFlow's rules: of the learning rate, the step (from 1), the value, the gradient and the slots, by name
+# ---- TensorFlow's rules: of the learning rate, the step (from 1), the value, the gradient and the
+# slots, by name
 
 
 def sgd(rate, t, value, g, slots, momentum=0.0, nesterov=False):

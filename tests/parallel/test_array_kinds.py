@@ -189,7 +189,10 @@ def test_the_other_byte_order_elsewhere(strategy, dtype):
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16])
 @pytest.mark.parametrize("axis", [0, (0,), (0, 1), -1], ids=str)
 def test_sums_of_few_bits_along_an_axis_have_64(strategy, dtype, axis):
-    """Three pixels are beyond their range. Elementwise the dtype stays, and along an axis that of wider ones."""
+    """Three pixels are beyond their range.
+
+    Elementwise the dtype stays, and along an axis that of wider ones.
+    """
     least = np.iinfo(dtype).max - 1
     part = np.full((300, 3), least + RANK % 2, dtype)
     found = strategy.reduce("SUM", strategy.run(lambda: part), axis)

@@ -736,7 +736,10 @@ def test_older_files_are_kept(saved, path):
 
 
 def test_directories_named_as_previous_files(saved, path):
-    """One where none is kept stays. One in the way of a previous file is an error before anything is written."""
+    """One where none is kept stays.
+
+    One in the way of a previous file is an error before anything is written.
+    """
     saved.checkpoint.save(path)
     if RANK == 0:
         os.mkdir(f"{path}.7")

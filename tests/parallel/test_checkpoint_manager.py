@@ -185,7 +185,8 @@ def test_without_the_launcher_there_is_the_file(strategy, path):
         assert again.state() == expected[steps]
     assert program.manager.save() == path
     assert Program(strategy, path).manager.restore_or_initialize() == path
-    # A file of `Checkpoint.save` has no number of steps; one of a manager is a checkpoint as any other.
+    # A file of `Checkpoint.save` has no number of steps; one of a manager is a checkpoint as any
+    # other.
     other = Program(strategy, path)
     Checkpoint(w=other.w, optimizer=other.optimizer, seen=other.seen).restore(path)
     assert other.state() == (*expected[7][:3], 0)

@@ -162,7 +162,10 @@ def test_reduce_scatter_of_several_arrays(communicator, place):
 @pytest.mark.parametrize("names", ["f", "fd", "e", "fe"])
 @pytest.mark.parametrize("count", [0, 3, 2000, 90_001])
 def test_sections_are_summed_as_the_whole_is(on_host, count, names):
-    """Bit for bit: numbers whose sum depends on the order. A section is a message, of uneven parts of each array."""
+    """Bit for bit: numbers whose sum depends on the order.
+
+    A section is a message, of uneven parts of each array.
+    """
     rank, n = on_host.rank, on_host.size
     random = np.random.default_rng([count, rank])
     mine = [random.standard_normal(count + 7 * i).astype(name) for i, name in enumerate(names)]

@@ -28,7 +28,8 @@ class Case:
         wrong: makes it.
         error: what it raises.
         match: what its message says, a pattern.
-        right: what the other ranks do where one makes the wrong use alone; None where that is no case of its own.
+        right: what the other ranks do where one makes the wrong use alone; None where that is no
+            case of its own.
     """
 
     wrong: Callable[[Env], Any]
@@ -823,7 +824,8 @@ INSIDE = {
     "all_to_all: too many": Case(
         lambda e: context().all_to_all([e.here(ONES)] * (N + 1)),
         ValueError,
-        f"ReplicaContext.all_to_all: values is {N + 1} values; pass a list of {N}, one for each replica",
+        f"ReplicaContext.all_to_all: values is {N + 1} values; pass a list of {N}, one for each "
+        "replica",
         lambda e: context().all_to_all([e.here(ONES)] * N),
     ),
     "all_to_all: an array": Case(

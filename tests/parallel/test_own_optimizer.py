@@ -1,4 +1,7 @@
-"""An optimizer written outside of the package has what the package's own have. Its steps: test_acceptance.py."""
+"""An optimizer written outside of the package has what the package's own have.
+
+Its steps: test_acceptance.py.
+"""
 
 import copy
 import os

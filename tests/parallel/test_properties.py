@@ -1,4 +1,6 @@
-"""Any nests, shapes, dtypes, uneven batches and orders of calls, beside NumPy. `reduce` and `gather`: test_reduce.py.
+"""Any nests, shapes, dtypes, uneven batches and orders of calls, beside NumPy.
+
+`reduce` and `gather`: test_reduce.py.
 
 The draws are the same on every rank; what a rank passes follows from them and from its number.
 """

@@ -31,7 +31,10 @@ def variable(shape, dtype: Any = np.float32) -> Any:
 
 
 def reaches_cuda(call) -> bool:
-    """Whether a call stops at CUDA; false where it needs none. What CuPy refuses is an exception."""
+    """Whether a call stops at CUDA; false where it needs none.
+
+    What CuPy refuses is an exception.
+    """
     try:
         call()
     except cupy.cuda.runtime.CUDARuntimeError as error:

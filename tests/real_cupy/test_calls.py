@@ -108,7 +108,8 @@ METHODS = {
     "a stream is synchronized": lambda: stream().synchronize(),
     "a stream is used": lambda: stream().use(),
     "get": lambda: array(3).get(out=np.empty(3, np.float32)),
-    "get on a stream": lambda: array(3).get(out=np.empty(3, np.float32), blocking=False, stream=stream()),
+    "get on a "
+    "stream": lambda: array(3).get(out=np.empty(3, np.float32), blocking=False, stream=stream()),
     "get of what is not contiguous": lambda: array((3, 4))[:, 0].get(out=np.empty(3, np.float32)),
     "set": lambda: array(3).set(np.ones(3, np.float32)),
     "bfloat16": lambda: [array(3, BFLOAT16).set(np.ones(3, BFLOAT16)), array(3, BFLOAT16) * array(3, BFLOAT16)],
@@ -116,7 +117,8 @@ METHODS = {
     "views": lambda: array(64, np.uint8)[16:32].view(np.float32).reshape(2, 2),
     "views without elements": lambda: array(64, np.uint8)[16:16].view(np.float32).reshape(0, 2),
     "views without dimensions": lambda: array(64, np.uint8)[16:20].view(np.float32).reshape(()),
-    "views of complex numbers": lambda: array(4, np.complex64).view(array(4, np.complex64).real.dtype),
+    "views of complex "
+    "numbers": lambda: array(4, np.complex64).view(array(4, np.complex64).real.dtype),
     "division in place": lambda: array(4).__itruediv__(3),
     "writing": lambda: array(4).__setitem__(slice(1, 3), array(2)),
     "astype": lambda: array(4, np.float16).astype(np.float32, copy=False),

@@ -118,7 +118,8 @@ def sources():
 def test_every_kernel_compiles(architecture):
     if architecture not in nvrtc.getSupportedArchs():
         pytest.skip(
-            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for sm_{architecture} any more"
+            f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))} does not compile for "
+            f"sm_{architecture} any more"
         )
     options = (
         *core.assemble_cupy_compiler_options(()),

@@ -49,7 +49,8 @@ CALLS = {
 def interrupted(moment, call):
     """Whether `call` was still going on at its `moment`-th event, where `Stop` is raised.
 
-    A finalizer that the garbage collector happens to run there swallows the exception, and the call goes on.
+    A finalizer that the garbage collector happens to run there swallows the exception, and the call
+    goes on.
     """
     left = moment
 

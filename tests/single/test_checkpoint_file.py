@@ -69,7 +69,8 @@ def same(a, b):
     )
 
 
-# Of each kind that JSON or UTF-8 may treat in a way of its own. Hypothesis takes a second to think of all others.
+# Of each kind that JSON or UTF-8 may treat in a way of its own. Hypothesis takes a second to think
+# of all others.
 TEXTS = st.text('ab 7_./"\\\0\n\x1f\x7f\u00e9\u0301\u6f22\u2028\ufeff\uffff\U0001f600', max_size=8)
 
 

@@ -18,7 +18,8 @@ from hpcstrat.cluster_resolver import (
 # What follows with a cluster in it is recorded from TensorFlow 2.15.1.
 FOUR = ("t02n13,t02n41,t02n43,t02n44", "1(x4)")
 TWO = ("n[1-2]", "2(x2)")
-SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, arguments, then TensorFlow's results
+# rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, arguments, then TensorFlow's results
+SLURM = {
     "the first of four": (
         *(0, 4, FOUR, "0", {}),
         {"worker": ["t02n13:8888", "t02n41:8888", "t02n43:8888", "t02n44:8888"]},
@@ -102,7 +103,8 @@ SLURM = {  # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, argument
 }
 WORKERS = '{"cluster": {"worker": ["a:1", "b:2"]}'
 OVERRIDES = {"task_type": "worker", "task_id": 0, "rpc_layer": "http", "environment": "google"}
-TF_CONFIG = {  # the variable, then TensorFlow's cluster, task, protocol, master(), master("worker", 1, "x")
+# the variable, then TensorFlow's cluster, task, protocol, master(), master("worker", 1, "x")
+TF_CONFIG = {
     "not set": (None, {}, (None, None), None, "", ""),
     "empty": ("{}", {}, (None, None), None, "", ""),
     "the first worker": (

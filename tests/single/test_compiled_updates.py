@@ -15,7 +15,8 @@ from hpcstrat import ReduceOp, optimizers
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
 LOOPS = [(dtype, name) for dtype in REAL for name in optimizers_of(dtype)]
-# The compiler starts for each loop. These have all operations with each dtype, and all numbers of slots, and options.
+# The compiler starts for each loop. These have all operations with each dtype, and all numbers of
+# slots, and options.
 QUICK_LOOPS = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
 QUICK_LOOPS += [
     (np.dtype(np.float32), name)

@@ -248,7 +248,8 @@ def test_zip():
         Dataset.zip(())
 
 
-# ---- what each transformation does, against lists, over a source that can be indexed and one that cannot
+# ---- what each transformation does, against lists, over a source that can be indexed and one that
+# cannot
 
 MAKERS = {
     "indexed": lambda n: Dataset.range(n),

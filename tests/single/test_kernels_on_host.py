@@ -120,16 +120,19 @@ THREADS = {
     "y[0] += x": f"thread 1 reads word 0 of y, which thread 0 writes: {CHANCE}",
     "y[i / 2] = x": f"thread 1 writes word 0 of y, which thread 0 writes: {CHANCE}",
     "y[i] = x; x = y[7 - i]": f"thread 4 writes word 4 of y, which thread 3 reads: {CHANCE}",
-    "y[i] = z[i + 1]": f"thread 1 writes word 1 of y, which thread 0 reads: {CHANCE}",  # the same memory
+    # the same memory
+    "y[i] = z[i + 1]": f"thread 1 writes word 1 of y, which thread 0 reads: {CHANCE}",
     "atomicAdd(&y[0], x); x = y[0]": (
         f"thread 1 adds by an atomic operation to word 0 of y, which thread 0 writes: {CHANCE}"
     ),
     "atomicAdd(&y[i % 2], x); if (i == 6) x = y[1]": (
         f"thread 6 reads word 1 of y, which another thread adds by an atomic operation to: {CHANCE}"
     ),
-    "y[i + 1] = x": "thread 7 writes 8 bytes at an address that is outside of what its arguments say",
+    "y[i + 1] = "
+    "x": "thread 7 writes 8 bytes at an address that is outside of what its arguments say",
     "x = z[-i]": "thread 1 reads 8 bytes at an address that is outside of what its arguments say",
-    "y[i] = *(double*)((char*)&z[0] + 4)": "thread 0 reads 8 bytes at an address that is not a multiple of them",
+    "y[i] = *(double*)((char*)&z[0] + "
+    "4)": "thread 0 reads 8 bytes at an address that is not a multiple of them",
 }
 
 

@@ -96,7 +96,8 @@ def rank(*passed, place="p.py:1 in f", call="apply(SUM)", numbers=()):
 def test_lines_of_few_things_are_whole():
     everyones = [rank("a", "b"), rank("a", place="p.py:2 in g", numbers=("rate=1",))]
     assert mismatch.lines(everyones) == (
-        "\n  rank 0: apply(SUM) of a, b, at p.py:1 in f\n  rank 1: apply(SUM) of a with rate=1, at p.py:2 in g"
+        "\n  rank 0: apply(SUM) of a, b, at p.py:1 in f\n  rank 1: apply(SUM) of a with rate=1, at "
+        "p.py:2 in g"
     )
 
 

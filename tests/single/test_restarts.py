@@ -32,7 +32,8 @@ class Starter:
     """Plays one start after the other.
 
     Args:
-        starts: for each what the ranks note, given the job's memory and their number, and their exit status.
+        starts: for each what the ranks note, given the job's memory and their number, and their
+            exit status.
     """
 
     def __init__(self, *starts):
@@ -86,7 +87,8 @@ def test_what_ends_well_is_not_restarted(capfd):
     assert capfd.readouterr().err == ""
 
 
-# Launchers' numbers for INT and TERM; 15 is also what MPICH makes of an ABRT and the KILLs that it sends.
+# Launchers' numbers for INT and TERM; 15 is also what MPICH makes of an ABRT and the KILLs that it
+# sends.
 @pytest.mark.parametrize("status", [75, 2, 130, 15, 143])
 def test_what_nobody_asked_to_end_is_restarted_whatever_the_status(status):
     note = failing("", 1, 5, state=State.STARTED)
@@ -169,8 +171,8 @@ def test_a_dead_rank_is_restarted(capfd):
 def test_it_is_restarted_so_often_at_most(capfd):
     assert run(Starter(*[(steps(n, n), KILLED) for n in range(1, 5)])) == KILLED
     assert capfd.readouterr().err.splitlines()[-1] == (
-        "hpcstrat run: a rank died after step 4 of SIGKILL; no restart: it has been restarted 3 times "
-        "(--restarts); first, a rank died after step 1 of SIGKILL"
+        "hpcstrat run: a rank died after step 4 of SIGKILL; no restart: it has been restarted 3 "
+        "times (--restarts); first, a rank died after step 1 of SIGKILL"
     )
 
 
@@ -179,10 +181,12 @@ def test_the_same_exception_at_the_same_step_ends_it(capfd):
     again = failing("ValueError: 3, at x.py:7 in step", 5, 5, rank=1)
     assert run(Starter((fails, 1), (steps(4, 5), KILLED), (again, 1))) == 1
     assert capfd.readouterr().err.splitlines() == [
-        "hpcstrat run: rank 2 failed after step 5 with ValueError: 3, at x.py:7 in step; restart 1 of 3, on 4 ranks",
+        "hpcstrat run: rank 2 failed after step 5 with ValueError: 3, at x.py:7 in step; restart 1 "
+        "of 3, on 4 ranks",
         "hpcstrat run: a rank died after step 5 of SIGKILL; restart 2 of 3, on 4 ranks",
-        "hpcstrat run: rank 1 failed after step 5 with ValueError: 3, at x.py:7 in step; no restart: it has failed in "
-        "the same way at the same step before; first, rank 2 failed after step 5 with ValueError: 3, at x.py:7 in step",
+        "hpcstrat run: rank 1 failed after step 5 with ValueError: 3, at x.py:7 in step; no "
+        "restart: it has failed in the same way at the same step before; first, rank 2 failed "
+        "after step 5 with ValueError: 3, at x.py:7 in step",
     ]
 
 

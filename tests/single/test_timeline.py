@@ -239,7 +239,8 @@ def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, c
 
 
 def test_clocks_are_compared_within_the_meetings():
-    # The other's clock shows 1000 more. The ranks meet at 50 and at 80; in the first the other comes last.
+    # The other's clock shows 1000 more. The ranks meet at 50 and at 80; in the first the other
+    # comes last.
     one = [(10, 52), (79, 83)]
     other = [(1049, 1051), (1071, 1082)]
     least, most = difference(one, other)

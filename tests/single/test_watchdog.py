@@ -148,8 +148,8 @@ def test_one_that_does_not_answer_does_not_speak():
     diagnosis = diagnoses(statuses, 700)[60]
     assert diagnosis.reporter == 1
     assert (
-        "\n  rank 0: not answering for 60 s (stopped, or in C code that holds the interpreter lock); last in call 8"
-        in diagnosis.text
+        "\n  rank 0: not answering for 60 s (stopped, or in C code that holds the interpreter "
+        "lock); last in call 8" in diagnosis.text
     )
 
 

@@ -157,7 +157,8 @@ def test_a_program_whose_rank_is_no_number_ends_at_the_import():
     )
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1] == (
-        "RuntimeError: the environment variable PMI_RANK is 'x'; it must be a number from 0 up, as the launcher sets it"
+        "RuntimeError: the environment variable PMI_RANK is 'x'; it must be a number from 0 up, as "
+        "the launcher sets it"
     )
 
 

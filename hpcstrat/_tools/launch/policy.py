@@ -23,8 +23,8 @@ _SIGNALS = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-# Launchers make a status of a signal's number in two ways. MPICH's combines the bits of all ranks, where it has killed
-# the others, so that an abort may look like 15.
+# Launchers make a status of a signal's number in two ways. MPICH's combines the bits of all ranks,
+# where it has killed the others, so that an abort may look like 15.
 _KILLED = {
     base + (one | other) for base in (0, 128) for one in _SIGNALS for other in (0, signal.SIGKILL)
 }
@@ -39,8 +39,8 @@ class Ended(NamedTuple):
         step: the number of the last step that is known of.
         did_steps: whether any was done since the start.
         failure: the exception that ended it; `None` where a rank died without one.
-        dead: the rank that was seen to die first, or that left the others without a word; `None` where several did at
-            once, or none is known.
+        dead: the rank that was seen to die first, or that left the others without a word; `None`
+            where several did at once, or none is known.
         is_incomplete: whether a rank left while others depended on it, though the exit status is 0.
         signal: that the launcher was sent to end the job; 0 where there was none.
         are_seen: whether ranks run on this host, and so note how they end.
@@ -68,7 +68,8 @@ class Ended(NamedTuple):
             return f"the launcher was sent {signal.Signals(self.signal).name}"
         if self.failure is not None and self.failure.state == State.INTERRUPTED:
             return "a rank was interrupted"
-        # A preemption saves the checkpoint. Ranks of other hosts note nothing here; their status has to do.
+        # A preemption saves the checkpoint. Ranks of other hosts note nothing here; their status
+        # has to do.
         is_noted = self.failure is not None and self.failure.state == State.PREEMPTED
         if is_noted or (self.status == os.EX_TEMPFAIL and not self.are_seen):
             return "the ranks were asked to end, and have saved"
@@ -155,7 +156,8 @@ class Policy:
         if self.done == self.restarts:
             return f"it has been restarted {self.restarts} times (--restarts)"
         self.done += 1
-        # All ranks again first: most faults are gone with the process. One that is not is a host's, or a GPU's.
+        # All ranks again first: most faults are gone with the process. One that is not is a host's,
+        # or a GPU's.
         if ended.did_steps:
             self.ranks = self._wanted
         elif ended.failure is None and before and ended.ranks > self.min_ranks:

@@ -52,7 +52,8 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
         variables: gives their variables, by how many they are.
 
     Raises:
-        LaunchError: there is no memory for what outlives the ranks, and they are to be started again.
+        LaunchError: there is no memory for what outlives the ranks, and they are to be started
+            again.
         OSError: the launcher cannot be started.
     """
     begin = time.time()
@@ -75,8 +76,8 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
             snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
             when = f" in {policy.pause} s" if policy.pause else ""
             _say(
-                f"{ended.describe()}; restart {policy.done} of {policy.restarts}{when}, on {policy.ranks} "
-                f"rank{'s' if policy.ranks > 1 else ''}{snapshot}"
+                f"{ended.describe()}; restart {policy.done} of {policy.restarts}{when}, on "
+                f"{policy.ranks} rank{'s' if policy.ranks > 1 else ''}{snapshot}"
             )
             _pause(starter, policy.pause)
             if not starter.signal:
@@ -180,7 +181,8 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
                 deaths[rank] = _Death(alive.get(rank, 0.0), now)
                 poll.unregister(file)
                 os.close(file)
-            # One that has died closes its connections, by which the others are ended, a little before it is gone.
+            # One that has died closes its connections, by which the others are ended, a little
+            # before it is gone.
             alive |= {
                 rank: now
                 for rank, process in files.values()

@@ -25,7 +25,8 @@ _DOMINATES = 0.2
 """The share of a step above which a kind of time deserves advice."""
 _UNEVEN = 1.5
 """The ratio of the mean step to the median above which it deserves a remark."""
-_STANDS_OUT = 0.5  # a rank that waits for less than this share of the others' waiting is the one they wait for
+# a rank that waits for less than this share of the others' waiting is the one they wait for
+_STANDS_OUT = 0.5
 _COLORS = {
     "computing": "#4477AA",
     "update": "#228833",
@@ -81,17 +82,17 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
         "waiting": lambda: _of_waiting(ranks, cores),
         "communication": lambda: _of_communication(ranks),
         "input": lambda: (
-            "make batches from arrays (Dataset.from_tensor_slices) or cache() them, do the costly work before "
-            "training, or use larger batches; every rank runs the whole of a generator"
+            "make batches from arrays (Dataset.from_tensor_slices) or cache() them, do the costly "
+            "work before training, or use larger batches; every rank runs the whole of a generator"
         ),
         "update": lambda: (
-            "the optimizer's work depends on the variables, not on the batch: use larger batches, or an optimizer "
-            "with fewer slots"
+            "the optimizer's work depends on the variables, not on the batch: use larger batches, "
+            "or an optimizer with fewer slots"
         ),
         "checkpoint": lambda: "save less often",
         "other": lambda: (
-            "the program's own lines between the steps take that time on every rank: print and evaluate less often, "
-            "and do not convert the results of run at every step"
+            "the program's own lines between the steps take that time on every rank: print and "
+            "evaluate less often, and do not convert the results of run at every step"
         ),
     }
     found = sorted(
@@ -104,9 +105,9 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
     advice = advice or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
         advice.append(
-            f"Some steps take much longer than most: the mean is {1e3 * ranks[0].mean:.3g} ms, the median "
-            f"{1e3 * ranks[0].step:.3g} ms. The shares include them, and what the program does between steps, such as "
-            "an evaluation."
+            f"Some steps take much longer than most: the mean is {1e3 * ranks[0].mean:.3g} ms, the "
+            f"median {1e3 * ranks[0].step:.3g} ms. The shares include them, and what the program "
+            "does between steps, such as an evaluation."
         )
     return advice
 
@@ -204,25 +205,27 @@ def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
     # Who waits least is who the others wait for.
     if others and waits[last] < _STANDS_OUT * min(others):
         return (
-            f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work that only this rank "
-            "does, or for another program on its cores or GPU"
+            f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work "
+            "that only this rank does, or for another program on its cores or GPU"
         )
     if cores and max(cores) < len(ranks):
         return (
-            f"all ranks wait about equally, and {len(ranks)} ranks share {max(cores)} cores: start fewer, or bind each "
-            "to its own cores"
+            f"all ranks wait about equally, and {len(ranks)} ranks share {max(cores)} cores: start "
+            "fewer, or bind each to its own cores"
         )
     return (
-        "all ranks wait about equally, so their work varies from step to step, or is too short compared with the "
-        "barriers: use larger batches, and set OMP_NUM_THREADS so that the ranks do not compete for cores"
+        "all ranks wait about equally, so their work varies from step to step, or is too short "
+        "compared with the barriers: use larger batches, and set OMP_NUM_THREADS so that the ranks "
+        "do not compete for cores"
     )
 
 
 def _of_communication(ranks: Sequence[Rank]) -> str:
     nbytes = max(rank.nbytes for rank in ranks)
     return (
-        f"each rank sends {_in_units(nbytes)} per step. Use larger batches, or accumulate gradients over several, so "
-        "that there are fewer steps; optimizer.gradient_buffers saves a copy on the host"
+        f"each rank sends {_in_units(nbytes)} per step. Use larger batches, or accumulate "
+        "gradients over several, so that there are fewer steps; optimizer.gradient_buffers saves a "
+        "copy on the host"
     )
 
 

@@ -97,7 +97,8 @@ def read(path: str) -> Timeline:
         raise ValueError(f"{path} is damaged: {error!r}; record it again") from error
     if not timeline.names:
         raise ValueError(
-            f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the program ran"
+            f"{path} is not a timeline; pass the file that HPCSTRAT_TIMELINE named when the "
+            "program ran"
         )
     return timeline
 
@@ -132,7 +133,8 @@ def _timeline_of(events: Sequence[dict[str, Any]]) -> Timeline:
 def share_out(timeline: Timeline) -> list[Rank]:
     """Each rank's steps.
 
-    A step lasts from one `run` of the function that runs most often to the next. The first step is left out: it
+    A step lasts from one `run` of the function that runs most often to the next. The first step is
+    left out: it
     makes slots, plans and kernels that later steps reuse.
 
     Raises:
@@ -157,7 +159,8 @@ def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
 def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
     """A rank's time as consecutive stretches of one kind; gaps are `OTHER`.
 
-    Of nested spans the innermost counts. While a GPU works, its work counts and not the host's, which only enqueues.
+    Of nested spans the innermost counts. While a GPU works, its work counts and not the host's,
+    which only enqueues.
     """
     on_gpu = [
         _flat(spans) for track, spans in tracks.items() if track >= GPU_TRACKS and _is_main(spans)
@@ -169,8 +172,9 @@ def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
 def move_waiting(timeline: Timeline) -> Timeline:
     """The timeline with separate spans for GPUs that wait for each other.
 
-    An NCCL kernel waits on the GPU until all ranks' kernels have begun. So in the k-th kernel of each rank, the time
-    before the last rank begins is waiting. Only streams with equal numbers of kernels on all ranks are compared.
+    An NCCL kernel waits on the GPU until all ranks' kernels have begun. So in the k-th kernel of
+    each rank, the time before the last rank begins is waiting. Only streams with equal numbers of
+    kernels on all ranks are compared.
     """
     moved = {rank: dict(tracks) for rank, tracks in timeline.tracks.items()}
     numbers = {track for tracks in moved.values() for track in tracks if track >= GPU_TRACKS}
@@ -183,7 +187,8 @@ def move_waiting(timeline: Timeline) -> Timeline:
             ]
             for rank, tracks in moved.items()
         }
-        # After a kill the ranks may have written different numbers, and the k-th kernels no longer belong together.
+        # After a kill the ranks may have written different numbers, and the k-th kernels no longer
+        # belong together.
         if len({len(indices) for indices in each.values()}) > 1:
             continue
         for indices in zip(*each.values(), strict=True):
@@ -240,8 +245,8 @@ def _of_rank(timeline: Timeline, rank: int) -> Rank:
     begins = steps_of(tracks)
     if len(begins) < 2:
         raise ValueError(
-            f"rank {rank} ran at most {len(begins) + 1} steps, and three are needed to tell what they spend their time "
-            "on; call Strategy.run more often with the same function"
+            f"rank {rank} ran at most {len(begins) + 1} steps, and three are needed to tell what "
+            "they spend their time on; call Strategy.run more often with the same function"
         )
     begin, end = begins[0], begins[-1]
     if begin == end:

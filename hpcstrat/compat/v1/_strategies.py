@@ -33,7 +33,8 @@ class DistributedInputIterator:
         """
         if self._iterator is None:
             raise RuntimeError(
-                "DistributedInputIterator.get_next was called before initialize; call initialize() first"
+                "DistributedInputIterator.get_next was called before initialize; call initialize() "
+                "first"
             )
         return next(self._iterator)
 
@@ -64,8 +65,9 @@ class _V1Methods(Strategy):
         Collective.
 
         Args:
-            input_fn: returns a dataset; or a function without arguments that returns an element at each call, until it
-                raises `StopIteration`. Every rank calls it for the elements of all replicas.
+            input_fn: returns a dataset; or a function without arguments that returns an element at
+                each call, until it raises `StopIteration`. Every rank calls it for the elements of
+                all replicas.
             replication_mode: `PER_WORKER`.
 
         Raises:
@@ -73,8 +75,8 @@ class _V1Methods(Strategy):
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
-                f"{type(self).__name__}.make_input_fn_iterator: replication_mode is {replication_mode!r}; it must be "
-                "InputReplicationMode.PER_WORKER"
+                f"{type(self).__name__}.make_input_fn_iterator: replication_mode is "
+                f"{replication_mode!r}; it must be InputReplicationMode.PER_WORKER"
             )
 
         def dataset_fn(context: InputContext) -> Any:

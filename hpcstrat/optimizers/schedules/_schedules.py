@@ -53,7 +53,8 @@ class PiecewiseConstantDecay:
 class PolynomialDecay:
     """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
 
-    With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the end.
+    With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the
+    end.
 
     Raises:
         ValueError: `decay_steps` is not positive.
@@ -107,7 +108,8 @@ class InverseTimeDecay:
 class CosineDecay:
     """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).
 
-    With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps` steps.
+    With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps`
+    steps.
 
     Raises:
         ValueError: `decay_steps` is not positive.
@@ -136,5 +138,6 @@ class CosineDecay:
 def _require_steps(schedule: object, decay_steps: int) -> None:
     if decay_steps <= 0:
         raise ValueError(
-            f"{type(schedule).__name__}: decay_steps is {decay_steps}; it must be a positive number of steps"
+            f"{type(schedule).__name__}: decay_steps is {decay_steps}; it must be a positive "
+            "number of steps"
         )

@@ -36,7 +36,8 @@ class ndarray:
     """CuPy's.
 
     Attributes:
-        host: its elements as NumPy sees them. Of the simulation, not of CuPy: only work on streams may touch it.
+        host: its elements as NumPy sees them. Of the simulation, not of CuPy: only work on streams
+            may touch it.
         data: where it is.
         base: whose memory it shares.
     """
@@ -73,15 +74,16 @@ class ndarray:
         """Of the simulation: the piece of work that the queue has just begun reads or writes the array.
 
         Raises:
-            SimulatedGpuError: it is not ordered with what others did to the memory, or is on another GPU.
+            SimulatedGpuError: it is not ordered with what others did to the memory, or is on
+                another GPU.
         """
         block = self.data.mem.block
         if not self.host.size:
             return
         if block.device != queue.device:
             raise _checker.report(
-                f"the simulated GPU: an array on GPU {block.device} is used at {_checker.shown(_checker.place())} on "
-                f"{queue.name}; copy it there first"
+                f"the simulated GPU: an array on GPU {block.device} is used at "
+                f"{_checker.shown(_checker.place())} on {queue.name}; copy it there first"
             )
         if self._range is None:
             low, high = np.lib.array_utils.byte_bounds(self.host)
@@ -219,7 +221,8 @@ class ndarray:
     def __bool__(self):
         if self.size > 1:
             raise ValueError(
-                "The truth value of an array with more than one element is ambiguous. Use a.any() or a.all()"
+                "The truth value of an array with more than one element is ambiguous. Use a.any() "
+                "or a.all()"
             )
         return bool(self.get())
 

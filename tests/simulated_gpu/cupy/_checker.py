@@ -1,8 +1,9 @@
 """Which work precedes which: vector clocks of streams and host threads, and the error where order is missing.
 
-Work on a stream has a time: the stream's number of pieces of work so far. A clock says for each stream up to which time
-its work has been done before whoever has the clock goes on. Streams' clocks grow by what the host knows when it puts
-work on them, and by events they wait for; the host's by what it waits for.
+Work on a stream has a time: the stream's number of pieces of work so far. A clock says for each
+stream up to which time
+its work has been done before whoever has the clock goes on. Streams' clocks grow by what the host
+knows when it puts work on them, and by events they wait for; the host's by what it waits for.
 """
 
 import itertools
@@ -221,7 +222,8 @@ class History:
 
     def __init__(self):
         self._latest = {}  # stream -> time of its last access, of any part
-        self._accesses = {}  # (start, stop, whether it writes, stream) -> (time, place, name of the stream)
+        # (start, stop, whether it writes, stream) -> (time, place, name of the stream)
+        self._accesses = {}
 
     def access(self, lane, start, stop, writes):
         """Work that `lane` has just begun touches these bytes.
@@ -260,7 +262,8 @@ class History:
             ):
                 now, before = ("write" if one else "read" for one in (writes, wrote))
                 raise report(
-                    f"the simulated GPU: a {now} at {shown(place())} on {lane.name} is not ordered with the {before} "
-                    f"at {shown(where)} on {name}, of the same memory (bytes {max(start, first)} to {min(stop, last)} "
-                    "of its block); let the stream wait for an event that is recorded after the first of them"
+                    f"the simulated GPU: a {now} at {shown(place())} on {lane.name} is not ordered "
+                    f"with the {before} at {shown(where)} on {name}, of the same memory (bytes "
+                    f"{max(start, first)} to {min(stop, last)} of its block); let the stream wait "
+                    "for an event that is recorded after the first of them"
                 )

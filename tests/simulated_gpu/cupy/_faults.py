@@ -1,6 +1,7 @@
 """Faults on demand, from SIMULATED_GPU_FAULTS: `KIND[@RANK][:NUMBER[:VALUE]]`, several with commas between them.
 
-Without a rank a fault is every rank's. NUMBER counts from 1, and what is counted is told with each kind:
+Without a rank a fault is every rank's. NUMBER counts from 1, and what is counted is told with each
+kind:
 
 nccl-hangs       the NUMBER-th NCCL call of the process never ends
 nccl-fails       the NUMBER-th NCCL call fails with NCCL's result VALUE
@@ -43,7 +44,10 @@ is_context_lost = False
 
 
 def value(kind, count, lasts=False):
-    """The value of a fault of this kind, if it is due now; else None. `count` names what is counted for it."""
+    """The value of a fault of this kind, if it is due now; else None.
+
+    `count` names what is counted for it.
+    """
     if kind not in wanted:
         return None
     number, found = wanted[kind]

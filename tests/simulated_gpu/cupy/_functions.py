@@ -22,13 +22,15 @@ __all__ = ["from_dlpack"]
 # ---- elementwise
 
 _ONE = (
-    "absolute negative positive exp expm1 exp2 log log1p log2 log10 sqrt square cbrt reciprocal sign floor ceil trunc "
-    "rint sin cos tan arcsin arccos arctan sinh cosh tanh isfinite isinf isnan logical_not invert conjugate signbit"
+    "absolute negative positive exp expm1 exp2 log log1p log2 log10 sqrt square cbrt reciprocal "
+    "sign floor ceil trunc rint sin cos tan arcsin arccos arctan sinh cosh tanh isfinite isinf "
+    "isnan logical_not invert conjugate signbit"
 ).split()
 _TWO = (
-    "add subtract multiply divide true_divide floor_divide remainder power float_power maximum minimum fmax fmin hypot "
-    "arctan2 copysign logaddexp equal not_equal less less_equal greater greater_equal logical_and logical_or "
-    "logical_xor bitwise_and bitwise_or bitwise_xor left_shift right_shift divmod"
+    "add subtract multiply divide true_divide floor_divide remainder power float_power maximum "
+    "minimum fmax fmin hypot arctan2 copysign logaddexp equal not_equal less less_equal greater "
+    "greater_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor "
+    "left_shift right_shift divmod"
 ).split()
 
 
@@ -109,7 +111,8 @@ def _typed(argument, value):
     if not isinstance(value, ndarray):
         expected = "cupy._core.core._ndarray_base"
         raise TypeError(
-            f"Argument '{argument}' has incorrect type (expected {expected}, got {type(value).__name__})"
+            f"Argument '{argument}' has incorrect type (expected {expected}, got "
+            f"{type(value).__name__})"
         )
     return value
 
@@ -689,7 +692,10 @@ for _name, _method in {
 
 
 def dispatched_ufunc(numpys, method, inputs, kwargs):
-    """See `ndarray.__array_ufunc__`. It takes every argument that has `__cuda_array_interface__`."""
+    """See `ndarray.__array_ufunc__`.
+
+    It takes every argument that has `__cuda_array_interface__`.
+    """
     import cupy
 
     out = kwargs.pop("out", None)

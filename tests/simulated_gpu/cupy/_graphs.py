@@ -6,7 +6,10 @@ from . import _streams
 
 
 class Captured(list):
-    """What a stream was given, in order: functions of no arguments. Unlike a list it has weak references."""
+    """What a stream was given, in order: functions of no arguments.
+
+    Unlike a list it has weak references.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -22,7 +25,8 @@ class Graph:
         queue = (_streams.get_current_stream() if stream is None else stream).queue
         if queue is not self._queue:
             raise AttributeError(
-                "the simulated GPU does not have Graph.launch on another stream than the captured one"
+                "the simulated GPU does not have Graph.launch on another stream than the captured "
+                "one"
             )
         for put in self._captured:
             queue.begin()

@@ -79,13 +79,14 @@ def _touch_address(queue, where, address, nbytes):
     block = _memory.block_at(address)
     if block is None or block.is_free or address + nbytes > block.ptr + block.size:
         raise _checker.report(
-            f"the simulated GPU: a kernel at {_checker.shown(where)} gets the address of {nbytes:,} bytes that are not "
-            "on a GPU, or of memory that was given back; keep the array until it is launched"
+            f"the simulated GPU: a kernel at {_checker.shown(where)} gets the address of "
+            f"{nbytes:,} bytes that are not on a GPU, or of memory that was given back; keep the "
+            "array until it is launched"
         )
     if block.device != queue.device:
         raise _checker.report(
-            f"the simulated GPU: a kernel at {_checker.shown(where)} on {queue.name} gets the address of memory on GPU "
-            f"{block.device}; copy the array first"
+            f"the simulated GPU: a kernel at {_checker.shown(where)} on {queue.name} gets the "
+            f"address of memory on GPU {block.device}; copy the array first"
         )
     block.history.access(queue, address - block.ptr, address - block.ptr + nbytes, writes=False)
     return block.buffer
@@ -140,8 +141,9 @@ class ElementwiseKernel:
         for one, (_, _, name) in zip(args, [*kernel.inputs, *kernel.outputs], strict=True):
             if isinstance(one, ndarray) and one.size and one.data.ptr % one.itemsize:
                 raise _checker.report(
-                    f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, {self.name}, gets "
-                    f"{name} of {one.dtype} at an address that is not a multiple of {one.itemsize}"
+                    f"the simulated GPU: the kernel that is launched at {_checker.shown(where)}, "
+                    f"{self.name}, gets {name} of {one.dtype} at an address that is not a multiple "
+                    f"of {one.itemsize}"
                 )
 
         def compute(*hosts, out):

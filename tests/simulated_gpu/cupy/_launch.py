@@ -25,7 +25,8 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
     """Does `function` with the operands' elements, for which it takes NumPy arrays, on the current stream.
 
     Args:
-        function: gives an array or a number, or a tuple of them; with `out` it writes to its argument `out`.
+        function: gives an array or a number, or a tuple of them; with `out` it writes to its
+            argument `out`.
         operands: arrays.
         out: the array that is written to; it is returned.
         reads_out: whether that is also read.
@@ -112,7 +113,8 @@ def _stored(queue, results, copies=True):
 def from_host(value, dtype=None, order="K"):
     """A new array of what NumPy makes of a value.
 
-    CuPy copies it to pinned memory of its own first, but what lies in pinned memory in the right order from there.
+    CuPy copies it to pinned memory of its own first, but what lies in pinned memory in the right
+    order from there.
     """
     queue = _streams.current_queue()
     queue.refuse_capture()
@@ -137,7 +139,8 @@ def from_host(value, dtype=None, order="K"):
 def to_current_device(source, order="K"):
     """A copy of an array on another GPU, by the current stream of this one.
 
-    As in CuPy, another order is made by the current stream of that GPU, which nothing orders with this one.
+    As in CuPy, another order is made by the current stream of that GPU, which nothing orders with
+    this one.
 
     Raises:
         NotImplementedError: it is strided.

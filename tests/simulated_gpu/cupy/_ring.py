@@ -14,7 +14,10 @@ PATIENCE = 600.0
 
 
 def new_id():
-    """What the ranks need to find each other: where the first one's table is. No file has a name, so none is left."""
+    """What the ranks need to find each other: where the first one's table is.
+
+    No file has a name, so none is left.
+    """
     table = os.memfd_create("simulated-nccl")
     os.ftruncate(table, _HEAD)
     return f"/proc/{os.getpid()}/fd/{table}".encode().ljust(128, b"\0")

@@ -16,7 +16,10 @@ PATIENCE = 0.002
 """Seconds that the host waits for NCCL when it puts work behind it, before it leaves the work for later."""
 
 LAUNCHES = int(os.environ.get("SIMULATED_GPU_LAUNCHES", "1024"))
-"""Pieces of work that a stream takes before the first is done. Whoever puts one more on it waits."""
+"""Pieces of work that a stream takes before the first is done.
+
+Whoever puts one more on it waits.
+"""
 
 lock = threading.RLock()
 _thread = threading.local()
@@ -179,7 +182,8 @@ def progress():
     """Does what can be done now of all that is waiting. The lock is held."""
     if not any(queue.later for queue in queues()):
         return
-    # What Python's collector finds in between, a generator, say, might wait for the GPU in its last words.
+    # What Python's collector finds in between, a generator, say, might wait for the GPU in its last
+    # words.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -222,8 +226,9 @@ def take_driver(call):
     """What CuPy calls with Python's lock, and the driver does once it has its own, which may be never."""
     if _launching - {threading.get_ident()}:
         print(
-            f"the simulated GPU: {call} at {_checker.shown(_checker.place())} waits with Python's lock for the driver, "
-            "in which another thread waits for room for a launch: nothing runs in this process any more",
+            f"the simulated GPU: {call} at {_checker.shown(_checker.place())} waits with Python's "
+            "lock for the driver, in which another thread waits for room for a launch: nothing "
+            "runs in this process any more",
             file=sys.__stderr__,
             flush=True,
         )
@@ -377,8 +382,8 @@ class Stream:
         device = state().device
         if self.device_id not in (-1, device):
             raise RuntimeError(
-                f"The device that the stream is created on ({self.device_id}) does not match with the current device "
-                f"({device})"
+                f"The device that the stream is created on ({self.device_id}) does not match with "
+                f"the current device ({device})"
             )
         return device
 
@@ -400,8 +405,9 @@ class Stream:
         own, device = state(), self._checked_device()
         if len(own.stacks[device]) > 1:
             raise _checker.report(
-                f"the simulated GPU: Stream.use() at {_checker.shown(_checker.place())} inside `with stream:`, whose "
-                "end makes yet another stream the current one; write `with stream:`"
+                f"the simulated GPU: Stream.use() at {_checker.shown(_checker.place())} inside "
+                "`with stream:`, whose end makes yet another stream the current one; write `with "
+                "stream:`"
             )
         own.make_current(self)
         return self

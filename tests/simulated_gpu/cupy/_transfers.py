@@ -52,8 +52,8 @@ def _forget(start, _):
         transfer.end_guard()
         if transfer.is_awaited():
             _checker.report_later(
-                f"the simulated GPU: pinned memory was given back before the host waited for {transfer.describe()}, "
-                "which uses it; keep it until then"
+                "the simulated GPU: pinned memory was given back before the host waited for "
+                f"{transfer.describe()}, which uses it; keep it until then"
             )
 
 
@@ -77,7 +77,8 @@ def to_device(target, source, queue, is_async, keeps=False):
         target: the `cupy.ndarray`.
         source: of its shape, dtype and order.
         queue: on which.
-        is_async: whether the host goes on meanwhile. Memory that is not pinned is read before it does.
+        is_async: whether the host goes on meanwhile. Memory that is not pinned is read before it
+            does.
         keeps: whether pinned memory is kept until the host has waited.
     """
     queue.refuse_capture()
@@ -113,7 +114,9 @@ def to_host(source, target, queue, is_async):
 
 
 class _Transfer:
-    """A copy that the host has not waited for yet. It does not keep the pinned memory, as CUDA does not.
+    """A copy that the host has not waited for yet.
+
+    It does not keep the pinned memory, as CUDA does not.
 
     Args:
         queue: on which it is.
@@ -122,7 +125,8 @@ class _Transfer:
         forbids_reading: whether the host may not even read it.
         arrived: what is written to it once the host has waited.
         target: the array on the GPU that is written to.
-        kept: what lives as long as the copy, such as the array with its memory, which CuPy keeps in `asarray`.
+        kept: what lives as long as the copy, such as the array with its memory, which CuPy keeps in
+            `asarray`.
     """
 
     def __init__(self, queue, memory, array, forbids_reading, arrived=None, target=None, kept=None):
@@ -211,7 +215,8 @@ def _raise(*_):
     transfer = _guarded.get(violated)
     verb = "writes to" if library.guard_was_write() else "reads"
     raise _checker.report(
-        f"the simulated GPU: at {_checker.shown(_checker.place())}, or just before, the host {verb} pinned memory, and "
-        f"has not waited for {transfer.describe() if transfer else 'a copy'}, of the same memory; wait for the stream, "
-        "or for an event that is recorded after the copy"
+        f"the simulated GPU: at {_checker.shown(_checker.place())}, or just before, the host "
+        f"{verb} pinned memory, and has not waited for "
+        f"{transfer.describe() if transfer else 'a copy'}, of the same memory; wait for the "
+        "stream, or for an event that is recorded after the copy"
     )

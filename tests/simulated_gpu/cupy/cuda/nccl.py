@@ -87,7 +87,8 @@ def groupEnd():
             )
         communicators.pop()._put(streams.pop(), [call for *_, call in calls])
     elif _latest and _latest[0]._is_open:
-        # A rank without messages to or from others. NCCL moves theirs without it; here all ranks come together.
+        # A rank without messages to or from others. NCCL moves theirs without it; here all ranks
+        # come together.
         _latest[0]._put(_streams.get_current_stream().ptr, [])
 
 
@@ -198,8 +199,9 @@ class NcclCommunicator:
         self._check_open()
         if self._graphs:
             raise _checker.report(
-                f"the simulated GPU: an NCCL communicator is destroyed at {_checker.shown(_checker.place())} while a "
-                "graph holds calls of it, and waits for ever; drop the graph first"
+                "the simulated GPU: an NCCL communicator is destroyed at "
+                f"{_checker.shown(_checker.place())} while a graph holds calls of it, and waits "
+                "for ever; drop the graph first"
             )
         while self._under_way:
             with _streams.lock:
@@ -214,8 +216,9 @@ class NcclCommunicator:
     def _check_open(self):
         if not self._is_open:
             raise _checker.report(
-                f"the simulated GPU: an NCCL communicator is used at {_checker.shown(_checker.place())} after it was "
-                "destroyed or aborted, which crashes"
+                "the simulated GPU: an NCCL communicator is used at "
+                f"{_checker.shown(_checker.place())} after it was destroyed or aborted, which "
+                "crashes"
             )
 
     def _call(
@@ -250,13 +253,13 @@ class NcclCommunicator:
             or address + nbytes > block.ptr + block.size
         ):
             raise _checker.report(
-                f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with {nbytes:,} bytes that "
-                f"are not, or no longer, memory of GPU {self._device}"
+                f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with "
+                f"{nbytes:,} bytes that are not, or no longer, memory of GPU {self._device}"
             )
         if address % dtype.itemsize:
             raise _checker.report(
-                f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with {dtype} at an address "
-                f"that is not a multiple of {dtype.itemsize}"
+                f"the simulated GPU: NCCL is called at {_checker.shown(_checker.place())} with "
+                f"{dtype} at an address that is not a multiple of {dtype.itemsize}"
             )
         start = address - block.ptr
         return block, range(start, start + nbytes), block.buffer[start : start + nbytes].view(dtype)
@@ -286,8 +289,9 @@ class NcclCommunicator:
     def _refuse_overlaps(self, calls):
         """Raises where a call writes what it, or another call of its group, still reads or writes too.
 
-        A rank's data leave in pieces while others' arrive, and the calls of a group run at the same time. NCCL allows
-        the exact in-place forms only. Here whole messages are copied, which would hide it.
+        A rank's data leave in pieces while others' arrive, and the calls of a group run at the same
+        time. NCCL allows the exact in-place forms only. Here whole messages are copied, which would
+        hide it.
         """
         found = sorted(
             (memory[0].ptr + memory[1].start, memory[0].ptr + memory[1].stop, writes, i)
@@ -306,9 +310,11 @@ class NcclCommunicator:
                         f"{calls[k].verb} at {_checker.shown(calls[k].where)}" for k in (one, other)
                     )
                     raise _checker.report(
-                        f"the simulated GPU: the memory that NCCL's {first} reads or writes overlaps "
-                        f"{'itself' if one == other else f'that of {second}, in one group'}, and one of the two writes "
-                        "it; a call may work in place, where NCCL says so, or apart"
+                        f"the simulated GPU: the memory that NCCL's {first} reads or writes "
+                        "overlaps "
+                        f"{'itself' if one == other else f'that of {second}, in one group'}, and "
+                        "one of the two writes it; a call may work in place, where NCCL says so, "
+                        "or apart"
                     )
 
     def _connect(self, queue, calls):
@@ -397,7 +403,8 @@ class _Work:
         if is_paired and all(one == collectives[0] for one in collectives):
             return True
         lines = [
-            f"\n  rank {rank}: {', '.join(f'{_shown(call)} at {_checker.shown(where)}' for call, _, where in group)}"
+            f"\n  rank {rank}: "
+            f"{', '.join(f'{_shown(call)} at {_checker.shown(where)}' for call, _, where in group)}"
             for rank, group in enumerate(everyones)
         ]
         text = f"the simulated GPU: the ranks make different calls of NCCL, which hangs:{''.join(lines)}"
