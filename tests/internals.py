@@ -59,14 +59,14 @@ from hpcstrat._storage import base as storage
 from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import replica_storage
-from hpcstrat._storage.marks import Range, ranges_in
+from hpcstrat._storage.marks import MarkedRange, ranges_in
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import mirrored_group
 from hpcstrat._strategies.reduction import _Inner
 from hpcstrat._timeline import recorder, start
-from hpcstrat._timeline.recorder import Recorder
+from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.spans import GpuSpans, Span, Spans
 from hpcstrat._timeline.start import difference
 from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_name
@@ -95,7 +95,7 @@ from hpcstrat.checkpoint import _atomic_file, _safetensors
 from hpcstrat.checkpoint._new_file import NewFile
 from hpcstrat.checkpoint._pieces import Piece, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import CheckpointFile, Contents, Entry
-from hpcstrat.checkpoint._snapshot import Checksum, SnapshotMemory
+from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes
 from hpcstrat.data import _checksum, _element_ops, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 from hpcstrat._calls.records import LEAVING, CallDescription
 from hpcstrat._calls.status import user_frame
 from hpcstrat._core.types import ReplicaMismatchError
-from hpcstrat._process import failure, worlds
+from hpcstrat._process import failure
 
 # Other ranks raise an error from its class and its text. The exception itself might not be
 # picklable, and a class of the user's may not exist on another rank, so only these travel.
@@ -113,7 +113,7 @@ def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription
     """Ends the job: some ranks have left the program, while others are in a call."""
     gone = [other for other, status in enumerate(statuses) if status == LEAVING]
     what = "left the program" if rank in gone else f"waits in {words}, at {user_frame()}"
-    worlds.end_job(
+    failure.end_job(
         f"hpcstrat: rank {rank} {what}; {_ranks(gone)} left the program before the others; "
         "all ranks must make the same calls",
         consequence=rank in gone,
@@ -135,20 +135,20 @@ def end_after_fault(
     # The rank that knows the error reports it. The others only say that they follow.
     if error is not None:
         lines = "".join(traceback.format_exception(error))
-        worlds.end_job(
+        failure.end_job(
             f"{lines}hpcstrat: this exception was raised in a call on rank {rank} and was caught, "
             "but other ranks did not raise there; the ranks no longer make the same calls: "
             f"{where}. What not all ranks raise must not be caught"
         )
     if len(set(numbers)) == 1:
-        worlds.end_job(
+        failure.end_job(
             "hpcstrat: an exception left a call on another rank and was caught there, but not on "
             f"this one; the ranks no longer make the same calls: {where}. What not all ranks raise "
             "must not be caught",
             consequence=True,
         )
     made = ", ".join(f"rank {other} {number}" for other, number in enumerate(numbers))
-    worlds.end_job(
+    failure.end_job(
         f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks "
         "must make the same calls, each to its end",
         consequence=True,

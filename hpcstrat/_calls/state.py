@@ -10,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from hpcstrat._calls.records import CallSignature
 from hpcstrat._calls.status import user_frame, user_frame_in_call
-from hpcstrat._process import worlds
+from hpcstrat._process import failure
 
 
 class Interruption(NamedTuple):
@@ -124,7 +124,7 @@ class CallState:
             lines = "".join(traceback.format_exception(self.interruption.error))
             # At the end of the program there is no line to name, and the call has the same name.
             where = call if call == location else f"{call}, at {location}"
-            worlds.end_job(
+            failure.end_job(
                 f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this "
                 "rank and was caught: the call may be half done, or done on other ranks only. So "
                 f"the job ends, at {where}. Leave such an exception uncaught; to save when a "

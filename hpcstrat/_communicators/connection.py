@@ -191,7 +191,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
             Exception
         ):  # of what the GPU had still to do: Python would print it, and exit with status 0
             lines = traceback.format_exc()
-            worlds.end_job(
+            failure.end_job(
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
                 f"{communicator.rank} failed, which its end found out; start with "
                 "CUDA_LAUNCH_BLOCKING=1 to see where"

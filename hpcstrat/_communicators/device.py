@@ -20,7 +20,7 @@ from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import layout_of
 
 
-class Segment(NamedTuple):
+class RankSlice(NamedTuple):
     """Some elements of a flat array that belong to one rank.
 
     Attributes:
@@ -89,11 +89,11 @@ class DeviceCommunicator(Communicator):
         """Copies the array of rank `root` to all ranks' arrays."""
 
     @abc.abstractmethod
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """Sums the ranks' arrays of floats, and brings each rank the elements of its segments, to its `out`."""
 
     @abc.abstractmethod
-    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """Copies each segment of its rank's array to all ranks' arrays."""
 
     def beside(self, memory: Array) -> contextlib.AbstractContextManager[None]:
@@ -281,7 +281,7 @@ class StagedCommunicator(DeviceCommunicator):
             _fill(array, message[: array.nbytes].view(array.dtype))
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         with call_named("the sum of gradients"):
             hosts = self._on_host(array.reshape(-1))
@@ -291,7 +291,7 @@ class StagedCommunicator(DeviceCommunicator):
                 _fill(out[place : place + stop - start], total[start:stop])
 
     @span(COMMUNICATION, on_stream("all-gather"))
-    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         own = [
             self._on_host(array[start:stop])[0].copy()

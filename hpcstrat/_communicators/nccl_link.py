@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.device import DeviceCommunicator, Segment, on_stream
+from hpcstrat._communicators.device import DeviceCommunicator, RankSlice, on_stream
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
@@ -18,7 +18,7 @@ from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._core import gpu
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._process import worlds
+from hpcstrat._process import failure
 
 _TYPES = {
     **{
@@ -115,7 +115,7 @@ class NcclLink(DeviceCommunicator):
                 )
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[Segment]) -> None:
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         source, count, kind = self._flat(array)
         target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.lane.raw.ptr
@@ -137,7 +137,7 @@ class NcclLink(DeviceCommunicator):
                 )
 
     @span(COMMUNICATION, on_stream("all-gather"))
-    def all_gather_flat(self, array: Array, segments: Sequence[Segment]) -> None:
+    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         address, itemsize = array.data.ptr, array.dtype.itemsize
         kind, stream = self._nccl.NCCL_UINT8, self.lane.raw.ptr
@@ -243,7 +243,7 @@ class NcclLink(DeviceCommunicator):
         )
 
 
-def _equal_part(segments: Sequence[Segment], size: int) -> int:
+def _equal_part(segments: Sequence[RankSlice], size: int) -> int:
     """The elements of each part where each rank has one, in rank order, and only the last may be longer; else 0.
 
     NCCL's reduce-scatter and all-gather take equal parts only.
@@ -261,7 +261,7 @@ def _equal_part(segments: Sequence[Segment], size: int) -> int:
     return equal
 
 
-def _beyond(equal: int, segments: Sequence[Segment]) -> list[Segment]:
+def _beyond(equal: int, segments: Sequence[RankSlice]) -> list[RankSlice]:
     """What equal parts leave out: the end of the last one, or everything where there are none."""
     if not equal:
         return [*segments]
@@ -305,4 +305,4 @@ class _Guard:
             communicator.mark_interrupted(error, self._what)
         else:
             lines = "".join(traceback.format_exception(error))
-            worlds.end_job(f"{lines}{communicator.describe_failure(error)}")
+            failure.end_job(f"{lines}{communicator.describe_failure(error)}")

@@ -16,7 +16,7 @@ ALIGNMENT = 16
 """Bytes to whose multiples groups and sections begin, so that any dtype is aligned in them."""
 
 
-class Group(NamedTuple):
+class DtypeGroup(NamedTuple):
     """All elements of one dtype in a message.
 
     Attributes:
@@ -70,7 +70,7 @@ class Layout:
             (0, (), np.dtype(bool))
         ] * len(shapes)
         self.sizes: list[int] = [math.prod(shape) for shape in shapes]
-        self.groups: list[Group] = []
+        self.groups: list[DtypeGroup] = []
         end = 0
         # By dtype, so that everything of one dtype is reduced by one call, however many arrays
         # there are.
@@ -81,7 +81,7 @@ class Layout:
                 begin = _up(end, alignment)
                 end = begin + self.sizes[i] * dtype.itemsize
                 self._entries[i] = (begin, shapes[i], dtype)
-            self.groups.append(Group(dtype, start, (end - start) // dtype.itemsize, members))
+            self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.starts: list[int] = [entry[0] for entry in self._entries]
 
@@ -172,7 +172,7 @@ class PackKernel:
         message: at least `layout.nbytes` bytes, C-contiguous, on the arrays' GPU.
     """
 
-    def __init__(self, layout: Layout, group: Group, message: Any) -> None:
+    def __init__(self, layout: Layout, group: DtypeGroup, message: Any) -> None:
         self._ascontiguous = gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
         self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
@@ -215,7 +215,7 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _launches(layout: Layout, group: Group) -> list[_Launch]:
+def _launches(layout: Layout, group: DtypeGroup) -> list[_Launch]:
     item = group.dtype.itemsize
     members = [i for i in group.members if layout.sizes[i]]
     launches = []

@@ -231,7 +231,7 @@ def _meet(text: str) -> None:
     if _mpi is None and "PMI_FD" in os.environ:
         with (
             contextlib.suppress(Exception),
-            guard.guarded([guard.Step(_MEET_SECONDS, tagged(text), True)]),
+            guard.guarded([guard.Deadline(_MEET_SECONDS, tagged(text), True)]),
         ):
             MPI = mpi.load()
             mpi.check_launcher(MPI)

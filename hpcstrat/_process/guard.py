@@ -27,7 +27,7 @@ _UCX = (
 )  # below MPICH or Open MPI; nobody opens them by name, so they have one for microseconds only
 
 
-class Step(NamedTuple):
+class Deadline(NamedTuple):
     """What to do if this process is still in the guarded block at some time.
 
     Attributes:
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 @contextlib.contextmanager
-def guarded(steps: Sequence[Step]) -> Iterator[None]:
+def guarded(steps: Sequence[Deadline]) -> Iterator[None]:
     """A block during which another process takes these steps, in order, until the block ends.
 
     If no process can be started, the block is not guarded.
@@ -168,7 +168,7 @@ def _is_stopped(process: int) -> bool:
 
 
 def _main(process: int) -> None:
-    steps = [Step(*step) for step in json.loads(sys.stdin.buffer.readline())]
+    steps = [Deadline(*step) for step in json.loads(sys.stdin.buffer.readline())]
     segments: set[tuple[str, ...]] = set()
     since = time.time()
     begin = looked = time.monotonic()

@@ -7,7 +7,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import ThreadpoolController
@@ -98,14 +98,6 @@ def local() -> tuple[int, int]:
             return launcher.local_rank, launcher.local_size
     world = start()
     return world.local_rank, world.local_size
-
-
-def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
-    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
-
-    With `consequence`, the rank that caused the error reports first.
-    """
-    failure.end_job(message, status, consequence)
 
 
 def _connect() -> World:

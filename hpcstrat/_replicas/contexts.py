@@ -69,7 +69,7 @@ class InUpdate(AcrossReplicas):
             )
 
 
-_group_of: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
+_get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
 # A context variable, so that threads of the program each have a context, and a thread that it
 # starts has none.
@@ -155,7 +155,7 @@ def check_cross_replica(owner: Any) -> None:
 
     For `@collective`.
     """
-    require_cross_replica(_group_of(owner))
+    require_cross_replica(_get_group(owner))
 
 
 def check_arguments(fn: Any, args: Any, call: str = "") -> None:

@@ -12,7 +12,7 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
-from hpcstrat._storage.marks import Range
+from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import row_view, update_rows
 
@@ -75,7 +75,7 @@ class CentralDeviceStorage(DeviceStorage):
                 self._apply(plan, rule)
             self._broadcast(plan)
 
-    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
         part = plan.gradients[one.group][one.start : one.stop]
         self._communicator.reduce_flat(part, part, ReduceOp.SUM, self._root)
 

@@ -10,10 +10,10 @@ import numpy as np
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.layout import Group
+from hpcstrat._memory.layout import DtypeGroup
 
 
-class Chunk(NamedTuple):
+class ElementRange(NamedTuple):
     """Some elements that are updated together.
 
     Attributes:
@@ -34,7 +34,7 @@ class UpdateChunk(NamedTuple):
     """A chunk as it meets the messages of one update.
 
     Attributes:
-        value, slots: see `Chunk`.
+        value, slots: see `ElementRange`.
         parts: the same elements of every message.
         gradient: of their length and dtype, to reduce them into.
         work: likewise, for the rule to work in.
@@ -127,7 +127,7 @@ def is_readable_in_place(value: Array, view: Array) -> bool:
 
 
 def ranges_of(
-    group: Group,
+    group: DtypeGroup,
     variables: Sequence[Block],
     slots: Sequence[Sequence[Block]],
     starts: Sequence[int],

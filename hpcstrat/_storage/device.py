@@ -23,7 +23,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import PackKernel
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.chunks import ScratchBuffers
-from hpcstrat._storage.marks import Range, ranges_in
+from hpcstrat._storage.marks import MarkedRange, ranges_in
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import Norms
 
@@ -283,7 +283,7 @@ class DeviceStorage(Storage):
         return True
 
     @abc.abstractmethod
-    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
         """Sums some gradients over the replicas, in place, where the update takes them from."""
 
     def _sum_rest(self, plan: DevicePlan) -> None:

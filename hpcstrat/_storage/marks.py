@@ -37,7 +37,7 @@ class Marks:
         self.begun.clear()
 
 
-class Range(NamedTuple):
+class MarkedRange(NamedTuple):
     """Gradients that lie in a row.
 
     Attributes:
@@ -50,10 +50,10 @@ class Range(NamedTuple):
     stop: int
 
 
-def ranges_in(layout: Layout, places: Iterable[int]) -> list[Range]:
+def ranges_in(layout: Layout, places: Iterable[int]) -> list[MarkedRange]:
     """The ranges of a message that some of its arrays make, with the gaps between neighbours; without empty ones."""
     wanted = set(places)
-    found: list[Range] = []
+    found: list[MarkedRange] = []
     for index, group in enumerate(layout.groups):
         continues = False
         for i in group.members:
@@ -62,7 +62,7 @@ def ranges_in(layout: Layout, places: Iterable[int]) -> list[Range]:
             start = (layout.starts[i] - group.start) // group.dtype.itemsize
             stop = start + layout.sizes[i]
             if i in wanted:
-                found.append(Range(index, found.pop().start if continues else start, stop))
+                found.append(MarkedRange(index, found.pop().start if continues else start, stop))
             continues = i in wanted
     return found
 

@@ -12,7 +12,7 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DevicePlan, DeviceStorage
-from hpcstrat._storage.marks import Range
+from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
 
@@ -47,7 +47,7 @@ class MirroredDeviceStorage(DeviceStorage):
                         communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
 
-    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
         part = plan.gradients[one.group][one.start : one.stop]
         self._communicator.all_reduce_flat(part, part, ReduceOp.SUM)
 

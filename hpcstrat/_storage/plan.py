@@ -15,10 +15,10 @@ from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.layout import Group, Layout, layout_of
+from hpcstrat._memory.layout import DtypeGroup, Layout, layout_of
 from hpcstrat._storage.chunks import (
-    Chunk,
     Cut,
+    ElementRange,
     LocalOnlyRange,
     Memory,
     ScratchBuffers,
@@ -72,7 +72,7 @@ class Plan:
         )
         self.blocks: list[Block] = variables
         self._must_match = [block.held() for block in variables]
-        self.chunks: list[Chunk] = []
+        self.chunks: list[ElementRange] = []
         self.buffers: list[Array] | None = (
             None  # for the variables' gradients, where `Storage.make_buffers` was called
         )
@@ -102,7 +102,7 @@ class Plan:
                         )
                         for start in starts
                     ]
-                    self.chunks.append(Chunk(index, a, b, value, tuple(rest)))
+                    self.chunks.append(ElementRange(index, a, b, value, tuple(rest)))
         self._rank = rank
         self._own = self._own_parts()
         # Compiling takes half a second, which updates of a few numbers never earn back.
@@ -326,7 +326,9 @@ class Plan:
             norms.bound(found) for found in np.sqrt(sums if share is None else share(sums)).tolist()
         ]
 
-    def _loops(self, loop_of: Callable[[np.dtype[Any]], Any]) -> list[tuple[Any, Group]] | None:
+    def _loops(
+        self, loop_of: Callable[[np.dtype[Any]], Any]
+    ) -> list[tuple[Any, DtypeGroup]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
         # All or none: half an update in C and half in NumPy would need both ways' bookkeeping for a
         # rare case.
@@ -354,7 +356,7 @@ class Plan:
         return found
 
     def _table(
-        self, group: Group, messages: Sequence[Array], values: Sequence[Array] | None
+        self, group: DtypeGroup, messages: Sequence[Array], values: Sequence[Array] | None
     ) -> tuple[Array, compiled.Table] | None:
         """This rank's part of a group of the messages, as a compiled loop takes it; `None` where it has none.
 

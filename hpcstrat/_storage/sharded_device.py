@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import final
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import Segment
+from hpcstrat._communicators.device import RankSlice
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
@@ -16,7 +16,7 @@ from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import UpdateRule, slot_values
 from hpcstrat._storage.device import DevicePlan, fill
-from hpcstrat._storage.marks import Range
+from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
@@ -95,7 +95,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 if rank == communicator.rank:
                     part[place : place + stop - start] = gradient[start:stop]
 
-    def _sum_range(self, plan: DevicePlan, one: Range) -> None:
+    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
         if not isinstance(plan, ShardedDevicePlan):
             super()._sum_range(plan, one)
             return
@@ -103,7 +103,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         for rank, start, stop, place in plan.segments[one.group]:
             first, last = max(start, one.start), min(stop, one.stop)
             if first < last:
-                segments.append(Segment(rank, first, last, place + first - start))
+                segments.append(RankSlice(rank, first, last, place + first - start))
         self._communicator.reduce_scatter_flat(
             plan.gradients[one.group], plan.own.gradients[one.group], segments
         )
@@ -152,10 +152,10 @@ class ShardedDevicePlan(DevicePlan):
             layout_of(tuple([(of[one + 1] - of[one],) for of in cuts]), dtypes, ALIGNMENT)
             for one in range(size)
         ]
-        self.segments: list[list[Segment]] = []
+        self.segments: list[list[RankSlice]] = []
         for index, group in enumerate(self.layout.groups):
             itemsize = group.dtype.itemsize
-            found: list[Segment] = []
+            found: list[RankSlice] = []
             for i in group.members:
                 begin = (self.layout.starts[i] - group.start) // itemsize
                 for one in range(size):
@@ -173,7 +173,7 @@ class ShardedDevicePlan(DevicePlan):
                     ):
                         found[-1] = found[-1]._replace(stop=stop)
                     else:
-                        found.append(Segment(one, start, stop, place))
+                        found.append(RankSlice(one, start, stop, place))
             self.segments.append(found)
 
     @property

@@ -21,7 +21,7 @@ _LAST_WRITE_SECONDS = 2.0  # seconds that the end of a job waits for a write tha
 
 
 @final
-class Recorder:
+class TimelineRecorder:
     """Records what this rank does, and writes it twice a second.
 
     Args:

@@ -14,7 +14,7 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import record_to
 from hpcstrat._process import failure, worlds
-from hpcstrat._timeline.recorder import Recorder
+from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
 
 _ROUNDS = 16  # meetings by which the clocks of several hosts are compared
@@ -51,7 +51,7 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
                 file = _open(part, is_first)
             communicator.barrier()
     assert file is not None
-    recorder = Recorder(rank, communicator.size, file, zero(communicator, hosts))
+    recorder = TimelineRecorder(rank, communicator.size, file, zero(communicator, hosts))
     if communicator.size == 1:  # nobody to wait for
         atexit.register(_join, path, 1)
     record_to(recorder)

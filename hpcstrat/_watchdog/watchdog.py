@@ -225,9 +225,9 @@ def waiting_for_all(what: str) -> Iterator[None]:
         f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
         "strategy"
     )
-    steps = [guard.Step(timeout_seconds + _GUARD_SECONDS, failure.tagged(end), True)]
+    steps = [guard.Deadline(timeout_seconds + _GUARD_SECONDS, failure.tagged(end), True)]
     if stall_seconds < timeout_seconds:
-        steps.insert(0, guard.Step(stall_seconds, failure.tagged(report), False))
+        steps.insert(0, guard.Deadline(stall_seconds, failure.tagged(report), False))
     is_done = threading.Event()
     deadline = time.monotonic() + timeout_seconds
 

@@ -25,7 +25,7 @@ class Piece(NamedTuple):
     data: memoryview
 
 
-class Stretch(NamedTuple):
+class Extent(NamedTuple):
     """Bytes of an array, from `start` to `stop`."""
 
     name: str
@@ -40,7 +40,7 @@ def share_of(
     nbytes: Mapping[str, int],
     cuts: Mapping[str, Sequence[int]],
     of_root: Collection[str],
-) -> Iterator[Stretch]:
+) -> Iterator[Extent]:
     """The bytes that a rank writes, in the order of `nbytes`; all ranks together write each byte once.
 
     Args:
@@ -67,7 +67,7 @@ def share_of(
             start, stop = (min(max(end - before, 0), count) for end in (first, last))
             before += count
         if start < stop:
-            yield Stretch(name, start, stop)
+            yield Extent(name, start, stop)
 
 
 def write_pieces(file: int, pieces: Iterable[Piece], nbytes: int) -> int:

@@ -18,7 +18,7 @@ from hpcstrat._process import job_files
 from hpcstrat._replicas import contexts
 
 
-class Saved(Protocol):
+class Savable(Protocol):
     """What a handler saves: a `Checkpoint`, or one that numbers its files."""
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
@@ -50,7 +50,7 @@ class PreemptionHandler:
 
     def __init__(
         self,
-        checkpoint: Saved,
+        checkpoint: Savable,
         path: str | os.PathLike[str],
         keep: int | None = None,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),

@@ -19,7 +19,7 @@ from hpcstrat.checkpoint import _background, _safetensors
 from hpcstrat.checkpoint._atomic_file import explained
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile
 from hpcstrat.checkpoint._objects import CheckpointObjects, storage_of
-from hpcstrat.checkpoint._pieces import Piece, Stretch, share_of
+from hpcstrat.checkpoint._pieces import Extent, Piece, share_of
 
 _Result = TypeVar("_Result")
 
@@ -178,7 +178,7 @@ class Saved:
         own = header if self.contents is not None else 0
         return own + sum(stop - start for _, start, stop in self._stretches())
 
-    def _stretches(self) -> Iterator[Stretch]:
+    def _stretches(self) -> Iterator[Extent]:
         communicator, cuts, of_root = self._communicator, {}, []
         for name, (v, block) in self._blocks.items():
             storage = storage_of(v)

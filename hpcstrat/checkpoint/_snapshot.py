@@ -22,7 +22,7 @@ _RECORD = struct.Struct(
 _RECORD_CHECK = struct.Struct("<I")
 
 
-class Checksum:
+class SnapshotChecksum:
     """A checksum of a snapshot, several times as fast as a CRC of all its bytes.
 
     It is the CRC-32 of sums: of each piece the sums of its columns, where a piece is rows of 1,024
@@ -104,7 +104,7 @@ class SnapshotMemory:
         segment = self._segments[generation]
         self._memory.write_record(generation, b"")
         segment.commit(_committed(self._memory.files[generation]), _whole_rows(contents.nbytes))
-        checksum, written, array = Checksum(), 0, segment.array
+        checksum, written, array = SnapshotChecksum(), 0, segment.array
         for view in contents.views():
             data = np.frombuffer(view, np.uint8)
             while data.size:
@@ -138,7 +138,7 @@ class SnapshotMemory:
         return _Record.unpack(self._memory.record(generation))
 
     def _is_whole(self, generation: int, record: _Record) -> bool:
-        segment, checksum = self._segments[generation], Checksum()
+        segment, checksum = self._segments[generation], SnapshotChecksum()
         stop = _whole_rows(record.nbytes)
         if stop > _committed(self._memory.files[generation]):  # reading there would end the process
             return False

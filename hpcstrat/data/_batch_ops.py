@@ -15,7 +15,7 @@ from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
     EpochPass,
-    Failure,
+    FailedElement,
     Node,
     Transformation,
     join,
@@ -244,7 +244,9 @@ class Unbatch(Transformation):
                 yield from chunk
         else:
             for batch in with_failures(self._source.elements(epoch)):
-                yield [batch] if isinstance(batch, Failure) else list(_elements.unstack(batch))
+                yield (
+                    [batch] if isinstance(batch, FailedElement) else list(_elements.unstack(batch))
+                )
 
     def load(self, item: Any) -> Any:
         return unwrapped(item) if self._source.rows is None else self._source.rows.load(item)
@@ -323,10 +325,10 @@ class Window(Transformation):
             _, self._structure = nests.flatten(self._source.load(item[0]))
         count = self._structure.num_leaves
         if count == 1:
-            columns = [_Column(elements, 0) if self._structure.num_nodes > 1 else elements]
+            columns = [_Leaf(elements, 0) if self._structure.num_nodes > 1 else elements]
         else:  # each element is loaded once, and not for each of the datasets
             kept = cache(elements)
-            columns = [_Column(kept, i) for i in range(count)]
+            columns = [_Leaf(kept, i) for i in range(count)]
         return self._structure.unflatten(map(self._dataset_of, columns))
 
 
@@ -365,7 +367,7 @@ class _Picked(Node):
 
 
 @final
-class _Column(Choosing):
+class _Leaf(Choosing):
     """One leaf of each element."""
 
     def __init__(self, source: Node, index: int) -> None:

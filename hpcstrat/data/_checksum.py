@@ -21,7 +21,7 @@ _FILE_SAMPLE = 4, 8  # rows, and elements of each, of a file: every one may be a
 _CHUNK_BYTES = 1 << 20  # so that the copy of an array that is not contiguous stays small
 
 
-class Checksum:
+class PipelineChecksum:
     """The running checksum of one pass over a pipeline.
 
     Args:
@@ -39,9 +39,9 @@ class Checksum:
         self._every = every
         self.value: int = 0
 
-    def fresh(self) -> Checksum:
+    def fresh(self) -> PipelineChecksum:
         """One to which the same elements are added, and nothing has been yet."""
-        return Checksum(self._is_on, self._every)
+        return PipelineChecksum(self._is_on, self._every)
 
     def takes(self, number: int, first: int) -> bool:
         """Whether to add element `number` of a source; the first `first` elements always are."""

@@ -251,7 +251,7 @@ class _Chosen(_OneAfterAnother):
         return INFINITE if INFINITE in [node.cardinality() for node in self._nodes] else UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        streams = [_Stream(node.chunks(epoch)) for node in self._nodes]
+        streams = [_SourceCursor(node.chunks(epoch)) for node in self._nodes]
         ended = np.zeros(len(streams), bool)
         for chunk in self._choices(epoch):
             for start in range(0, len(chunk), self._together):
@@ -356,7 +356,7 @@ class Choose(_Chosen):
             yield np.array([choice], np.int64)
 
 
-class _Stream:
+class _SourceCursor:
     """Takes items from a stream of chunks."""
 
     def __init__(self, chunks: Iterator[Chunk]) -> None:

@@ -103,7 +103,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             ValueError: the step is 0.
         """
         bounds = [whole(one, "Dataset.range", "an argument") for one in args]
-        return Dataset(_sources.Range(range(*bounds), output_type))
+        return Dataset(_sources.Integers(range(*bounds), output_type))
 
     @staticmethod
     def from_tensors(tensors: Any) -> Dataset:

@@ -48,10 +48,10 @@ class _Loaded(NamedTuple):
     moved: list[int]
     layout: Layout
     pinned: Any
-    slot: _Slot
+    slot: _PinnedBuffer
 
 
-class _Slot:
+class _PinnedBuffer:
     """Pinned memory for one step, which grows as needed, and the event after which it may be overwritten."""
 
     def __init__(self) -> None:
@@ -106,12 +106,12 @@ def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterat
         # stream, so their temporary arrays can never be memory that a training step still uses.
         computing = stream.xp.cuda.Stream(non_blocking=True)
     # While `ahead` slots load, one more is on its way to the GPU.
-    slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
+    slots = itertools.cycle([_PinnedBuffer() for _ in range(ahead + 1)])
     # In the thread user functions see the same strategy as outside of it, and print as there.
     context = contextvars.copy_context()
     executor = ThreadPoolExecutor(1, "hpcstrat-input")
 
-    def load(slot: _Slot) -> _Loaded | None:
+    def load(slot: _PinnedBuffer) -> _Loaded | None:
         with device, computing:
             return context.run(slot.load, steps)
 

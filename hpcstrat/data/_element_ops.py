@@ -14,7 +14,7 @@ from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
     EpochPass,
-    Failure,
+    FailedElement,
     Node,
     Transformation,
     unwrapped,
@@ -149,7 +149,7 @@ class Filter(Transformation):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for found in with_failures(map(self._tested, self._source.elements(epoch))):
-            if isinstance(found, Failure):
+            if isinstance(found, FailedElement):
                 yield [found]
             elif found[0]:
                 yield [found[1]]
@@ -208,7 +208,7 @@ class Scan(Transformation):
                 state = same_structure(state, following, "Dataset.scan", "scan_func")
                 yield [made]
             except Exception as error:
-                yield [Failure(error)]
+                yield [FailedElement(error)]
 
     def load(self, item: Any) -> Any:
         return unwrapped(item)
@@ -297,7 +297,7 @@ class _ByPosition(_Cache):
         for element in with_failures(self._source.elements(epoch.frozen())):
             kept.append(element)
             yield [element]
-        if not any(isinstance(element, Failure) for element in kept):
+        if not any(isinstance(element, FailedElement) for element in kept):
             self._kept = kept
 
     def load(self, item: Any) -> Any:

@@ -28,7 +28,7 @@ _FORMAT = 1
 _KINDS = "biufcSUmM"  # of dtypes whose values are their bytes
 
 
-class _Column:
+class _LeafWriter:
     """Writes one leaf of all elements: their bytes one after the other, and their shapes and dtypes beside.
 
     Args:
@@ -97,14 +97,14 @@ def save(elements: Iterator[Any], path: str) -> None:
 
 
 def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) -> None:
-    columns: list[_Column] = []
+    columns: list[_LeafWriter] = []
     structure, skeleton, count = None, None, 0
     for element in elements:
         count += 1
         leaves, found = nests.flatten(element)
         if structure is None:
             structure, skeleton = found, _skeleton(element, iter(range(len(leaves))))
-            columns = [_Column(folder, i, files) for i in range(len(leaves))]
+            columns = [_LeafWriter(folder, i, files) for i in range(len(leaves))]
         if found != structure:
             raise ValueError(
                 f"Dataset.save: elements must be nests of the same structure; they are {structure} "
@@ -300,7 +300,7 @@ def _as_kind(dtype: Any, shape: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """The dtype and the shape of elements.
 
     Raises:
-        ValueError, TypeError: they are not what `_Column` writes.
+        ValueError, TypeError: they are not what `_LeafWriter` writes.
     """
     found = np.dtype(dtype) if isinstance(dtype, str) else None
     if found is None or found.kind not in _KINDS:

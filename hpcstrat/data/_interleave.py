@@ -13,7 +13,7 @@ from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
     EpochPass,
-    Failure,
+    FailedElement,
     Node,
     ShuffleState,
     Transformation,
@@ -124,7 +124,7 @@ class Interleave(Transformation):
             try:
                 node = self._function(unwrapped(element))
             except Exception as error:
-                yield inner, iter([(None, Failure(error))])
+                yield inner, iter([(None, FailedElement(error))])
                 continue
             if epoch.checksum.takes(number, _COMPARED):
                 epoch.checksum.add_text(f"{node!r} {node.cardinality()} {node.checksums(False)}")
@@ -148,7 +148,7 @@ class Interleave(Transformation):
 
 def _items(node: Node, epoch: EpochPass) -> Iterator[tuple[Node | None, Any]]:
     for chunk in with_failures(node.chunks(epoch)):
-        if isinstance(chunk, Failure):
+        if isinstance(chunk, FailedElement):
             yield None, chunk
         else:
             for item in chunk:

@@ -18,7 +18,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import Checksum
+from hpcstrat.data._checksum import PipelineChecksum
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
 from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetched
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
@@ -99,7 +99,7 @@ class DistributedIterator(ResumableIterator):
         self._compares = communicator.size > 1 and (
             self._node.user_code or distribution.workers.count > 1
         )
-        epoch.checksum = Checksum(self._compares, every=settings.is_on("HPCSTRAT_CHECK"))
+        epoch.checksum = PipelineChecksum(self._compares, every=settings.is_on("HPCSTRAT_CHECK"))
         peers = distribution.workers.peers
         steps = distribution.split(
             after(self._node, taken), epoch, peers.index(communicator.rank), len(peers)

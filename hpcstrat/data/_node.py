@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hpcstrat._core import nests
 from hpcstrat._process import worlds
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import Checksum
+from hpcstrat.data._checksum import PipelineChecksum
 
 INFINITE = -1
 UNKNOWN = -2
@@ -102,7 +102,7 @@ class EpochPass:
         self._place = place
         self.reached: Mapping[ShuffleState, int] = {}
         self.runs_ahead: bool = False
-        self.checksum: Checksum = Checksum()
+        self.checksum: PipelineChecksum = PipelineChecksum()
 
     def frozen(self) -> EpochPass:
         """A pass that meets the same orders each time, as a cache needs it."""
@@ -310,7 +310,7 @@ class Transformation(Node):
         return f"{self._source!r}.{self._call}"
 
 
-class Failure:
+class FailedElement:
     """Stands in a stream for an element that user code failed to make.
 
     A generator that raises is finished. Where elements stay in a stream or a buffer, the exception
@@ -328,20 +328,20 @@ class Failure:
 
 
 def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
-    """The elements, with a `Failure` in place of each that raises."""
+    """The elements, with a `FailedElement` in place of each that raises."""
     while True:
         try:
             element = next(elements)
         except StopIteration:
             return
         except Exception as error:
-            element = Failure(error)
+            element = FailedElement(error)
         yield element
 
 
 def unwrapped(item: Any) -> Any:
-    """The item, which is an element; raises if it is a `Failure`."""
-    if isinstance(item, Failure):
+    """The item, which is an element; raises if it is a `FailedElement`."""
+    if isinstance(item, FailedElement):
         raise item.error
     return item
 

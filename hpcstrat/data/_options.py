@@ -16,7 +16,7 @@ class AutoShardPolicy(enum.IntEnum):
     HINT = 3
 
 
-class _Group:
+class _OptionGroup:
     """Attributes that are `None`, or another group, until they are set; there are no others."""
 
     def __init__(self, name: str, attributes: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class _Group:
 
 
 @final
-class Options(_Group):
+class Options(_OptionGroup):
     """What `Dataset.with_options` takes.
 
     A pipeline keeps its options and gives them back; only one has an effect.
@@ -63,13 +63,13 @@ class Options(_Group):
 
     def __init__(self) -> None:
         groups = {
-            name: _Group(f"Options.{name}", dict(attributes))
+            name: _OptionGroup(f"Options.{name}", dict(attributes))
             for name, attributes in _GROUPS.items()
         }
         super().__init__("Options", {**dict.fromkeys(_ATTRIBUTES), **groups})
 
     def __setattr__(self, attribute: str, value: Any) -> None:
-        if attribute in _GROUPS and not isinstance(value, _Group):
+        if attribute in _GROUPS and not isinstance(value, _OptionGroup):
             raise TypeError(
                 f"Options: {attribute} has attributes of its own: options.{attribute}.... = "
                 f"{value!r}"

@@ -40,7 +40,7 @@ class Indexed(Node):
 
 
 @final
-class Range(Indexed):
+class Integers(Indexed):
     """The integers of a `range`."""
 
     def __init__(self, numbers: range, dtype: Any) -> None:

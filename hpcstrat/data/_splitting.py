@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcstrat._core import nests
 from hpcstrat.data import _elements
-from hpcstrat.data._node import Chunk, EpochPass, Failure, Node, load_rows, with_failures
+from hpcstrat.data._node import Chunk, EpochPass, FailedElement, Node, load_rows, with_failures
 from hpcstrat.data._threads import map_in_threads
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
@@ -106,7 +106,7 @@ class Step(NamedTuple):
             after the last step.
         value: this replica's nest of arrays.
         checksum: of all that user code has yielded so far, which must be equal on all ranks; see
-            `Checksum`.
+            `PipelineChecksum`.
         error: what user code raised on this rank; there is no value then, and the next step
             follows.
         is_scarce: whether some replicas have no elements.
@@ -204,7 +204,11 @@ def _is_scarce(size: int, batch_size: int, count: int) -> bool:
 def _whole(node: Node, epoch: EpochPass) -> Iterator[Step]:
     """Each element, for the only replica."""
     for element in with_failures(node.elements(epoch)):
-        yield Step(1, None, 0, element.error) if isinstance(element, Failure) else Step(1, element)
+        yield (
+            Step(1, None, 0, element.error)
+            if isinstance(element, FailedElement)
+            else Step(1, element)
+        )
 
 
 def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from hpcstrat._process import driver
-from hpcstrat.data._node import EpochPass, Failure, unwrapped, with_failures
+from hpcstrat.data._node import EpochPass, FailedElement, unwrapped, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
 """Runs a call in a thread."""
@@ -44,7 +44,7 @@ def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> 
         try:
             return function(unwrapped(item))
         except Exception as error:
-            return Failure(error)
+            return FailedElement(error)
 
     with threads_of(threads) as submit:
         waiting: deque[Future[Any]] = deque()

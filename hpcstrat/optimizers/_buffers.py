@@ -15,7 +15,7 @@ from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.marks import places_of
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of
+from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of_variables
 
 
 def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
@@ -32,7 +32,7 @@ def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
             f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them "
             "in a list"
         )
-    group = group_of(variables[0], "of")
+    group = group_of_variables(variables[0], "of")
     with group.communicator.raise_together():
         check_variables(group, variables)
         group.communicator.exchange(
@@ -96,7 +96,7 @@ class GradientBuffers(list[Any]):
         Raises:
             RuntimeError: it is not, though there are several replicas.
         """
-        group_of(self._variables[0], "of")
+        group_of_variables(self._variables[0], "of")
         if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of a replica function; call it in the "

@@ -250,7 +250,7 @@ def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
     return value, gradients
 
 
-def group_of(variable: Variable, preposition: str) -> ReplicaGroup:
+def group_of_variables(variable: Variable, preposition: str) -> ReplicaGroup:
     """The variable's group, which must be that of this line's context."""
     with call_named(f"{current_call()} {preposition} {variable.name!r}"):
         state_of(variable).require_strategy()
@@ -308,5 +308,5 @@ def accumulated(
     gradients, dense, sparse = sorted_pairs(pairs)
     variables = [*dense, *(v for _, v in sparse)]
     if variables:
-        check_variables(group_of(variables[0], "to"), variables)
+        check_variables(group_of_variables(variables[0], "to"), variables)
     return accumulator.add([*gradients, *(as_dense(slices, v) for slices, v in sparse)], variables)

@@ -25,7 +25,7 @@ from hpcstrat.optimizers._gradients import (
     clipped,
     clipped_each,
     computed,
-    group_of,
+    group_of_variables,
     sorted_pairs,
     summed_rows,
 )
@@ -276,7 +276,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             return
         for pair in pairs:
             check_pair(pair)
-        group = group_of(pairs[0][1], "to")
+        group = group_of_variables(pairs[0][1], "to")
         communicator = group.communicator
         with communicator.raise_together():
             gradients, dense, sparse = sorted_pairs(pairs)
@@ -401,7 +401,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             )
         if not (variables := list(var_list)):
             return
-        group = group_of(variables[0], "of")
+        group = group_of_variables(variables[0], "of")
         with group.communicator.raise_together():
             check_variables(group, variables)
             with group.on_stream():

@@ -114,7 +114,7 @@ def test_end_job(launch, thread):
         START
         + """
     def end():
-        worlds.end_job("rank 0 waits for rank 1\\nsince a minute", 7)
+        failure.end_job("rank 0 waits for rank 1\\nsince a minute", 7)
 
     world.comm.Barrier()
     if last and sys.argv[1] == "main":
@@ -134,7 +134,7 @@ def test_end_job(launch, thread):
 @pytest.mark.parametrize("ranks", slow_but([1], [None, 1]))
 def test_end_job_of_one_rank(launch, ranks):
     result = launch(
-        "from hpcstrat._process import worlds\nworlds.start()\nprint('before')\nworlds.end_job('it "
+        "from hpcstrat._process import failure, worlds\nworlds.start()\nprint('before')\nfailure.end_job('it "
         "ends', 0)",
         ranks,
     )
@@ -146,7 +146,7 @@ def test_end_job_of_one_rank(launch, ranks):
 
 @pytest.mark.slow
 def test_end_job_before_the_start(launch):
-    result = launch("from hpcstrat._process import worlds\nworlds.end_job('it ends', 3)")
+    result = launch("from hpcstrat._process import failure\nfailure.end_job('it ends', 3)")
     assert (result.status, result.stderr) == (3, "it ends\n")
 
 

@@ -10,6 +10,7 @@ from internals import (
     SharedMemoryCommunicator,
     StagedCommunicator,
     call_named,
+    failure,
     worlds,
 )
 from strategies import STRATEGIES
@@ -291,7 +292,7 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
     def end_job(text):
         raise Ended(text)
 
-    monkeypatch.setattr(worlds, "end_job", end_job)
+    monkeypatch.setattr(failure, "end_job", end_job)
     communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
     for call in (

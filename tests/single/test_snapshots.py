@@ -10,9 +10,9 @@ import pytest
 from internals import (
     PART,
     CheckpointFile,
-    Checksum,
     Contents,
     Entry,
+    SnapshotChecksum,
     SnapshotMemory,
     State,
     host_parts,
@@ -144,7 +144,7 @@ def test_the_checksum_sees_what_is_old_or_in_another_place():
     pieces = np.arange(4 * 2048, dtype=np.uint64).reshape(4, 2, 1024) ** 2
 
     def value(words):
-        checksum = Checksum()
+        checksum = SnapshotChecksum()
         for piece in words:
             checksum.add(piece.reshape(-1).view(np.uint8))
         return checksum.value

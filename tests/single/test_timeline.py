@@ -15,9 +15,9 @@ from internals import (
     UPDATE,
     WAITING,
     Rank,
-    Recorder,
     Spans,
     Timeline,
+    TimelineRecorder,
     TraceFile,
     TraceSpan,
     advise,
@@ -83,7 +83,9 @@ def test_no_more_is_recorded_than_the_limit():
 
 def make(tmp_path, **arguments):
     path = str(tmp_path / "trace.json")
-    return path, Recorder(0, 1, TraceFile(path, is_first=True), time.perf_counter_ns(), **arguments)
+    return path, TimelineRecorder(
+        0, 1, TraceFile(path, is_first=True), time.perf_counter_ns(), **arguments
+    )
 
 
 def note(to, *spans):
@@ -183,7 +185,7 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     parts = [part_name(path, host) for host in range(3)]
     assert parts[:2] == [path, str(tmp_path / "trace.host1.json")]
     for rank, part in enumerate(parts[:2]):  # the third host's files are elsewhere
-        to = Recorder(rank, 2, TraceFile(part, is_first=True), 0)
+        to = TimelineRecorder(rank, 2, TraceFile(part, is_first=True), 0)
         note(to, (RUN, f"run on host {rank}", None, []))
         to.close()
     before = read(path)
@@ -200,7 +202,7 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
 def test_parts_of_a_run_before_are_removed_and_nothing_else(tmp_path):
     path = str(tmp_path / "t.json")
     for name in ("t.host1.json", "t.host12.json"):
-        Recorder(0, 1, TraceFile(str(tmp_path / name), is_first=True), 0).close()
+        TimelineRecorder(0, 1, TraceFile(str(tmp_path / name), is_first=True), 0).close()
     (tmp_path / "t.host3.json").write_text("[\n")  # killed early
     kept = {
         "t.host1-baseline.json": "[\n",

@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
     import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat._process import guard
 
-    block = guard.guarded([guard.Step(600.0, "", False)])
+    block = guard.guarded([guard.Deadline(600.0, "", False)])
     with block:
         pipe = block.gen.gi_frame.f_locals["guard"].stdin
         while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do

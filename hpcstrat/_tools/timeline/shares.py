@@ -55,7 +55,7 @@ class Timeline(NamedTuple):
     cores: dict[int, int]
 
 
-class Stretch(NamedTuple):
+class Period(NamedTuple):
     """A stretch of time that one kind takes."""
 
     begin: float
@@ -156,7 +156,7 @@ def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
     return begins[1:]
 
 
-def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Stretch]:
+def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Period]:
     """A rank's time as consecutive stretches of one kind; gaps are `OTHER`.
 
     Of nested spans the innermost counts. While a GPU works, its work counts and not the host's,
@@ -275,9 +275,9 @@ def _is_main(spans: Iterable[TraceSpan]) -> bool:
     return any(span.category == "run" for span in spans)
 
 
-def _flat(spans: Sequence[TraceSpan]) -> list[Stretch]:
+def _flat(spans: Sequence[TraceSpan]) -> list[Period]:
     """Nested spans as consecutive stretches: the innermost counts."""
-    flat: list[Stretch] = []
+    flat: list[Period] = []
     stack: list[TraceSpan] = []
     at = 0.0
 
@@ -285,7 +285,7 @@ def _flat(spans: Sequence[TraceSpan]) -> list[Stretch]:
         nonlocal at
         if stack and to > at:
             category = stack[-1].category
-            flat.append(Stretch(at, to, COMPUTING if category == "run" else category))
+            flat.append(Period(at, to, COMPUTING if category == "run" else category))
         at = max(at, to)
 
     for span in spans:
@@ -300,7 +300,7 @@ def _flat(spans: Sequence[TraceSpan]) -> list[Stretch]:
     return flat
 
 
-def _laid_over(below: Sequence[Stretch], above: Sequence[Stretch]) -> list[Stretch]:
+def _laid_over(below: Sequence[Period], above: Sequence[Period]) -> list[Period]:
     """The stretches of both; where they overlap, those above."""
     begins = [stretch.begin for stretch in above]
     result = list(above)
@@ -310,8 +310,8 @@ def _laid_over(below: Sequence[Stretch], above: Sequence[Stretch]) -> list[Stret
             if over.begin >= stretch.end:
                 break
             if over.begin > at:
-                result.append(Stretch(at, over.begin, stretch.kind))
+                result.append(Period(at, over.begin, stretch.kind))
             at = max(at, over.end)
         if at < stretch.end:
-            result.append(Stretch(at, stretch.end, stretch.kind))
+            result.append(Period(at, stretch.end, stretch.kind))
     return sorted(result)
